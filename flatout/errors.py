@@ -1,0 +1,47 @@
+"""Everything Flatout raises on purpose.
+
+    FlatoutError                 the root; `except FlatoutError` catches all of ours and nothing of the user's
+    ├── UsageError (ValueError)  an input that cannot be used: says value, limit and remedy
+    │   └── PlanError            a plan with an unknown, malformed or contradictory choice
+    ├── MachineError             this machine lacks what was asked of it
+    ├── ScriptError              the user's script cannot be worked with (it failed, never trains, reads a terminal)
+    └── TrialError               a trial process died, hung or broke its protocol
+
+>>> raise UsageError("batch size is 0", limit="it must be at least 1", remedy="pass --batch-size 32")
+Traceback (most recent call last):
+flatout.errors.UsageError: batch size is 0; it must be at least 1; pass --batch-size 32
+"""
+
+from __future__ import annotations
+
+
+class FlatoutError(Exception):
+    """What is wrong (with the value), the limit it breaks, and what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, limit: str = "", remedy: str = "") -> None:
+        self.what, self.limit, self.remedy = what, limit, remedy
+        super().__init__("; ".join(part for part in (what, limit, remedy) if part))
+
+
+class UsageError(FlatoutError, ValueError):
+    """An input that cannot be used."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """A plan with an unknown, malformed or contradictory choice."""
+
+
+class MachineError(FlatoutError):
+    """This machine lacks what was asked of it."""
+
+
+class ScriptError(FlatoutError):
+    """The user's script cannot be worked with."""
+
+
+class TrialError(FlatoutError):
+    """A trial process died, hung or broke its protocol."""
