@@ -1,0 +1,390 @@
+"""The Plan: every choice of how to run, each with its reason.
+
+A field that is None is left as the script has it, so an empty plan changes nothing. A plan names choices
+and never asks whether this machine can carry them out: that is each lever's business. It is a value: frozen,
+compared by content, written as TOML that a person can read and edit, and read back with every slip named.
+
+>>> plan = Plan(precision="bf16").with_choice("compile", "regional", "the blocks repeat 12 times")
+>>> plan.choices()
+{'precision': 'bf16', 'compile': 'regional'}
+>>> Plan.from_toml(plan.to_toml()) == plan
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import functools
+import math
+import os
+import reprlib
+import shlex
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from flatout import __version__
+from flatout.errors import PlanError, UsageError
+
+SCHEMA = 1
+"""The layout of the TOML document; a file with a higher number was written by a newer Flatout."""
+
+Exactness = Literal["bit-same", "rounding", "reduced"]
+"""What a choice does to the numbers: nothing, another order of summation, or fewer bits."""
+
+
+def _choice(meaning: str, *, low: int | None = None, high: int | None = None) -> Any:
+    """A field of [plan]: what it does, and for whole numbers the limits (both included)."""
+    return field(default=None, metadata={"meaning": meaning, "low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to run a script. Choices come first, each documented by its meaning; then where the plan is from."""
+
+    precision: Literal["fp32", "bf16", "fp16"] | None = _choice(
+        "dtype of autocast regions; fp16 also scales the loss, so that small gradients do not vanish"
+    )
+    matmul_precision: Literal["highest", "high", "medium"] | None = _choice(
+        "how exact fp32 products are: highest = fp32, high = TF32 on CUDA, medium = bf16 inside the product"
+    )
+    compile: Literal["default", "regional", "reduce-overhead", "max-autotune"] | None = _choice(
+        "torch.compile: the whole model in this mode; regional = each repeated block once (starts sooner)"
+    )
+    memory_format: Literal["channels_last"] | None = _choice(
+        "layout of images and convolution weights in memory: NHWC instead of NCHW"
+    )
+    optimizer: Literal["fused", "foreach"] | None = _choice(
+        "implementation of the optimizer's step: fused = one kernel for it all, foreach = one per operation"
+    )
+    fetch: Literal["batched", "cached"] | None = _choice(
+        "in-memory data in the main process: batched = index whole batches, cached = keep samples after first use"
+    )
+    data_device: Literal["cuda"] | None = _choice(
+        "where the data set lives: cuda = copied to the device once, no transfer per step (needs fetch)"
+    )
+    loader_workers: int | None = _choice("DataLoader's processes; 0 = load in the main process", low=0, high=256)
+    persistent_workers: bool | None = _choice("keep the loader's workers alive between epochs")
+    prefetch_factor: int | None = _choice("batches that each loader worker holds ready", low=1, high=64)
+    pin_memory: bool | None = _choice("page-locked batches, so that copies to the device overlap with compute")
+    threads: int | None = _choice("intra-op threads of torch on the CPU", low=1, high=1024)
+    flush_denormals: bool | None = _choice("treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly")
+    allocator: Literal["retain", "jemalloc", "tcmalloc", "mimalloc"] | None = _choice(
+        "CPU memory: retain = glibc keeps freed memory for reuse; else the allocator to preload"
+    )
+    cudnn_benchmark: bool | None = _choice("let cuDNN time its algorithms once per input shape and keep the fastest")
+
+    reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Choice -> why it was made; only for choices that are set."""
+    script: str | None = None
+    """What was tuned: a path as the user gave it, or '-m package.module'."""
+    argv: tuple[str, ...] = ()
+    """The script's own arguments, without its name."""
+    machine_fingerprint: str | None = None
+    """The machine on which the plan was measured; elsewhere it must be verified again."""
+    machine_name: str | None = None
+    """That machine in words."""
+    torch_version: str | None = None
+    """torch.__version__ of that measurement."""
+    flatout_version: str | None = __version__
+    """The Flatout that made the plan; None if a file does not say."""
+    exactness: Exactness | None = None
+    """What the choices together do to the numbers, as proved; None if nothing was proved."""
+    speedup: float | None = None
+    """Measured: time of a plain step over time of a step under the plan; None if not measured."""
+    flops_per_step: float | None = None
+    """Floating-point operations of one training step; None if not counted."""
+    warnings: tuple[str, ...] = ()
+    """What the one who made the plan could not vouch for."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.choices().items():
+            _check_choice(name, value)
+        object.__setattr__(self, "reasons", dict(self.reasons) if isinstance(self.reasons, Mapping) else self.reasons)
+        _check_contradictions(self)
+        _check_reasons(self)
+        _check_provenance(self)
+
+    def choices(self) -> dict[str, Any]:
+        """The choices that are set, in the order of declaration."""
+        return {name: value for name in choice_names() if (value := getattr(self, name)) is not None}
+
+    def with_choice(self, name: str, value: Any, reason: str) -> Plan:
+        """The same plan with one choice made (or made anew), and why."""
+        _check_name(name)
+        if value is None:
+            raise PlanError(f"{name} is None", limit="a choice has a value", remedy=f"use without({name!r})")
+        return replace(self, **{name: value, "reasons": {**self.reasons, name: reason}})
+
+    def without(self, *names: str) -> Plan:
+        """The same plan with these choices left to the script again. Give choices that need each other together."""
+        for name in names:
+            _check_name(name)
+        unset: dict[str, Any] = dict.fromkeys(names)
+        return replace(self, **unset, reasons={name: why for name, why in self.reasons.items() if name not in names})
+
+    def mismatch(self, machine_fingerprint: str | None, torch_version: str | None) -> str | None:
+        """Why the plan must be verified again here; None if it was measured on this machine with this torch."""
+        if self.machine_fingerprint is None:
+            return "the plan does not say on which machine it was measured"
+        if self.machine_fingerprint != machine_fingerprint:
+            return f"the plan was measured on another machine ({self.machine_name or self.machine_fingerprint})"
+        if self.torch_version != torch_version:
+            return f"the plan was measured with torch {self.torch_version or '(unknown)'}; here is {torch_version}"
+        return None
+
+    def to_toml(self) -> str:
+        """The plan as a document for people, which from_toml reads back."""
+        parts = [_header(self), f"schema = {SCHEMA}\n", "[plan]"]
+        for name, value in self.choices().items():
+            parts += [f"# {_choice_fields()[name].metadata['meaning']}", _line(name, value)]
+        parts += [
+            "",
+            "[reasons]",
+            *(_line(name, self.reasons[name]) for name in self.choices() if name in self.reasons),
+        ]
+        parts += ["", "[provenance]"]
+        provenance = {name: getattr(self, name) for name in PROVENANCE}
+        parts += [_line(name, value) for name, value in provenance.items() if value is not None and value != ()]
+        return "\n".join(parts) + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "flatout.toml") -> Plan:
+        """Read what to_toml or a person wrote; every error begins with `source`."""
+        try:
+            return cls(**_keywords(_parse(text)))
+        except PlanError as error:
+            raise PlanError(f"{source}: {error.what}", limit=error.limit, remedy=error.remedy) from None
+
+
+PROVENANCE = tuple(one.name for one in fields(Plan) if "meaning" not in one.metadata and one.name != "reasons")
+"""The keys of [provenance]: everything that is neither a choice nor a reason."""
+
+_TABLES = ("plan", "reasons", "provenance")
+_TEXTS = ("script", "machine_fingerprint", "machine_name", "torch_version", "flatout_version")
+
+
+def choice_names() -> tuple[str, ...]:
+    """The keys of [plan], in the order of declaration."""
+    return tuple(_choice_fields())
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in this file."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"no plan at {path}", remedy="make one with: flatout tune SCRIPT") from None
+    except OSError as error:
+        remedy = "name a file that you may read"
+        raise UsageError(f"cannot read the plan {path}: {error.strerror}", remedy=remedy) from error
+    except UnicodeDecodeError as error:
+        what = f"{path}: byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise PlanError(what, limit="a plan is UTF-8 text", remedy="save it as UTF-8") from error
+    return Plan.from_toml(text, str(path))
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Put the plan at this path whole or not at all: a crash or a full disk leaves what was there before."""
+    target = os.path.realpath(path)  # a link stays a link
+    temporary = f"{target}.{os.getpid()}.tmp"
+    try:
+        try:
+            with open(temporary, "x", encoding="utf-8") as stream:
+                stream.write(plan.to_toml())
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, target)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+    except OSError as error:
+        remedy = (
+            "free some space or name another place" if error.errno == errno.ENOSPC else "name a place you may write"
+        )
+        raise UsageError(f"cannot write the plan {path}: {error.strerror}", remedy=remedy) from error
+
+
+@functools.cache
+def _choice_fields() -> dict[str, Field[Any]]:
+    return {one.name: one for one in fields(Plan) if "meaning" in one.metadata}
+
+
+@functools.cache
+def _kinds() -> dict[str, type | tuple[str, ...]]:
+    """Choice -> bool, int or the words allowed, read from the annotations: they are written once."""
+    hints = get_type_hints(Plan)
+    kinds: dict[str, type | tuple[str, ...]] = {}
+    for name in choice_names():
+        kind = next(part for part in get_args(hints[name]) if part is not type(None))
+        kinds[name] = get_args(kind) if get_origin(kind) is Literal else kind
+    return kinds
+
+
+def _check_choice(name: str, value: Any) -> None:
+    kind, metadata = _kinds()[name], _choice_fields()[name].metadata
+    low, high = metadata["low"], metadata["high"]
+    if isinstance(kind, tuple):
+        if not isinstance(value, str) or value not in kind:
+            what = f"{name} is {_short(value)}"
+            raise PlanError(what, limit=f"it must be {_one_of(kind)}", remedy=_nearest(value, kind))
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise PlanError(f"{name} is {_short(value)}", limit="it must be true or false")
+    elif isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise PlanError(f"{name} is {_short(value)}", limit=f"it must be a whole number from {low} to {high}")
+
+
+def _check_contradictions(plan: Plan) -> None:
+    if not plan.loader_workers:
+        have = "unset" if plan.loader_workers is None else "0"
+        for name in ("persistent_workers", "prefetch_factor"):
+            if value := getattr(plan, name):
+                what = f"{name} is {_toml(value)} while loader_workers is {have}"
+                raise PlanError(what, limit="it needs worker processes", remedy=f"set loader_workers or drop {name}")
+    elif plan.fetch is not None:
+        what = f"fetch is {plan.fetch!r} while loader_workers is {plan.loader_workers}"
+        raise PlanError(what, limit="fetch works in the main process", remedy="drop one of the two")
+    if plan.data_device is not None:
+        what = f"data_device is {plan.data_device!r}"
+        if plan.fetch is None:
+            raise PlanError(f"{what} while fetch is unset", limit="it needs fetch", remedy="set fetch = 'batched'")
+        if plan.pin_memory:
+            limit = "only batches in the CPU's memory can be page-locked"
+            raise PlanError(f"{what} while pin_memory is true", limit=limit, remedy="drop one of the two")
+
+
+def _check_reasons(plan: Plan) -> None:
+    if not isinstance(plan.reasons, Mapping):
+        raise PlanError(f"reasons is {_short(plan.reasons)}", limit="it must map choices to texts")
+    for name, reason in plan.reasons.items():
+        _check_name(name)
+        if not isinstance(reason, str):
+            raise PlanError(f"the reason for {name} is {_short(reason)}", limit="it must be a text")
+        if getattr(plan, name) is None:
+            remedy = f"set {name} or drop its reason"
+            raise PlanError(f"there is a reason for {name}, which is not set", remedy=remedy)
+
+
+def _check_provenance(plan: Plan) -> None:
+    for name in _TEXTS:
+        if not isinstance(value := getattr(plan, name), str | None):
+            raise PlanError(f"{name} is {_short(value)}", limit="it must be a text")
+    for name in ("argv", "warnings"):
+        value = getattr(plan, name)
+        if not isinstance(value, tuple) or not all(isinstance(part, str) for part in value):
+            raise PlanError(f"{name} is {_short(value)}", limit="it must be a sequence of texts")
+    for name in ("speedup", "flops_per_step"):
+        if (value := getattr(plan, name)) is not None:
+            object.__setattr__(plan, name, _positive(name, value))
+    words = get_args(Exactness)
+    if plan.exactness is not None and plan.exactness not in words:
+        what = f"exactness is {_short(plan.exactness)}"
+        raise PlanError(what, limit=f"it must be {_one_of(words)}", remedy=_nearest(plan.exactness, words))
+
+
+def _check_name(name: Any) -> None:
+    if name not in choice_names():
+        limit = f"there are {', '.join(choice_names())}"
+        raise PlanError(f"a plan has no choice {name!r}", limit=limit, remedy=_nearest(name, choice_names()))
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an int past the range of float
+            if 0 < float(value) < math.inf:
+                return float(value)
+    raise PlanError(f"{name} is {_short(value)}", limit="it must be a finite number above 0")
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The document as tables, its own shape checked; what stands in the tables is Plan's to judge."""
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # tomllib's own error is a ValueError; so is a number of 5000 digits
+        raise PlanError(f"not TOML: {error}", remedy="correct that line, or tune again") from None
+    schema = document.pop("schema", SCHEMA)
+    if type(schema) is not int or schema < 1:
+        raise PlanError(f"schema is {_short(schema)}", limit=f"it must be a whole number from 1 to {SCHEMA}")
+    if schema > SCHEMA:
+        limit = f"Flatout {__version__} reads up to {SCHEMA}"
+        raise PlanError(f"schema is {schema}", limit=limit, remedy="update Flatout, or tune again")
+    for name, table in document.items():
+        if name not in _TABLES:
+            remedy = _home(name) or _nearest(name, (*_TABLES, "schema"))
+            raise PlanError(f"unknown key {name!r} at the top level", remedy=remedy)
+        if not isinstance(table, dict):
+            raise PlanError(f"{name} is {_short(table)}", limit="it must be a table", remedy=f"write [{name}]")
+    return document
+
+
+def _keywords(document: dict[str, Any]) -> dict[str, Any]:
+    """The tables as arguments of Plan."""
+    for table, known in (("plan", choice_names()), ("reasons", choice_names()), ("provenance", PROVENANCE)):
+        for name in document.get(table, {}):
+            if name not in known:
+                remedy = _home(name) or _nearest(name, known)
+                raise PlanError(f"unknown key {name!r} in [{table}]", remedy=remedy)
+    lists = {
+        name: tuple(value)
+        for name, value in document.get("provenance", {}).items()
+        if name in ("argv", "warnings") and isinstance(value, list)
+    }
+    provenance = {"flatout_version": None, **document.get("provenance", {}), **lists}
+    return {**document.get("plan", {}), "reasons": document.get("reasons", {}), **provenance}
+
+
+def _header(plan: Plan) -> str:
+    script = plan.script or "SCRIPT"
+    target = ["-m", script.removeprefix("-m ")] if script.startswith("-m ") else [script]
+    called = shlex.join(["flatout", "run", *target, *plan.argv])
+    if not called.isprintable():  # a comment ends at the line's end
+        called = "flatout run SCRIPT"
+    return (
+        "# How to run this script flat out on this machine, as flatout tune measured it.\n"
+        "# Each line of [plan] is one choice; without the line that choice is as the script has it.\n"
+        f"# next: {called}\n"
+    )
+
+
+def _line(name: str, value: Any) -> str:
+    return f"{name} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    """One value in TOML. A name that is not Unicode (Linux allows it) keeps its readable part."""
+    if isinstance(value, str):
+        value = value.encode("utf-8", "replace").decode()
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(part) for part in value)}]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
+
+
+def _home(name: str) -> str:
+    """Where a key belongs that stands in the wrong table."""
+    table = "plan" if name in choice_names() else "provenance" if name in PROVENANCE else ""
+    return f"{name} belongs in [{table}]" if table else ""
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name if isinstance(name, str) else _short(name), list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else "remove it"
+
+
+def _one_of(words: Iterable[str]) -> str:
+    *most, last = (repr(word) for word in words)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _short(value: Any) -> str:
+    """A wrong value as it stands in an error: long ones cut."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return f"a very large {type(value).__name__}"
