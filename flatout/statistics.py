@@ -1,0 +1,200 @@
+"""Is it faster? Medians, spread and comparisons that survive a noisy machine. Pure arithmetic, nothing measured here.
+
+A shared machine drifts by tens of per cent within minutes and now and then runs 10x slow for seconds. Means and
+t-tests break on both. So a comparison here works on ranks: it takes the logarithm of every ratio (a doubling and a
+halving then weigh the same), estimates their centre by Hodges and Lehmann (the median of all pairwise averages: a
+third of the samples may be garbage before it moves), and derives its confidence interval from the exact
+distribution of Wilcoxon's signed ranks. `compare_paired` is for samples taken in turns (the drift hits both
+sides of a pair and cancels); `compare_unpaired`, by Mann and Whitney, is for two runs made apart.
+
+>>> compare_paired([1.10, 1.12, 9.0, 1.11, 1.10, 1.13, 1.12], [1.0, 1.01, 1.0, 1.0, 1.02, 1.01, 1.0]).verdict
+'faster'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Literal
+
+from flatout.errors import UsageError
+
+Verdict = Literal["faster", "slower", "not significant"]
+
+# Beyond this many samples neighbours are merged into medians: the pairwise averages grow with the square, and
+# neighbours in time share their noise, so counting each as an independent witness would overstate the confidence.
+_MOST_SAMPLES = 400
+# Up to this many the rank distribution is counted exactly; above, the normal approximation is good to a fraction of a
+# rank.
+_EXACT_PAIRS = 50
+_EXACT_UNPAIRED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How many times as fast the candidate is as the baseline, and how sure that is."""
+
+    ratio: float  # baseline seconds / candidate seconds: 1.25 means the candidate needs 20 % less time
+    low: float
+    high: float
+    confidence: float
+    pairs: int
+    verdict: Verdict
+    reason: str | None = None  # why the verdict is 'not significant'
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Comparison:
+        return cls(**data)
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """The value below which that fraction lies, interpolated linearly between neighbours."""
+    if not values:
+        raise UsageError("no samples", limit="a statistic needs at least one")
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value: half of the samples may be outliers before it lies."""
+    return quantile(values, 0.5)
+
+
+def iqr(values: Sequence[float]) -> float:
+    """The interquartile range: the width of the middle half."""
+    return quantile(values, 0.75) - quantile(values, 0.25)
+
+
+def compare_paired(
+    baseline: Sequence[float], candidate: Sequence[float], *, least_gain: float = 0.01, confidence: float = 0.95
+) -> Comparison:
+    """Compare seconds taken in turns: the i-th of each belong together.
+
+    'faster' if the whole interval lies above 1 + least_gain, 'slower' if it lies below 1.
+    """
+    if len(baseline) != len(candidate):
+        raise UsageError(
+            f"{len(baseline)} baseline and {len(candidate)} candidate samples",
+            limit="a paired comparison needs as many of one as of the other",
+            remedy="use compare_unpaired for samples that were not taken in turns",
+        )
+    logs = [b - c for b, c in zip(_logs(baseline), _logs(candidate), strict=True)]
+    merged = _merge_neighbours(logs)
+    averages = sorted((a + b) / 2 for i, a in enumerate(merged) for b in merged[i:])
+    trim = _signed_rank_trim(len(merged), confidence)
+    return _judge(averages, trim, len(logs), least_gain, confidence)
+
+
+def compare_unpaired(
+    baseline: Sequence[float], candidate: Sequence[float], *, least_gain: float = 0.01, confidence: float = 0.95
+) -> Comparison:
+    """Compare seconds of two runs made apart. Drift between the runs is not cancelled: prefer compare_paired."""
+    before, after = _merge_neighbours(_logs(baseline)), _merge_neighbours(_logs(candidate))
+    differences = sorted(b - c for b in before for c in after)
+    trim = _rank_sum_trim(len(before), len(after), confidence)
+    return _judge(differences, trim, min(len(baseline), len(candidate)), least_gain, confidence)
+
+
+def _judge(ordered: Sequence[float], trim: int | None, pairs: int, least_gain: float, confidence: float) -> Comparison:
+    """From the sorted log differences and how many to trim at each end (None: too few) to the verdict."""
+    edge = 0 if trim is None else trim
+    ratio, low, high = (math.exp(x) for x in (median(ordered), ordered[edge], ordered[-1 - edge]))
+    verdict: Verdict = "not significant"
+    reason: str | None = None
+    if trim is None:
+        reason = f"{pairs} samples are too few for {confidence:.0%} confidence"
+    elif low > 1 + least_gain:
+        verdict = "faster"
+    elif high < 1:
+        verdict = "slower"
+    elif low > 1:
+        reason = f"the gain may be below the {least_gain:.1%} that counts"
+    else:
+        reason = "the interval includes no change"
+    return Comparison(
+        ratio=ratio, low=low, high=high, confidence=confidence, pairs=pairs, verdict=verdict, reason=reason
+    )
+
+
+def _logs(seconds: Sequence[float]) -> list[float]:
+    if not seconds:
+        raise UsageError("no samples to compare", limit="a comparison needs some of each side")
+    for value in seconds:
+        if not (math.isfinite(value) and value > 0):
+            raise UsageError(f"a sample of {value} seconds", limit="durations must be positive and finite")
+    return [math.log(value) for value in seconds]
+
+
+def _merge_neighbours(values: Sequence[float]) -> list[float]:
+    """At most _MOST_SAMPLES values: medians of runs of equal length (a last, shorter run is left out)."""
+    if len(values) <= _MOST_SAMPLES:
+        return list(values)
+    run = math.ceil(len(values) / _MOST_SAMPLES)
+    return [median(values[start : start + run]) for start in range(0, len(values) - run + 1, run)]
+
+
+@cache
+def _signed_rank_trim(count: int, confidence: float) -> int | None:
+    """How many pairwise averages to cut off at each end for that confidence; None if even cutting none is too few."""
+    if count > _EXACT_PAIRS:
+        mean = count * (count + 1) / 4
+        deviation = math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+        return math.floor(mean - _normal_quantile(confidence) * deviation)
+    ways = [1]  # ways[t]: in how many of the 2^count sign patterns the positive ranks sum to t
+    for rank in range(1, count + 1):
+        ways = [
+            (ways[t] if t < len(ways) else 0) + (ways[t - rank] if t >= rank else 0) for t in range(len(ways) + rank)
+        ]
+    return _exact_trim(ways, confidence)
+
+
+@cache
+def _rank_sum_trim(before: int, after: int, confidence: float) -> int | None:
+    """The same for the differences of two samples, from the distribution of Mann and Whitney's U."""
+    if min(before, after) > _EXACT_UNPAIRED or before * after > 20 * _EXACT_UNPAIRED**2:
+        mean = before * after / 2
+        deviation = math.sqrt(before * after * (before + after + 1) / 12)
+        trim = math.floor(mean - _normal_quantile(confidence) * deviation)
+        return trim if trim >= 0 else None
+    return _exact_trim(_rank_sum_ways(before, after), confidence)
+
+
+def _rank_sum_ways(before: int, after: int) -> list[int]:
+    """ways[u]: how many orders of the two samples have u pairs out of order (a Gaussian binomial coefficient)."""
+    ways = [1]
+    for step in range(1, before + 1):  # multiply by (1 - x^(after + step)), then divide by (1 - x^step)
+        product = ways + [0] * (after + step)
+        for power in range(len(ways)):
+            product[power + after + step] -= ways[power]
+        for power in range(step, len(product)):
+            product[power] += product[power - step]
+        ways = product[: step * after + 1]
+    return ways
+
+
+def _exact_trim(ways: Sequence[int], confidence: float) -> int | None:
+    """The largest k with P(statistic < k) within half of what may go wrong; None if that is k = 0 or less."""
+    allowed = (1 - confidence) / 2 * sum(ways)
+    below = trim = 0
+    while below + ways[trim] <= allowed:
+        below += ways[trim]
+        trim += 1
+    # Cutting `trim - 1` values at each end leaves the trim-th smallest as the lower end of the interval.
+    return trim - 1 if trim else None
+
+
+def _normal_quantile(confidence: float) -> float:
+    """How many standard deviations hold that share of a normal distribution (0.95 -> 1.96), by bisection."""
+    low, high = 0.0, 40.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.erf(middle / math.sqrt(2)) < confidence else (low, middle)
+    return low

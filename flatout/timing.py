@@ -1,0 +1,214 @@
+"""Time a callable rightly, on any device.
+
+Three things make a naive timing wrong. An accelerator runs behind the program: without waiting for it one times the
+launch, not the work; so pass `synchronize` (every device has one). The first calls allocate, compile and fill caches:
+they are run and kept apart as warm-up. And the machine's speed drifts: to compare two things, take them in turns
+(`interleave`), never one after the other. What comes back keeps its raw samples and its own doubts.
+
+>>> measure(lambda: sum(range(1000)), max_seconds=0.05).median_seconds < 0.001
+True
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flatout.errors import UsageError
+from flatout.statistics import iqr, median
+from flatout.units import format_seconds
+
+Clock = Callable[[], float]
+
+_FEWEST_SAMPLES = 6  # below this no rank test can reach 95 % confidence
+_LARGEST_SPREAD = 0.10  # IQR / median above which a result is called unstable
+_OUTLIER = 3.0  # times the median
+_TICKS_PER_SAMPLE = 200  # a sample this many timer ticks long is read to 0.5 %
+_SHORTEST_SAMPLE_SECONDS = 50e-6  # shorter calls are grouped, so that the loop and the clock do not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Seconds per call with the evidence: every sample, the warm-up, the machine, and what speaks against it."""
+
+    name: str
+    samples_seconds: tuple[float, ...]
+    warmup_seconds: tuple[float, ...] = ()
+    calls_per_sample: int = 1  # a sample is the mean of that many calls
+    machine_fingerprint: str | None = None
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.samples_seconds)
+
+    @property
+    def iqr_seconds(self) -> float:
+        return iqr(self.samples_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        listed = {"samples_seconds", "warmup_seconds", "warnings"}
+        return {key: list(value) if key in listed else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        return cls(
+            name=data["name"],
+            samples_seconds=tuple(float(s) for s in data["samples_seconds"]),
+            warmup_seconds=tuple(float(s) for s in data.get("warmup_seconds", ())),
+            calls_per_sample=data.get("calls_per_sample", 1),
+            machine_fingerprint=data.get("machine_fingerprint"),
+            warnings=tuple(data.get("warnings", ())),
+        )
+
+
+def measurement(
+    name: str,
+    samples_seconds: list[float],
+    *,
+    warmup_seconds: list[float] | None = None,
+    calls_per_sample: int = 1,
+    machine_fingerprint: str | None = None,
+    tick_seconds: float = 0.0,
+) -> Measurement:
+    """A Measurement of samples taken elsewhere, with the warnings that they deserve."""
+    if not samples_seconds:
+        raise UsageError(f"no samples of {name!r}", limit="a measurement needs at least one")
+    return Measurement(
+        name=name,
+        samples_seconds=tuple(samples_seconds),
+        warmup_seconds=tuple(warmup_seconds or ()),
+        calls_per_sample=calls_per_sample,
+        machine_fingerprint=machine_fingerprint,
+        warnings=doubts(samples_seconds, shortest_readable_seconds=_TICKS_PER_SAMPLE * tick_seconds / calls_per_sample),
+    )
+
+
+def doubts(samples_seconds: list[float], *, shortest_readable_seconds: float = 0.0) -> tuple[str, ...]:
+    """What a careful reader should know before trusting the samples."""
+    middle, spread = median(samples_seconds), iqr(samples_seconds)
+    slow = sum(sample > _OUTLIER * middle for sample in samples_seconds)
+    found = []
+    if len(samples_seconds) < _FEWEST_SAMPLES:
+        found.append(f"too few samples: {len(samples_seconds)}, at least {_FEWEST_SAMPLES} are needed to be sure")
+    if spread > _LARGEST_SPREAD * middle:
+        found.append(f"unstable: the middle half spreads over {spread / middle:.0%} of the median")
+    if slow:
+        found.append(f"outliers: {slow} of {len(samples_seconds)} samples took over {_OUTLIER:.0f}x the median")
+    if middle < shortest_readable_seconds:
+        found.append(f"below the timer's resolution: {format_seconds(middle)} a call")
+    return tuple(found)
+
+
+def measure(
+    function: Callable[[], object],
+    *,
+    name: str = "",
+    synchronize: Callable[[], object] | None = None,
+    warmup: int = 3,
+    min_samples: int = 10,
+    max_samples: int = 1000,
+    min_seconds: float = 0.2,
+    max_seconds: float = 10.0,
+    machine_fingerprint: str | None = None,
+    clock: Clock = time.perf_counter,
+) -> Measurement:
+    """Call the function until it has `min_samples` and has run for `min_seconds`, or until `max_seconds` are over.
+
+    `max_seconds` bounds warm-up and samples together, but for the call that crosses it; one sample is always taken.
+    """
+    end = clock() + max_seconds
+    warm: list[float] = []
+    while len(warm) < warmup and (not warm or clock() < end):
+        warm.append(_sample(function, 1, synchronize, clock))
+    calls = _calls_per_sample(warm)
+    samples: list[float] = []
+    start = clock()
+    while len(samples) < max_samples:
+        samples.append(_sample(function, calls, synchronize, clock))
+        now = clock()
+        if now >= end or (len(samples) >= min_samples and now - start >= min_seconds):
+            break
+    return measurement(
+        name or getattr(function, "__name__", "call"),
+        samples,
+        warmup_seconds=warm,
+        calls_per_sample=calls,
+        machine_fingerprint=machine_fingerprint,
+        tick_seconds=timer_tick_seconds(clock),
+    )
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int = 20,
+    *,
+    synchronize: Callable[[], object] | None = None,
+    warmup: int = 2,
+    max_seconds: float | None = None,
+    machine_fingerprint: str | None = None,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Measurement]:
+    """Time the functions in turns; the i-th samples of all belong together (compare them by `compare_paired`).
+
+    The order is turned round every round, so that what comes second (warm caches, a throttled core) is not always the
+    same. `max_seconds` ends after a whole round; at least one round is made.
+    """
+    if rounds < 1:
+        raise UsageError(f"{rounds} rounds", limit="at least 1 is needed", remedy="6 or more allow a verdict")
+    end = None if max_seconds is None else clock() + max_seconds
+    warm = {
+        name: [_sample(function, 1, synchronize, clock) for _ in range(warmup)] for name, function in functions.items()
+    }
+    calls = {name: _calls_per_sample(warm[name]) for name in functions}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions)
+    for _ in range(rounds):
+        for name in order:
+            samples[name].append(_sample(functions[name], calls[name], synchronize, clock))
+        order.reverse()
+        if end is not None and clock() >= end:
+            break
+    tick = timer_tick_seconds(clock)
+    return {
+        name: measurement(
+            name,
+            samples[name],
+            warmup_seconds=warm[name],
+            calls_per_sample=calls[name],
+            machine_fingerprint=machine_fingerprint,
+            tick_seconds=tick,
+        )
+        for name in functions
+    }
+
+
+def timer_tick_seconds(clock: Clock = time.perf_counter) -> float:
+    """The smallest step that the clock was seen to make: what one reading of it costs."""
+    steps = []
+    for _ in range(20):
+        before = clock()
+        steps.append(clock() - before)
+    return min((step for step in steps if step > 0), default=0.0)
+
+
+def _sample(
+    function: Callable[[], object], calls: int, synchronize: Callable[[], object] | None, clock: Clock
+) -> float:
+    if synchronize is not None:
+        synchronize()  # what was queued before must not be charged to this sample
+    start = clock()
+    for _ in range(calls):
+        function()
+    if synchronize is not None:
+        synchronize()
+    return (clock() - start) / calls
+
+
+def _calls_per_sample(warm: list[float]) -> int:
+    """Enough calls that a sample can be read well; one, if the function is slow or was never warmed up."""
+    if not warm or min(warm) >= _SHORTEST_SAMPLE_SECONDS:
+        return 1
+    return min(1000, max(1, round(_SHORTEST_SAMPLE_SECONDS / max(min(warm), 1e-9))))

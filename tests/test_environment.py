@@ -1,0 +1,37 @@
+from pathlib import Path
+
+import pytest
+
+from flatout import environment
+
+
+def test_the_cache_has_one_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("FLATOUT_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert environment.cache_dir() == Path("/home/me/.cache/flatout")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert environment.cache_dir() == Path("/x/flatout")
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", "/own")
+    assert environment.cache_dir() == Path("/own")
+
+
+@pytest.mark.parametrize(("text", "threads"), [("4", 4), ("4,2", 4), ("", None), ("many", None), ("-1", None)])
+def test_thread_counts(monkeypatch: pytest.MonkeyPatch, text: str, threads: int | None) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert environment.omp_num_threads() == threads
+
+
+def test_unset_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.visible_cuda_devices() is None
+    assert environment.omp_num_threads() is None
+    assert environment.rank() is None
+    assert environment.cpp_compiler() == "g++"
+
+
+def test_the_base_of_a_trial_is_a_copy() -> None:
+    copy = environment.trial_base_environment()
+    copy["FLATOUT_TEST"] = "1"
+    assert "FLATOUT_TEST" not in environment.trial_base_environment()

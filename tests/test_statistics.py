@@ -1,0 +1,122 @@
+import random
+
+import pytest
+
+from flatout.errors import UsageError
+from flatout.statistics import Comparison, compare_paired, compare_unpaired, iqr, median, quantile
+
+
+def test_median_and_iqr_known_answers() -> None:
+    assert median([3, 1, 2]) == 2
+    assert median([4, 1, 2, 3]) == 2.5
+    assert iqr([1, 2, 3, 4, 5]) == 2
+    assert quantile([10.0], 0.9) == 10
+    with pytest.raises(UsageError, match="no samples"):
+        median([])
+
+
+def test_signed_rank_interval_known_answer() -> None:
+    # For n = 6 at 95 % the tables give the extreme averages; for n = 10 the 9th from each end (critical value 8).
+    from flatout.statistics import _signed_rank_trim
+
+    assert [_signed_rank_trim(n, 0.95) for n in (5, 6, 7, 8, 9, 10, 20, 25)] == [None, 0, 2, 3, 5, 8, 52, 89]
+    assert _signed_rank_trim(50, 0.95) == 434  # the normal approximation must join the exact counts smoothly
+    assert _signed_rank_trim(51, 0.95) in (452, 453, 454)
+
+
+def test_rank_sum_interval_known_answer() -> None:
+    from flatout.statistics import _rank_sum_trim, _rank_sum_ways
+
+    assert _rank_sum_ways(2, 2) == [1, 1, 2, 1, 1]
+    tables = {(3, 3): None, (4, 4): 0, (5, 5): 2, (8, 8): 13, (10, 10): 23, (5, 10): 8, (20, 20): 127}
+    assert {sizes: _rank_sum_trim(*sizes, 0.95) for sizes in tables} == tables
+
+
+def test_a_plain_gain_is_found_and_one_awful_sample_does_not_hide_it() -> None:
+    baseline = [1.10, 1.12, 9.00, 1.11, 1.10, 1.13, 1.12, 1.11]
+    candidate = [1.00, 1.01, 1.00, 1.00, 1.02, 1.01, 1.00, 9.0]
+    found = compare_paired(baseline[:7], candidate[:7])
+    assert found.verdict == "faster"
+    assert found.low < 1.11 < found.high
+    assert compare_paired(candidate[:7], baseline[:7]).verdict == "slower"
+    assert compare_unpaired(baseline, candidate).verdict == "faster"
+
+
+def test_exactly_equal_ratios_give_a_point() -> None:
+    found = compare_paired([2.0] * 8, [1.0] * 8)
+    assert found.ratio == pytest.approx(2)
+    assert found.low == pytest.approx(found.high)
+    assert found.verdict == "faster"
+
+
+def test_too_few_pairs_are_never_significant() -> None:
+    found = compare_paired([2.0, 2.1, 2.2, 2.0, 2.4], [1.0] * 5)
+    assert found.verdict == "not significant"
+    assert (found.low, found.high) == (pytest.approx(2.0), pytest.approx(2.4))
+    assert found.reason == "5 samples are too few for 95% confidence"
+
+
+def test_a_gain_below_the_least_that_counts_is_not_called_faster() -> None:
+    found = compare_paired([1.005] * 20, [1.0] * 20, least_gain=0.01)
+    assert found.verdict == "not significant"
+    assert "0" in (found.reason or "")
+    assert compare_paired([1.005] * 20, [1.0] * 20, least_gain=0.001).verdict == "faster"
+
+
+def test_bad_samples_are_refused() -> None:
+    with pytest.raises(UsageError, match="as many of one"):
+        compare_paired([1.0], [1.0, 2.0])
+    with pytest.raises(UsageError, match="positive and finite"):
+        compare_paired([0.0], [1.0])
+    with pytest.raises(UsageError, match="no samples"):
+        compare_unpaired([], [1.0])
+
+
+def test_a_comparison_survives_json() -> None:
+    found = compare_paired([2.0] * 8, [1.0] * 8)
+    assert Comparison.from_json(found.to_json()) == found
+
+
+def _noisy(rng: random.Random, seconds: float, drift: float) -> float:
+    """Log-normal jitter on a drifting machine; one sample in twelve is up to 10x slow."""
+    stall = rng.uniform(2, 10) if rng.random() < 1 / 12 else 1.0
+    return seconds * drift * stall * rng.lognormvariate(0, 0.03)
+
+
+def _pairs(rng: random.Random, gain: float, count: int) -> tuple[list[float], list[float]]:
+    drifts = [rng.uniform(0.7, 1.5) for _ in range(count)]
+    return [_noisy(rng, gain, d) for d in drifts], [_noisy(rng, 1.0, d) for d in drifts]
+
+
+@pytest.mark.parametrize("count", [8, 15, 30])
+def test_no_gain_is_rarely_called_one(count: int) -> None:
+    rng = random.Random(count)
+    verdicts = [compare_paired(*_pairs(rng, 1.0, count)).verdict for _ in range(400)]
+    assert sum(v != "not significant" for v in verdicts) / len(verdicts) <= 0.07
+
+
+def test_a_true_gain_of_five_per_cent_is_found_amid_noise() -> None:
+    rng = random.Random(5)
+    found = [compare_paired(*_pairs(rng, 1.05, 40)) for _ in range(200)]
+    assert sum(c.verdict == "faster" for c in found) / len(found) > 0.8
+    assert sum(c.low <= 1.05 <= c.high for c in found) / len(found) > 0.9
+
+
+def test_unpaired_is_rarely_wrong_and_finds_gains_without_drift() -> None:
+    rng = random.Random(7)
+
+    def verdict(gain: float) -> str:
+        return compare_unpaired(
+            [_noisy(rng, gain, 1.0) for _ in range(25)], [_noisy(rng, 1.0, 1.0) for _ in range(25)]
+        ).verdict
+
+    assert sum(verdict(1.0) != "not significant" for _ in range(300)) / 300 <= 0.07
+    assert sum(verdict(1.05) == "faster" for _ in range(100)) > 80
+
+
+def test_many_samples_stay_affordable_and_right() -> None:
+    rng = random.Random(11)
+    found = compare_paired(*_pairs(rng, 1.05, 20_000))
+    assert found.verdict == "faster"
+    assert found.pairs == 20_000
+    assert found.ratio == pytest.approx(1.05, rel=0.005)
