@@ -1,0 +1,58 @@
+"""`flatout VERB ...` and `python -m flatout VERB ...`: pick the verb, turn what we raise into an exit code.
+
+`flatout run` goes on in this very process with the user's script, so nothing is imported on its way that the
+script did not ask for: neither typer, nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from flatout.errors import FlatoutError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells say it."""
+READER_GONE = 141
+"""Exit code when the reader of our output went away (`flatout check | head -1`): 128 + SIGPIPE."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. What a script under `flatout run` raises is the run verb's to report."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments[1:]) if arguments[:1] == ["run"] else _verb(arguments)
+    except FlatoutError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    from flatout.cli import run
+    from flatout.cli.command_line import asks_for_help
+
+    if asks_for_help(arguments, run.OPTIONS):
+        return _verb(["run", "--help"])
+    return run.main(arguments)
+
+
+def _verb(arguments: list[str]) -> int:
+    from flatout.cli.main import main as dispatch
+
+    try:
+        code = dispatch(arguments)
+        sys.stdout.flush()  # here, where a closed pipe can still be met in silence
+        return code
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # the interpreter flushes once more as it ends: into nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
