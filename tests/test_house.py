@@ -1,0 +1,84 @@
+"""House rules that a reader relies on, each read from the files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILE_LINES, FUNCTION_LINES = 500, 60
+NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc"}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+ALL = sources("flatout", "tests", "examples", "benchmarks")
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def at(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+def test_files_are_short() -> None:
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ALL}
+    assert {name: lines for name, lines in long.items() if lines > FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    long = {
+        f"{at(path, node)} {node.name}": lines
+        for path in ALL
+        for node in nodes(path)
+        if isinstance(node, functions) and (lines := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES
+    }
+    assert long == {}
+
+
+def test_every_file_says_what_it_holds() -> None:
+    own = [path.relative_to(ROOT) for path in ALL if "standins" not in path.parts]  # those bear the names of others
+    assert [str(path) for path in own if NAMELESS & {part.lower() for part in path.with_suffix("").parts}] == []
+    assert [at(path, node) for path in ALL for node in nodes(path) if _is_wordless_module(node)] == []
+
+
+def _is_wordless_module(node: ast.AST) -> bool:
+    return isinstance(node, ast.Module) and bool(node.body) and ast.get_docstring(node) is None
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    paths = [path for path in sources("flatout") if path.name != "environment.py"]
+    assert [at(path, node) for path in paths for node in nodes(path) if _touches_environment(node)] == []
+
+
+def _touches_environment(node: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in names for alias in node.names)
+    return isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) in ("os", "posix")
+
+
+def test_only_report_and_cli_print() -> None:
+    paths = [path for path in sources("flatout") if path.relative_to(ROOT).parts[1] not in ("report", "cli")]
+    assert [at(path, node) for path in paths for node in nodes(path) if _prints(node)] == []
+
+
+def _prints(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
+def test_the_rules_see_what_they_forbid() -> None:
+    def found(source: str) -> tuple[bool, bool]:
+        tree = list(ast.walk(ast.parse(source)))
+        return any(map(_touches_environment, tree)), any(map(_prints, tree))
+
+    assert found("import os\nos.environ['A']") == (True, False)
+    assert found("from os import getenv") == (True, False)
+    assert found("import os\nprint(os.getenv('A'))") == (True, True)
+    assert found("environment.variable('A')\nreport.print(1)") == (False, False)

@@ -1,0 +1,54 @@
+"""What `import flatout` offers, and that it does nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatout
+
+FRESH = """
+import json, logging, os, sys, threading, warnings
+
+def state():
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [dict(os.environ), sys.path[:], len(warnings.filters), len(handlers), threading.active_count()]
+
+before, modules = state(), set(sys.modules)
+import flatout
+foreign = {name.partition(".")[0] for name in set(sys.modules) - modules} - set(sys.stdlib_module_names)
+print(json.dumps({"changed": state() != before, "modules": sorted(foreign)}))
+"""
+
+
+def test_public_names_are_few_and_sorted() -> None:
+    assert flatout.__all__ == sorted(set(flatout.__all__))
+    assert len(flatout.__all__) <= 25
+    assert dir(flatout) == flatout.__all__
+
+
+@pytest.mark.parametrize("name", [name for name in flatout.__all__ if name != "__version__"])
+def test_each_public_name_explains_itself(name: str) -> None:
+    value = getattr(flatout, name)
+    doc = value.__doc__ or ""
+    assert doc, "no docstring"
+    assert not doc.startswith(f"{name}("), "a docstring that dataclass made, not a person"
+    assert value.__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'flatout' has no attribute 'Plam'"):
+        flatout.Plam  # noqa: B018
+
+
+def test_importing_does_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", FRESH]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"changed": False, "modules": ["flatout"]}
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
