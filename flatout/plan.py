@@ -306,7 +306,7 @@ def _positive(name: str, value: Any) -> float:
 def _parse(text: str) -> dict[str, Any]:
     """The document as tables, its own shape checked; what stands in the tables is Plan's to judge."""
     try:
-        document = tomllib.loads(text)
+        document = tomllib.loads(f"{text}\n")  # with a last line end, an error in the last line has its number
     except (ValueError, RecursionError) as error:  # tomllib's own error is a ValueError; so is a number of 5000 digits
         raise PlanError(f"not TOML: {error}", remedy="correct that line, or tune again") from None
     schema = document.pop("schema", SCHEMA)

@@ -64,7 +64,7 @@ def parse_options(arguments: Sequence[str], options: Sequence[Option]) -> tuple[
             raise UsageError(f"no option {name}", remedy=f"did you mean {close[0]}?" if close else f"see {HELP}")
         if not known[name].value and equals:
             raise UsageError(f"{name} has the value {value!r}", limit="it is a switch and takes none")
-        if known[name].value and not equals and (value := next(words, "")) == "":
+        if known[name].value and not (value := value if equals else next(words, "")):
             raise UsageError(f"{name} has no value", remedy=f"write {name} {known[name].value}")
         chosen[name] = value
     return chosen, target
