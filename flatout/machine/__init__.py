@@ -1,0 +1,1 @@
+"""What this machine is, what it can do at most, and how its devices are timed."""

@@ -1,0 +1,78 @@
+"""The values that say how fast a machine can be: a Peak with its spread, and the Ceilings of one machine.
+
+A ceiling is the best that a simple, ideal piece of work reached on this very machine. Real work is stated as a share
+of it. What could not be measured is None, and `reasons` says why: another machine's figure is never put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """A rate that this machine reached, its spread, and the work by which it was reached."""
+
+    value: float  # that of the fastest quarter of the samples
+    low: float  # that of the slowest quarter
+    high: float  # the best sample
+    samples: int
+    unit: str  # "FLOP/s", "B/s", ...
+    how: str  # "2048 x 2048 x 2048", "256 MiB read once"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Peak:
+        return cls(**data)
+
+
+_RATES = (
+    "memory_read_bytes_per_second",
+    "memory_copy_bytes_per_second",
+    "host_to_device_pinned_bytes_per_second",
+    "host_to_device_pageable_bytes_per_second",
+    "device_to_host_pinned_bytes_per_second",
+    "device_to_host_pageable_bytes_per_second",
+    "launches_per_second",
+    "disk_read_bytes_per_second",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What one device of one machine reached, with one version of torch. Rates of a GPU if there is one."""
+
+    device: str  # "cpu" or "cuda:0"
+    gemm_flops_per_second: Mapping[str, Peak]  # by dtype: "fp32", "tf32", "bf16", "fp16", "int8"
+    memory_read_bytes_per_second: Peak | None = None
+    memory_copy_bytes_per_second: Peak | None = None  # bytes read plus bytes written
+    host_to_device_pinned_bytes_per_second: Peak | None = None
+    host_to_device_pageable_bytes_per_second: Peak | None = None
+    device_to_host_pinned_bytes_per_second: Peak | None = None
+    device_to_host_pageable_bytes_per_second: Peak | None = None
+    launches_per_second: Peak | None = None  # of the smallest operation, from one thread
+    disk_read_bytes_per_second: Peak | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why a field, or a dtype ("gemm fp16"), is missing
+    quick: bool
+    threads: int
+    measured_at: str  # ISO 8601, UTC
+    torch_version: str
+
+    def rates(self) -> dict[str, Peak | None]:
+        """Every rate but the GEMMs, by field name, in the order in which they are shown."""
+        return {name: getattr(self, name) for name in _RATES}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Ceilings:
+        values: dict[str, Any] = dict(data)
+        values |= {key: Peak.from_json(data[key]) if data[key] else None for key in _RATES}
+        gemm = data["gemm_flops_per_second"]
+        values["gemm_flops_per_second"] = {dtype: Peak.from_json(peak) for dtype, peak in gemm.items()}
+        return cls(**values)

@@ -1,0 +1,149 @@
+"""What a machine is, as a value: read once by `detect`, passed to whoever decides, written into every document.
+
+`fingerprint` tells whether two figures may be compared: it is the same after a reboot or an upgrade of torch, and
+another one when the processor, the cores or the memory that may be used, or the visible GPUs differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from flatout.machine.ceilings import Ceilings
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """The processor, and how much of it this process may use."""
+
+    name: str
+    model_id: str  # vendor-family-model-stepping: clouds hide the name, never this
+    physical_cores: int | None  # None: the system does not tell
+    logical_cores: int
+    available_cores: int  # what affinity and cgroup leave: the number of threads that makes sense
+    limited_by: str | None = None  # why available_cores is below logical_cores
+    features: tuple[str, ...] = ()  # those that matter for matrix products: avx512_bf16, amx_bf16, ...
+    fast_dtypes: tuple[str, ...] = ("fp32",)  # those with instructions of their own
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cpu:
+        return cls(**{**data, "features": tuple(data["features"]), "fast_dtypes": tuple(data["fast_dtypes"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProcess:
+    """Somebody else's process on a GPU."""
+
+    pid: int
+    name: str | None  # None: it belongs to another user or container
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU that this process may use. What the driver does not tell is None."""
+
+    name: str
+    index: int  # as the driver counts
+    uuid: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    multiprocessors: int | None = None
+    driver: str | None = None
+    fast_dtypes: tuple[str, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Gpu:
+        capability = data["compute_capability"]
+        changed = {
+            "compute_capability": None if capability is None else (capability[0], capability[1]),
+            "fast_dtypes": tuple(data["fast_dtypes"]),
+            "processes": tuple(GpuProcess(**process) for process in data["processes"]),
+        }
+        return cls(**{**data, **changed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Of what is installed; None: not installed, or it does not say."""
+
+    python: str
+    operating_system: str
+    flatout: str
+    torch: str | None = None
+    cuda: str | None = None  # the CUDA that torch was built with; None: a build for the CPU only
+    cudnn: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+    driver_cuda: str | None = None  # the newest CUDA that the driver can serve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Everything that Flatout knows of the machine. Memory figures heed the cgroup."""
+
+    fingerprint: str
+    cpu: Cpu
+    memory_total_bytes: int
+    memory_available_bytes: int
+    memory_limited_by: str | None = None
+    devices: tuple[Gpu, ...] = ()
+    hidden_devices: tuple[str, ...] = ()  # names of GPUs that CUDA_VISIBLE_DEVICES hides
+    no_devices_reason: str | None = None
+    versions: Versions
+    ceilings: Ceilings | None = None
+
+    @property
+    def usable_gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that the installed torch can drive: none with a build for the CPU or a driver too old for it."""
+        cuda, served = major(self.versions.cuda), major(self.versions.driver_cuda)
+        if cuda is None or (served is not None and served < cuda):
+            return ()
+        return self.devices
+
+    @property
+    def device_kind(self) -> str:
+        """Where work should run here: "cuda" or "cpu"."""
+        return "cuda" if self.usable_gpus else "cpu"
+
+    @property
+    def fast_dtypes(self) -> tuple[str, ...]:
+        """Of the device where work should run."""
+        return self.usable_gpus[0].fast_dtypes if self.usable_gpus else self.cpu.fast_dtypes
+
+    def with_ceilings(self, ceilings: Ceilings | None) -> Machine:
+        return replace(self, ceilings=ceilings)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Machine:
+        plain = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        changed = {
+            "cpu": Cpu.from_json(data["cpu"]),
+            "devices": tuple(Gpu.from_json(gpu) for gpu in data["devices"]),
+            "hidden_devices": tuple(data["hidden_devices"]),
+            "versions": Versions(**data["versions"]),
+            "ceilings": None if data["ceilings"] is None else Ceilings.from_json(data["ceilings"]),
+        }
+        return cls(**{**plain, **changed})
+
+
+def major(version: str | None) -> int | None:
+    """'12.8' -> 12."""
+    head = (version or "").split(".")[0]
+    return int(head) if head.isdecimal() else None
+
+
+def fingerprint_of(cpu: Cpu, memory_total_bytes: int, devices: tuple[Gpu, ...]) -> str:
+    """Twelve hexadecimal digits. Memory is rounded to GiB: kernels keep a little more or less for themselves."""
+    parts = [cpu.name, cpu.model_id, str(cpu.available_cores), str(round(memory_total_bytes / GIB))]
+    parts += [f"{gpu.name}/{round((gpu.memory_total_bytes or 0) / GIB)}" for gpu in devices]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

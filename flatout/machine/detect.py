@@ -1,0 +1,173 @@
+"""Find out what this machine is, by reading only: no CUDA context, no import of torch, nothing written, nothing raised.
+
+torch's versions are read from its files, because whoever imports torch first decides how it is set up, and that is the
+user's script.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import math
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from flatout import __version__, environment
+from flatout.machine.cgroup import Cgroup, read_cgroup
+from flatout.machine.description import Cpu, Machine, Versions, fingerprint_of
+from flatout.machine.measured_peaks import load_ceilings
+from flatout.machine.nvidia import Driver, read_driver, visible
+from flatout.units import format_bytes
+
+# CPU flags that matter for matrix products. x86 and ARM names do not clash but for 'bf16' and 'i8mm', which are ARM's.
+_FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx_vnni",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "amx_fp16",
+    "asimdhp",
+    "sve",
+    "bf16",
+    "i8mm",
+)
+_FAST_BY_FEATURE = {
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+    "int8": {"avx_vnni", "avx512_vnni", "amx_int8", "i8mm"},
+}
+
+
+def detect() -> Machine:
+    """This machine, as it is now, with its ceilings if they were measured before."""
+    cgroup, driver = read_cgroup(), read_driver()
+    cpu = _cpu(cgroup)
+    total, available, limited_by = _memory(cgroup)
+    seen = visible(driver.gpus, environment.visible_cuda_devices())
+    hidden = tuple(gpu.name for gpu in driver.gpus if gpu not in seen)
+    reason = "CUDA_VISIBLE_DEVICES hides them all" if hidden and not seen else driver.reason
+    machine = Machine(
+        fingerprint=fingerprint_of(cpu, total, seen),
+        cpu=cpu,
+        memory_total_bytes=total,
+        memory_available_bytes=available,
+        memory_limited_by=limited_by,
+        devices=seen,
+        hidden_devices=hidden,
+        no_devices_reason=None if seen else reason,
+        versions=_versions(driver),
+    )
+    return machine.with_ceilings(load_ceilings(machine))
+
+
+def _cpu(cgroup: Cgroup) -> Cpu:
+    info = parse_cpuinfo(_read(Path("/proc/cpuinfo")))
+    logical = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    available, limited_by = available_cores(logical, allowed, cgroup.quota_cores)
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    features = tuple(feature for feature in _FEATURES if feature in flags)
+    ids = [info.get(key, "?") for key in ("vendor_id", "cpu family", "model", "stepping")]
+    return Cpu(
+        name=info.get("model name") or platform.processor() or platform.machine() or "unknown processor",
+        model_id="-".join(ids),
+        physical_cores=psutil.cpu_count(logical=False),
+        logical_cores=logical,
+        available_cores=available,
+        limited_by=limited_by,
+        features=features,
+        fast_dtypes=cpu_fast_dtypes(features),
+    )
+
+
+def parse_cpuinfo(text: str) -> dict[str, str]:
+    """The first processor's block of /proc/cpuinfo."""
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def cpu_fast_dtypes(features: Iterable[str]) -> tuple[str, ...]:
+    """fp32, and each dtype that has instructions of its own."""
+    have = set(features)
+    return ("fp32", *(dtype for dtype, any_of in _FAST_BY_FEATURE.items() if have & any_of))
+
+
+def available_cores(logical: int, allowed: int, quota_cores: float | None) -> tuple[int, str | None]:
+    """How many threads can really run at once, and what limits them. Half a core more would only be throttled."""
+    cores, reason = logical, None
+    if allowed < cores:
+        cores, reason = allowed, f"the CPU affinity allows {allowed} of {logical} cores"
+    if quota_cores is not None and quota_cores < cores:
+        cores = max(1, math.floor(quota_cores))
+        reason = f"the cgroup allows {quota_cores:g} of {logical} cores"
+    return cores, reason
+
+
+def _memory(cgroup: Cgroup) -> tuple[int, int, str | None]:
+    memory = psutil.virtual_memory()
+    limit, used = cgroup.memory_limit_bytes, cgroup.memory_used_bytes
+    if limit is None or limit >= memory.total:
+        return memory.total, memory.available, None
+    available = min(memory.available, limit - (used or 0))
+    reason = f"the cgroup allows {format_bytes(limit)} of {format_bytes(memory.total)}"
+    return limit, max(0, available), reason
+
+
+def _versions(driver: Driver) -> Versions:
+    build = _torch_build()
+    return Versions(
+        python=platform.python_version(),
+        operating_system=f"{platform.system()} {platform.release()}",
+        flatout=__version__,
+        torch=build.get("__version__") or _installed("torch"),
+        cuda=build.get("cuda"),
+        cudnn=_first_installed("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if build.get("cuda") else None,
+        nccl=_first_installed("nvidia-nccl-cu13", "nvidia-nccl-cu12") if build.get("cuda") else None,
+        driver=driver.version,
+        driver_cuda=driver.newest_cuda,
+    )
+
+
+def _torch_build() -> dict[str, str]:
+    """The constants in torch/version.py, read without running it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    try:
+        tree = ast.parse(_read(Path(spec.origin).parent / "version.py"))
+    except SyntaxError:
+        return {}
+    found = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found[target.id] = value.value
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_installed(*packages: str) -> str | None:
+    return next((version for package in packages if (version := _installed(package))), None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,48 @@
+"""What every probe of a ceiling shares: how it is timed, and how samples become a Peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flatout.machine.ceilings import Peak
+from flatout.machine.device import CpuDevice, CudaDevice
+from flatout.statistics import quantile
+from flatout.timing import Measurement, measure
+
+# On a GPU so many calls are queued before the wait: a wait of 10 µs would spoil work of 100 µs.
+_CUDA_QUEUE = 8
+
+
+def timed(function: Callable[[], object], device: str, max_seconds: float) -> Measurement:
+    """Seconds per call, bounded; the device has finished when a sample ends."""
+    if device == "cpu":
+        return measure(
+            function, synchronize=CpuDevice().synchronize, warmup=1, min_samples=5, min_seconds=0.8 * max_seconds,
+            max_seconds=max_seconds,
+        )  # fmt: skip
+    queued = measure(
+        lambda: [function() for _ in range(_CUDA_QUEUE)], synchronize=CudaDevice(0).synchronize, warmup=1,
+        min_samples=5, min_seconds=0.8 * max_seconds, max_seconds=max_seconds,
+    )  # fmt: skip
+    calls = queued.calls_per_sample * _CUDA_QUEUE
+    return Measurement(
+        name=queued.name,
+        samples_seconds=tuple(sample / _CUDA_QUEUE for sample in queued.samples_seconds),
+        calls_per_sample=calls,
+    )
+
+
+def peak_of(found: Measurement, work: float, unit: str, how: str) -> Peak:
+    """Work per second, as the fastest quarter of the samples reached it.
+
+    Disturbance only ever slows: the median of a busy minute lies below what the machine can do, and the very best
+    sample is luck. The spread goes from the rate that the slowest quarter missed to the best.
+    """
+    return Peak(
+        value=work / quantile(found.samples_seconds, 0.25),
+        low=work / quantile(found.samples_seconds, 0.75),
+        high=work / min(found.samples_seconds),
+        samples=len(found.samples_seconds),
+        unit=unit,
+        how=how,
+    )
