@@ -23,9 +23,11 @@ from flatout.errors import UsageError
 
 Verdict = Literal["faster", "slower", "not significant"]
 
-# Beyond this many samples neighbours are merged into medians: the pairwise averages grow with the square, and
-# neighbours in time share their noise, so counting each as an independent witness would overstate the confidence.
-_MOST_SAMPLES = 400
+# Beyond this many pairs neighbours are merged into medians, as the pairwise averages grow with the square.
+_MOST_PAIRS = 400
+# Samples of one run share the machine's mood of the minute: neighbours are no independent witnesses. So a long run
+# counts as this many stretches of time, and a run whose speed wandered gets the wide interval that it deserves.
+_MOST_UNPAIRED = 30
 # Up to this many the rank distribution is counted exactly; above, the normal approximation is good to a fraction of a
 # rank.
 _EXACT_PAIRS = 50
@@ -87,7 +89,7 @@ def compare_paired(
             remedy="use compare_unpaired for samples that were not taken in turns",
         )
     logs = [b - c for b, c in zip(_logs(baseline), _logs(candidate), strict=True)]
-    merged = _merge_neighbours(logs)
+    merged = _merge_neighbours(logs, _MOST_PAIRS)
     averages = sorted((a + b) / 2 for i, a in enumerate(merged) for b in merged[i:])
     trim = _signed_rank_trim(len(merged), confidence)
     return _judge(averages, trim, len(logs), least_gain, confidence)
@@ -97,7 +99,7 @@ def compare_unpaired(
     baseline: Sequence[float], candidate: Sequence[float], *, least_gain: float = 0.01, confidence: float = 0.95
 ) -> Comparison:
     """Compare seconds of two runs made apart. Drift between the runs is not cancelled: prefer compare_paired."""
-    before, after = _merge_neighbours(_logs(baseline)), _merge_neighbours(_logs(candidate))
+    before, after = (_merge_neighbours(_logs(side), _MOST_UNPAIRED) for side in (baseline, candidate))
     differences = sorted(b - c for b in before for c in after)
     trim = _rank_sum_trim(len(before), len(after), confidence)
     return _judge(differences, trim, min(len(baseline), len(candidate)), least_gain, confidence)
@@ -133,11 +135,11 @@ def _logs(seconds: Sequence[float]) -> list[float]:
     return [math.log(value) for value in seconds]
 
 
-def _merge_neighbours(values: Sequence[float]) -> list[float]:
-    """At most _MOST_SAMPLES values: medians of runs of equal length (a last, shorter run is left out)."""
-    if len(values) <= _MOST_SAMPLES:
+def _merge_neighbours(values: Sequence[float], most: int) -> list[float]:
+    """At most that many values: medians of runs of equal length (a last, shorter run is left out)."""
+    if len(values) <= most:
         return list(values)
-    run = math.ceil(len(values) / _MOST_SAMPLES)
+    run = math.ceil(len(values) / most)
     return [median(values[start : start + run]) for start in range(0, len(values) - run + 1, run)]
 
 

@@ -120,3 +120,18 @@ def test_many_samples_stay_affordable_and_right() -> None:
     assert found.verdict == "faster"
     assert found.pairs == 20_000
     assert found.ratio == pytest.approx(1.05, rel=0.005)
+
+
+def _wandering(rng: random.Random, count: int) -> list[float]:
+    """A run whose speed wanders slowly: neighbours share their noise."""
+    mood, found = 0.0, []
+    for _ in range(count):
+        mood = 0.995 * mood + rng.gauss(0, 0.01)
+        found.append(2.718281828**mood)
+    return found
+
+
+def test_unpaired_does_not_count_neighbours_as_independent_witnesses() -> None:
+    rng = random.Random(13)
+    verdicts = [compare_unpaired(_wandering(rng, 3000), _wandering(rng, 3000)).verdict for _ in range(150)]
+    assert sum(v != "not significant" for v in verdicts) / len(verdicts) < 0.35  # counting each: above 0.8

@@ -14,7 +14,7 @@ MIB = 1024**2
 _CPU_ARRAY_BYTES = 512 * MIB
 _CUDA_ARRAY_BYTES = 2048 * MIB
 _TRANSFER_BYTES = 256 * MIB
-_NO_GPU = "no GPU that torch can use"
+NO_GPU = "no GPU that torch can use"
 
 
 def array_bytes(device: str, available_bytes: int | None) -> int:
@@ -41,7 +41,7 @@ def transfer_peak(device: str, seconds: float, *, to_device: bool, pinned: bool)
     import torch
 
     if device != "cuda":
-        return None, _NO_GPU
+        return None, NO_GPU
     host = torch.ones(_TRANSFER_BYTES // 4, pin_memory=pinned)
     there = torch.empty_like(host, device=device)
     source, target = (host, there) if to_device else (there, host)

@@ -1,4 +1,4 @@
-"""What the makers of GPUs publish: a ceiling where none was measured, always named as such, never a stand-in for another.
+"""What the makers of GPUs publish: a ceiling where none was measured, named as such, never a stand-in for another.
 
 Convention: **dense** products (data sheets like to print the figure with 2:4 sparsity, twice as high), matrix units,
 accumulation in fp32 where the maker states several, boost clock. Memory: the peak of the bus. Looked up by the exact

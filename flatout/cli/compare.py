@@ -1,0 +1,25 @@
+"""flatout compare: is the second result faster than the first?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="BASELINE.json", help="What `flatout run` wrote first.")],
+    b: Annotated[Path, typer.Argument(metavar="CANDIDATE.json", help="What it wrote after a change.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> int:
+    """Two results: is the second faster, slower, or not significantly different?
+
+    Exit code: 0 compared, 2 they cannot be compared (unlike machines, not results).
+    """
+    from flatout.report.compare import compare_documents, comparison_text
+    from flatout.report.document import document, read_document, to_text
+
+    found = compare_documents(read_document(a), read_document(b))
+    print(to_text(document("comparison", found.to_json())) if json else comparison_text(found))
+    return 0

@@ -1,0 +1,1 @@
+"""What is wrong, what it costs, and what to do about it."""

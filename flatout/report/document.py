@@ -1,0 +1,77 @@
+"""One versioned JSON document for each result: the same on stdout (`--json`), in a file, and for the next verb to read.
+
+>>> document("check", {"findings": []})["flatout"]["document"]
+'check'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout import __version__
+from flatout.errors import UsageError
+
+SCHEMA = 1  # raised when a reader of the old documents would misread the new ones
+
+
+def document(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """The payload under a header that says what it is."""
+    assert "flatout" not in payload, "the header's key is taken"
+    return {"flatout": {"document": kind, "schema": SCHEMA, "version": __version__}, **payload}
+
+
+def to_text(doc: Mapping[str, Any]) -> str:
+    """As JSON that every parser takes: a NaN or an infinity is a defect of the writer, not of the reader."""
+    return json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def write_document(path: Path, doc: Mapping[str, Any]) -> None:
+    """Whole or not at all: written beside, flushed to the disk, then renamed."""
+    text = to_text(doc) + "\n"
+    temporary: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)  # temporary files are private, results are not
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", remedy="name another place, or free this one"
+        ) from error
+
+
+def read_document(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """A document of that kind (of any kind, if None), or a UsageError that says what the file is instead."""
+    try:
+        doc = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise UsageError(f"{path} is not a JSON document ({error})") from error
+    header = doc.get("flatout") if isinstance(doc, dict) else None
+    if not isinstance(header, dict) or not isinstance(header.get("schema"), int):
+        raise UsageError(
+            f"{path} is not a document of Flatout's", remedy="pass a file that `flatout run` or `tune` wrote"
+        )
+    if header["schema"] > SCHEMA:
+        raise UsageError(
+            f"{path} was written by Flatout {header.get('version')}, schema {header['schema']}",
+            limit=f"this is {__version__}, which reads up to schema {SCHEMA}",
+            remedy="pip install --upgrade flatout",
+        )
+    if kind is not None and header.get("document") != kind:
+        raise UsageError(f"{path} holds a {header.get('document')!r}", limit=f"a {kind!r} is needed here")
+    assert isinstance(doc, dict)
+    return doc
