@@ -1,0 +1,1 @@
+"""Run somebody's unmodified script: entry, step detection, observation, reversible patches, isolation."""

@@ -1,0 +1,109 @@
+"""One copy-on-write layer: an overlay mount whose changes go to a directory of ours.
+
+The kernel merges a lower directory (the user's, only read) with an upper one (ours): a file is copied up when it is
+first opened for writing, a deletion is a marker in the upper directory. Reading copies nothing.
+
+Upper directories lie in the scratch, on its disk. Two things do not work there, and go to memory, with a bound:
+a layer over a directory that holds the scratch itself (an upper directory inside its own lower one is refused), and
+every layer when the scratch lies on a file system that cannot carry one (another overlay, as in Docker; NFS).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from flatout.errors import MachineError
+
+from . import kernel
+from .scratch import LAYERS, MEMORY, ROOT
+
+SOURCE = "flatout"  # how our mounts are told from others in mountinfo
+MEMORY_SHARE = 4  # the memory-backed layers may hold a quarter of the memory that is available now
+
+# redirect_dir: a directory may be renamed. metacopy: chmod copies no data. Neither is allowed in a user namespace,
+# where userxattr puts the markers into attributes that an ordinary user may write.
+_OPTIONS_AS_ROOT = (",redirect_dir=on,metacopy=on", ",redirect_dir=on", "")
+_OPTIONS_AS_USER = (",userxattr",)
+
+
+class Layers:
+    """Makes layers, each with an upper and a work directory of its own."""
+
+    def __init__(self, scratch: Path, *, as_user: bool) -> None:
+        self.disk = scratch / LAYERS
+        self.memory = scratch / MEMORY
+        self.memory_bytes = available_memory_bytes() // MEMORY_SHARE
+        self.as_user = as_user
+        self._made = 0
+        size = f"size={self.memory_bytes},mode=0700"
+        kernel.mount(SOURCE, str(self.memory), "tmpfs", 2 | 4, size)  # nosuid, nodev
+        self._options = self._accepted_options(str(scratch / ROOT))
+        self.disk_refusal = self._refusal_of_disk(str(scratch / ROOT))
+
+    def mount(self, lower: str, target: str, flags: int, *, on_disk: bool) -> None:
+        """Lay a copy-on-write layer of `lower` over `target`; OSError where the kernel refuses it."""
+        self._mount(lower, target, flags, self.disk if on_disk else self.memory, self._options)
+
+    def _mount(self, lower: str, target: str, flags: int, base: Path, options: str) -> None:
+        place = base / str(self._made)
+        self._made += 1
+        (place / "work").mkdir(parents=True)
+        (place / "upper").mkdir()
+        self._imitate(lower, place / "upper")
+        opened = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (lower, place)]
+        try:
+            # Descriptors instead of paths: a comma, colon or backslash would have a meaning among these options.
+            layer, ours = (f"/proc/self/fd/{number}" for number in opened)
+            layout = f"lowerdir={layer},upperdir={ours}/upper,workdir={ours}/work"
+            kernel.mount(SOURCE, target, "overlay", flags, layout + options)
+        finally:
+            for number in opened:
+                os.close(number)
+
+    def _imitate(self, lower: str, upper: Path) -> None:
+        """The upper directory's owner, mode and time are what the script sees of the merged one."""
+        status = os.stat(lower)
+        mode = stat.S_IMODE(status.st_mode)
+        if not self.as_user:
+            os.chown(upper, status.st_uid, status.st_gid)
+        elif not os.access(lower, os.W_OK):
+            mode &= ~0o222  # the upper directory is this user's own, and must refuse writes all the same
+        os.chmod(upper, mode)
+        os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def _accepted_options(self, target: str) -> str:
+        refusal: OSError | None = None
+        for options in _OPTIONS_AS_USER if self.as_user else _OPTIONS_AS_ROOT:
+            try:
+                self._try(target, self.memory, options)
+                return options
+            except OSError as error:
+                refusal = error
+        raise MachineError(f"the kernel refuses an overlay mount ({refusal})")
+
+    def _refusal_of_disk(self, target: str) -> str:
+        try:
+            self._try(target, self.disk, self._options)
+            return ""
+        except OSError as error:
+            return str(error)
+
+    def _try(self, target: str, base: Path, options: str) -> None:
+        lower = self.memory / f"lower-{self._made}"
+        lower.mkdir()
+        self._mount(str(lower), target, 0, base, options)
+        kernel.unmount(target)
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process may still take, by the kernel's estimate and the limit of its control group."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo.get("MemAvailable", meminfo["MemTotal"]).split()[0]) * 1024
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            available = min(available, int(Path(limit).read_text()))
+        except (OSError, ValueError):
+            continue  # another version of control groups, or 'max'
+    return available

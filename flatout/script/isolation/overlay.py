@@ -1,0 +1,252 @@
+"""Copy-on-write over the whole machine, for one process: a new root in a private mount namespace.
+
+    1. unshare     a mount namespace of our own; an ordinary user gets it together with a user namespace
+    2. build       scratch/root becomes the new root: each file system again at its own path, as a copy-on-write
+                   layer, or read-only where the kernel refuses one; /proc, /sys, /dev and /run stay the real ones
+    3. verify      no mount of the new root may be writable that is neither a layer nor meant to be real
+    4. pivot       the new root replaces the old one, which no path can reach any more
+    5. give up     the capabilities with which a root script could undo this
+
+Everything fails closed: what is not understood stays read-only, so that a script gets an OSError, not a user's file.
+
+A directory that holds the scratch cannot have its upper directory there, so its layer lies in memory; its child
+directories then get layers of their own on disk, and so on down to the scratch. In a user namespace the kernel also
+refuses a layer over a directory that holds a mount point: there only the children get layers, and the directory itself
+(usually /, /home or /mnt, which an ordinary user cannot write anyway) is read-only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flatout.errors import MachineError
+
+from . import kernel, mounts, owners
+from .layers import SOURCE, Layers
+from .mounts import Mount, is_below, is_within
+from .owners import Place
+from .scratch import LAYERS, ROOT
+
+CHILDREN_LIMIT = 256  # layers for the children of one directory; each is a mount, and mounts are not free
+
+
+def enter_overlay(scratch: Path, shared: Sequence[Path]) -> tuple[str, tuple[str, ...]]:
+    """Returns the reason and the details; raises MachineError, with the real root still in place, where it fails."""
+    working_directory = os.getcwd()
+    places = owners.places(working_directory)
+    try:
+        as_user = _own_namespace()
+        tree = _Tree(scratch, shared, places if as_user else (), as_user=as_user)
+        tree.build()
+        tree.verify(working_directory)
+        kernel.pivot_root(tree.root)
+    except OSError as error:
+        os.chdir(working_directory)
+        raise MachineError(f"the kernel refuses a copy-on-write view of the files ({error})") from error
+    except MachineError:
+        os.chdir(working_directory)
+        raise
+    os.chdir(working_directory)  # by path: the old working directory is the real one
+    kernel.drop_capabilities(None if as_user and os.getuid() != 0 else kernel.ESCAPING_CAPABILITIES)
+    reason = "a private mount namespace, made " + ("in a user namespace" if as_user else "as root")
+    return reason, (*tree.notes, *_limits(as_user=as_user), *_inherited_descriptors(scratch))
+
+
+def _own_namespace() -> bool:
+    """Leave the parent's mount namespace; tells whether a user namespace was needed for it."""
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+    if threads > 1:
+        raise MachineError(f"this process has {threads} threads", limit="a namespace is changed with one")
+    user, group = os.getuid(), os.getgid()
+    try:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        as_user = False
+    except OSError:
+        _own_user_namespace(user, group)
+        as_user = True
+    try:
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    except OSError as error:
+        raise MachineError(f"mounting is refused in a private namespace ({error})", remedy=_REMEDY) from error
+    return as_user
+
+
+_REMEDY = "allow it: sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0"
+
+
+def _own_user_namespace(user: int, group: int) -> None:
+    try:
+        kernel.allow_own_proc_files()
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+        # The group map of an ordinary user is only accepted once the groups cannot be changed any more.
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path("/proc/self", name).write_text(line)
+    except OSError as error:
+        raise MachineError(f"no user namespace for this user ({error})", remedy=_REMEDY) from error
+
+
+class _Tree:
+    """The new root under construction."""
+
+    def __init__(self, scratch: Path, shared: Sequence[Path], places: Sequence[Place], *, as_user: bool) -> None:
+        self.scratch = str(scratch)
+        self.root = str(scratch / ROOT)
+        self.shared = [str(path) for path in shared if not is_within(str(path), self.scratch)]
+        self.places = {place.path: place for place in places}
+        self.as_user = as_user
+        self.layered: set[str] = set()
+        self.notes: list[str] = []
+        self.in_memory: list[str] = []
+        self.mounts = list(mounts.visible(mounts.read()))
+        self.layers = Layers(scratch, as_user=as_user)
+
+    def build(self) -> None:
+        for mount in self.mounts:
+            if not mounts.in_kernel_tree(mount):
+                self._lay(mount)
+            elif mount.path in mounts.KERNEL_TREES:
+                kernel.bind(mount.path, self._inside(mount.path), recursive=True)
+        for tree in mounts.KERNEL_TREES:  # one that is no mount of its own, as /run may be
+            if os.path.isdir(tree) and not any(mount.path == tree for mount in self.mounts):
+                kernel.bind(tree, self._inside(tree), recursive=True)
+        for path in self.places:
+            self._lay_place(path)
+        for path in (self.scratch, *self.shared):
+            kernel.bind(path, self._inside(path), recursive=path != self.scratch)
+        # Nobody should stumble over the layers' own directories, where every changed file shows up again.
+        hidden = str(Path(self.scratch, LAYERS))
+        kernel.mount(SOURCE, self._inside(hidden), "tmpfs", kernel.MS_RDONLY, "size=4k,mode=0500")
+        if self.in_memory:
+            self.notes.append(self._memory_note())
+
+    def _memory_note(self) -> str:
+        bound = f"at most {self.layers.memory_bytes} bytes in all"
+        if self.layers.disk_refusal:
+            return f"all changes are held in memory, {bound}: {self.scratch} cannot ({self.layers.disk_refusal})"
+        places = ", ".join(self.in_memory[:4]) + (" ..." if len(self.in_memory) > 4 else "")
+        return f"new files directly in {places} are held in memory, {bound}"
+
+    def _inside(self, path: str) -> str:
+        return self.root if path == "/" else self.root + path
+
+    def _lay(self, mount: Mount) -> None:
+        """One file system again at its own path: layered, or read-only with layers on the directories in it."""
+        if not os.path.exists(mount.path):
+            return  # in a directory that this user may not enter: neither can the script
+        layered = mount.writable and self._layer(mount, mount.path)
+        if not layered:
+            kernel.bind(mount.path, self._inside(mount.path), recursive=True)
+            kernel.mount(
+                "none",
+                self._inside(mount.path),
+                None,
+                kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | mount.flags,
+            )
+        if mount.writable and os.path.isdir(mount.path):
+            if not layered:
+                self.notes.append(f"read-only: files directly in {mount.path} ({mount.filesystem})")
+            if not layered or mount.path in self.in_memory:
+                self._lay_children(mount, mount.path, covered=layered)
+
+    def _lay_place(self, path: str) -> bool:
+        """A layer on top of a layer, where owners.py asks for one; tells whether there is one now."""
+        place = self.places.get(path)
+        nested = place is not None and (place.foreign or os.path.dirname(path) not in self.layered)
+        done = path in self.layered or any(is_below(layered, path) for layered in self.layered)
+        if not nested or done or not self._is_ours_to_lay(path):
+            return False
+        holder = max((m for m in self.mounts if is_within(path, m.path)), key=lambda mount: len(mount.path))
+        return holder.writable and not mounts.in_kernel_tree(holder) and self._layer(holder, path)
+
+    def _layer(self, mount: Mount, directory: str) -> bool:
+        """Tell whether the directory has got a layer; refused where a mount below it is none of ours to lift."""
+        if not os.path.isdir(directory) or (self.as_user and self._holds_mount(directory)):
+            return False
+        if not self._holds_scratch(directory) and not self.layers.disk_refusal:
+            try:
+                self.layers.mount(directory, self._inside(directory), mount.flags, on_disk=True)
+                self.layered.add(directory)
+                return True
+            except OSError:
+                pass  # e.g. the same disk mounted a second time, scratch included: memory is still possible
+        try:
+            self.layers.mount(directory, self._inside(directory), mount.flags, on_disk=False)
+            self.in_memory.append(directory)
+            self.layered.add(directory)
+            return True
+        except OSError:
+            return False
+
+    def _lay_children(self, mount: Mount, directory: str, *, covered: bool) -> None:
+        """Layers on disk for what a memory layer covers only for want of better, or on what is read-only so far."""
+        if covered and self.layers.disk_refusal:
+            return
+        children = [child for child in mounts.child_directories(directory) if self._is_ours_to_lay(child)]
+        if len(children) > CHILDREN_LIMIT:
+            fate = "held in memory" if covered else "read-only"
+            self.notes.append(f"{fate}: {len(children) - CHILDREN_LIMIT} of {len(children)} folders in {directory}")
+        for child in children[:CHILDREN_LIMIT]:
+            on_way = self._holds_scratch(child) or (self.as_user and self._holds_mount(child))
+            if covered and on_way:
+                self._lay_place(child)
+                self._lay_children(mount, child, covered=True)
+            elif not self._layer(mount, child):
+                self._lay_children(mount, child, covered=covered)
+            elif self._holds_scratch(child):
+                self._lay_children(mount, child, covered=True)
+
+    def _is_ours_to_lay(self, directory: str) -> bool:
+        is_mount = any(other.path == directory for other in self.mounts)
+        excluded = directory in mounts.KERNEL_TREES or directory == self.scratch
+        return not is_mount and not excluded and os.access(directory, os.X_OK)
+
+    def _holds_scratch(self, directory: str) -> bool:
+        return is_within(self.scratch, directory)
+
+    def _holds_mount(self, directory: str) -> bool:
+        return any(is_below(mount.path, directory) for mount in self.mounts)
+
+    def verify(self, working_directory: str) -> None:
+        """The promise itself: what a path can reach is a layer, read-only, the kernel's own, or meant to be real."""
+        below_root = mounts.visible(mounts.read(), self.root)
+        ours = [replace(mount, path=mount.path.removeprefix(self.root) or "/") for mount in below_root]
+        for mount in ours:
+            meant = mount.source == SOURCE or any(is_within(mount.path, path) for path in (self.scratch, *self.shared))
+            if mount.writable and not meant and not mounts.in_kernel_tree(mount) and os.path.exists(mount.path):
+                raise MachineError(f"{mount.path} ({mount.filesystem}) would stay writable")
+        around = [mount for mount in ours if is_within(working_directory, mount.path)]
+        holder = max(around, key=lambda mount: len(mount.path))
+        if not holder.writable and os.access(working_directory, os.W_OK):
+            raise MachineError(f"the kernel refuses a copy-on-write layer over {working_directory}")
+
+
+def _limits(*, as_user: bool) -> list[str]:
+    if not as_user:
+        return ["/dev and /run are real: a root script that writes to a disk device or into /run does change them"]
+    groups = " or of another of this user's groups" if len(os.getgroups()) > 1 else ""
+    return [
+        f"files that belong to another user{groups} can be read and replaced, but not changed in place (EOVERFLOW)",
+        "a directory that existed before cannot be renamed in one step (EXDEV)",
+    ]
+
+
+def _inherited_descriptors(scratch: Path) -> list[str]:
+    """A descriptor opened before we came here leads past every mount. Say which; closing them is the parent's matter.
+
+    The standard streams are left out: they are meant to lead outside.
+    """
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+            flags = int(Path("/proc/self/fdinfo", name).read_text().split("flags:")[1].split()[0], 8)
+        except OSError:
+            continue  # the one that listdir itself had open
+        harmless = any(is_within(target, tree) for tree in (*mounts.KERNEL_TREES, str(scratch)))
+        leads_to_writes = flags & os.O_ACCMODE or flags & os.O_DIRECTORY
+        if int(name) > 2 and target.startswith("/") and leads_to_writes and not harmless:
+            found.append(f"descriptor {name} was open before and still leads to the real {target}")
+    return found
