@@ -81,7 +81,7 @@ def shared_memory_small(machine: Machine, facts: Facts) -> Finding | None:
         name="shared_memory_small",
         severity="warning",
         title="/dev/shm is too small for loader workers",
-        evidence=f"{format_bytes(size)}: loader workers pass batches through it, and die with 'Bus error' when it is full",
+        evidence=f"{format_bytes(size)}: loader workers pass batches through it; full, it kills them ('Bus error')",
         remedy="start the container with more (docker run --shm-size=8g, or --ipc=host), or use num_workers=0",
         next_command="df -h /dev/shm",
     )

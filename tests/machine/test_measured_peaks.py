@@ -1,0 +1,125 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import MachineError
+from flatout.machine import bandwidth_peak, gemm_peak, measured_peaks
+from flatout.machine.ceilings import Ceilings, Peak
+from flatout.machine.description import Machine
+from flatout.machine.disk_peak import disk_peak, file_system_of
+from flatout.machine.measured_peaks import load_ceilings, measure_ceilings, save_ceilings
+from flatout.machine.probe import peak_of
+from flatout.timing import Measurement
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "machine_two_cores.json"
+MIB = 1024**2
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "cache"))
+    return Machine.from_json(json.loads(RECORDED.read_text()))
+
+
+@pytest.fixture
+def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_peak, "_CPU_SIZES", (32, 64))
+    monkeypatch.setattr(bandwidth_peak, "_CPU_ARRAY_BYTES", 16 * MIB)
+    monkeypatch.setattr(measured_peaks, "disk_peak", lambda folder, seconds: (None, "not in this test"))
+
+
+@pytest.mark.usefixtures("small_probes")
+def test_every_ceiling_is_measured_or_has_a_reason(machine: Machine) -> None:
+    told: list[str] = []
+    found = measure_ceilings(machine, quick=True, progress=told.append)
+    assert {"fp32", "bf16"} <= found.gemm_flops_per_second.keys()
+    for name, peak in {**found.gemm_flops_per_second, **found.rates()}.items():
+        assert (peak is None) == (name in found.reasons), name
+        assert peak is None or 0 < peak.low <= peak.value <= peak.high
+    assert found.reasons["host_to_device_pinned_bytes_per_second"] == "no GPU that torch can use"
+    assert told[0] == "gemm fp32"
+    assert len(told) == 4 + 8
+    assert Ceilings.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_peak_is_that_of_the_fastest_quarter() -> None:
+    found = peak_of(Measurement(name="", samples_seconds=(1.0, 2.0, 2.0, 4.0, 40.0)), 8, "B/s", "8 B")
+    assert (found.value, found.low, found.high, found.samples) == (4, 2, 8, 5)
+
+
+def test_a_dtype_without_instructions_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def slow(size: int, dtype: str, device: str, seconds: float) -> Measurement:
+        tried.append(size)
+        return Measurement(name="", samples_seconds=(0.01,))
+
+    monkeypatch.setattr(gemm_peak, "_time_product", slow)
+    peak, _ = gemm_peak.gemm_peak("fp16", "cpu", 0.4)
+    assert tried == [256]
+    assert peak is not None
+    assert peak.how == "256 x 256 x 256"
+
+
+def test_a_dtype_that_torch_refuses_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Measurement:
+        raise RuntimeError('"_int_mm" not implemented\nand a stack')
+
+    monkeypatch.setattr(gemm_peak, "_time_product", refuse)
+    assert gemm_peak.gemm_peak("int8", "cpu", 0.4) == (None, '"_int_mm" not implemented')
+
+
+def test_ceilings_are_kept_by_machine_and_torch(machine: Machine) -> None:
+    assert load_ceilings(machine) is None
+    assert machine.ceilings is not None
+    path = save_ceilings(machine, machine.ceilings)
+    assert load_ceilings(machine) == machine.ceilings
+    assert load_ceilings(replace(machine, fingerprint="another")) is None
+    assert load_ceilings(replace(machine, versions=replace(machine.versions, torch="2.12"))) is None
+    assert list(path.parent.iterdir()) == [path]  # nothing temporary is left
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "3", '{"device": "cpu"}', '{"gemm_flops_per_second": 1}', "\x00"])
+def test_a_damaged_cache_is_ignored(machine: Machine, damage: str) -> None:
+    assert machine.ceilings is not None
+    save_ceilings(machine, machine.ceilings).write_text(damage)
+    assert load_ceilings(machine) is None
+
+
+def test_a_cache_that_cannot_be_written_is_a_clear_error(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "file"))
+    assert machine.ceilings is not None
+    with pytest.raises(MachineError, match="FLATOUT_CACHE_DIR"):
+        save_ceilings(machine, machine.ceilings)
+
+
+def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    peak, reason = disk_peak(tmp_path, 0.01, size_bytes=2 * MIB)
+    assert peak is not None or "in memory" in reason
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert disk_peak(tmp_path / "file" / "x", 0.01)[0] is None
+
+
+def test_the_file_system_is_the_deepest_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"a / ext4 rw 0 0\nb {tmp_path} tmpfs rw 0 0\nc /elsewhere xfs rw 0 0\n")
+    assert file_system_of(tmp_path / "x", mounts) == "tmpfs"
+    assert file_system_of(Path("/"), mounts) == "ext4"
+    assert file_system_of(Path("/"), tmp_path / "absent") is None
+
+
+def test_peaks_stay_within_memory() -> None:
+    assert bandwidth_peak.array_bytes("cpu", 64 * 1024 * MIB) == 512 * MIB
+    assert bandwidth_peak.array_bytes("cpu", 800 * MIB) == 100 * MIB
+    assert bandwidth_peak.array_bytes("cuda", None) == 2048 * MIB
+
+
+def test_a_peak_survives_json() -> None:
+    peak = Peak(value=2.0, low=1.0, high=3.0, samples=4, unit="B/s", how="x")
+    assert Peak.from_json(peak.to_json()) == peak
