@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.cli.main import main
+from flatout.errors import UsageError
+from flatout.machine import measured_peaks
+from flatout.machine.ceilings import Ceilings
+from flatout.machine.description import Machine
+from flatout.report.document import document, write_document
+from flatout.timing import measurement
+
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def recorded_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(machine: Machine, **_: object) -> Ceilings:
+        return Ceilings.from_json(RECORDED["ceilings"])
+
+    monkeypatch.setattr(measured_peaks, "measure_ceilings", measure)
+
+
+def test_check_prints_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["check", "--json"])
+    shown = capsys.readouterr()
+    doc = json.loads(shown.out)
+    assert doc["flatout"]["document"] == "check"
+    assert code == (2 if any(f["severity"] == "warning" for f in doc["findings"]) else 0)
+    assert doc["machine"]["ceilings"] is None
+    assert shown.err == ""
+
+
+@pytest.mark.usefixtures("recorded_ceilings")
+def test_what_was_measured_is_kept_for_the_next_time(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "--measure", "--quick"])
+    assert "fp32 product" in capsys.readouterr().out
+    main(["check"])
+    assert "fp32 product" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("recorded_ceilings")
+def test_a_cache_that_cannot_be_written_spoils_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "file"))
+    main(["check", "--measure", "--json"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["machine"]["ceilings"] is not None
+    assert "cannot keep the ceilings" in shown.err
+
+
+def test_quick_alone_means_nothing() -> None:
+    with pytest.raises(UsageError, match="pass --measure too"):
+        main(["check", "--quick"])
+
+
+def test_two_results_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, seconds in zip(paths, (2.0, 1.0), strict=True):
+        found = measurement("step", [seconds] * 20).to_json()
+        write_document(path, document("run", {"machine": RECORDED, "measurement": found}))
+    assert main(["compare", *map(str, paths)]) == 0
+    assert capsys.readouterr().out.startswith("verdict    faster\nratio      x2.000")
+    assert main(["compare", "--json", *map(str, paths)]) == 0
+    assert json.loads(capsys.readouterr().out)["comparison"]["verdict"] == "faster"
+    with pytest.raises(UsageError, match="No such file"):
+        main(["compare", str(paths[0]), str(tmp_path / "absent.json")])

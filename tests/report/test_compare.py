@@ -1,0 +1,65 @@
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.errors import UsageError
+from flatout.report.compare import compare_documents, comparison_text
+from flatout.report.document import document
+from flatout.timing import measurement
+
+MACHINE = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
+
+
+def run_document(seconds: float, *, seed: int = 0, machine: dict[str, Any] | None = None) -> dict[str, Any]:
+    rng = random.Random(seed)
+    samples = [seconds * rng.lognormvariate(0, 0.02) for _ in range(40)]
+    found = measurement("train.py", samples).to_json()
+    return document("run", {"machine": machine or MACHINE, "measurement": found})
+
+
+def test_a_gain_is_called_faster() -> None:
+    found = compare_documents(run_document(0.012), run_document(0.010, seed=1))
+    assert found.comparison.verdict == "faster"
+    assert found.comparison.ratio == pytest.approx(1.2, rel=0.02)
+    text = comparison_text(found)
+    assert text.startswith("verdict    faster\nratio      x1.")
+    assert "train.py: 12 ms a step" in text or "train.py: 11.9 ms a step" in text
+    assert "drift" in found.caveats[0]
+    assert json.loads(json.dumps(found.to_json()))["comparison"]["verdict"] == "faster"
+
+
+def test_noise_is_not_significant() -> None:
+    found = compare_documents(run_document(0.010), run_document(0.010, seed=1))
+    assert found.comparison.verdict == "not significant"
+    assert "not significant (the interval includes no change)" in comparison_text(found)
+
+
+def test_unlike_machines_are_refused_by_what_differs() -> None:
+    other = {**MACHINE, "fingerprint": "other", "cpu": {**MACHINE["cpu"], "available_cores": 64}}
+    with pytest.raises(UsageError, match="unlike machines; cores: 2 and 64; run both on the same machine"):
+        compare_documents(run_document(1.0), run_document(1.0, machine=other))
+    with pytest.raises(UsageError, match="fingerprints a and b"):
+        compare_documents(
+            run_document(1.0, machine={"fingerprint": "a"}), run_document(1.0, machine={"fingerprint": "b"})
+        )
+
+
+def test_another_torch_is_a_caveat() -> None:
+    other = {**MACHINE, "versions": {**MACHINE["versions"], "torch": "2.12.0"}}
+    found = compare_documents(run_document(1.0), run_document(1.0, machine=other))
+    assert "torch differs: 2.13.0+cpu and 2.12.0" in found.caveats
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    good = run_document(1.0)
+    with pytest.raises(UsageError, match=r"second document \(a 'check'\) holds no measurement"):
+        compare_documents(good, document("check", {"machine": MACHINE}))
+    with pytest.raises(UsageError, match="first document's measurement is malformed"):
+        compare_documents({**good, "measurement": {"name": "x"}}, good)
+    with pytest.raises(UsageError, match="on which machine"):
+        compare_documents(good, {**good, "machine": {}})
+    with pytest.raises(UsageError, match="no samples"):
+        compare_documents(good, {**good, "measurement": {"name": "x", "samples_seconds": []}})
