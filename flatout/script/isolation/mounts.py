@@ -15,6 +15,9 @@ from dataclasses import dataclass
 # The kernel's own trees: no user keeps files there, and processes cannot live without the real ones.
 KERNEL_TREES = ("/proc", "/sys", "/dev", "/run")
 
+# Where no script keeps results: hardly ever written, and then little.
+SYSTEM_TREES = ("/bin", "/boot", "/etc", "/lib", "/lib64", "/lost+found", "/nix", "/sbin", "/snap", "/usr")
+
 # Flags that a remount must repeat, or the kernel takes it as a wish to clear them (refused in a user namespace).
 _FLAGS = {"nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
 

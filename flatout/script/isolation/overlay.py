@@ -51,8 +51,9 @@ def enter_overlay(scratch: Path, shared: Sequence[Path]) -> tuple[str, tuple[str
         raise
     os.chdir(working_directory)  # by path: the old working directory is the real one
     kernel.drop_capabilities(None if as_user and os.getuid() != 0 else kernel.ESCAPING_CAPABILITIES)
+    details = [*tree.notes, *_limits(as_user=as_user), *_inherited_descriptors(scratch)]
     reason = "a private mount namespace, made " + ("in a user namespace" if as_user else "as root")
-    return reason, (*tree.notes, *_limits(as_user=as_user), *_inherited_descriptors(scratch))
+    return reason, tuple(details)
 
 
 def _own_namespace() -> bool:
@@ -185,6 +186,8 @@ class _Tree:
         if covered and self.layers.disk_refusal:
             return
         children = [child for child in mounts.child_directories(directory) if self._is_ours_to_lay(child)]
+        if covered:  # each layer costs some directories in the scratch: none for what memory is good enough for
+            children = [child for child in children if child not in mounts.SYSTEM_TREES and _has_entries(child)]
         if len(children) > CHILDREN_LIMIT:
             fate = "held in memory" if covered else "read-only"
             self.notes.append(f"{fate}: {len(children) - CHILDREN_LIMIT} of {len(children)} folders in {directory}")
@@ -223,11 +226,24 @@ class _Tree:
             raise MachineError(f"the kernel refuses a copy-on-write layer over {working_directory}")
 
 
+def _has_entries(directory: str) -> bool:
+    try:
+        with os.scandir(directory) as entries:
+            return next(entries, None) is not None
+    except OSError:
+        return False
+
+
 def _limits(*, as_user: bool) -> list[str]:
+    free_sync = "fsync costs nothing here, moving a file to another top-level directory is not one step (EXDEV)"
     if not as_user:
-        return ["/dev and /run are real: a root script that writes to a disk device or into /run does change them"]
+        return [
+            free_sync,
+            "/dev and /run are real: a root script that writes to a disk device or into /run does change them",
+        ]
     groups = " or of another of this user's groups" if len(os.getgroups()) > 1 else ""
     return [
+        free_sync,
         f"files that belong to another user{groups} can be read and replaced, but not changed in place (EOVERFLOW)",
         "a directory that existed before cannot be renamed in one step (EXDEV)",
     ]

@@ -18,9 +18,6 @@ SEARCH_LIMIT = 1000  # directories looked into; a search of the whole disk is no
 SEARCH_DEPTH = 3
 NEIGHBOURS_LIMIT = 256
 
-# Where no ordinary user has files of their own.
-_SYSTEM = {*mounts.KERNEL_TREES, "/bin", "/boot", "/etc", "/lib", "/lib64", "/nix", "/sbin", "/snap", "/usr"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -68,7 +65,8 @@ def _around(working_directory: str) -> Iterator[str]:
 
 def _search() -> Iterator[str]:
     """Breadth first through directories that are not the user's, down to the first that are, or are open to all."""
-    queue = deque((child, 1) for child in mounts.child_directories("/") if child not in _SYSTEM)
+    skipped = (*mounts.KERNEL_TREES, *mounts.SYSTEM_TREES)
+    queue = deque((child, 1) for child in mounts.child_directories("/") if child not in skipped)
     for _ in range(SEARCH_LIMIT):
         if not queue:
             return
