@@ -3,7 +3,9 @@
 Three things make a naive timing wrong. An accelerator runs behind the program: without waiting for it one times the
 launch, not the work; so pass `synchronize` (every device has one). The first calls allocate, compile and fill caches:
 they are run and kept apart as warm-up. And the machine's speed drifts: to compare two things, take them in turns
-(`interleave`), never one after the other. What comes back keeps its raw samples and its own doubts.
+(`interleave`), never one after the other. What comes back keeps its raw samples and its own doubts; the gravest is
+that others competed for the processor: where two threads wait for one another at the end of every operation and one
+has no core, a step takes 40 times as long, evenly, and no statistic of the samples would tell.
 
 >>> measure(lambda: sum(range(1000)), max_seconds=0.05).median_seconds < 0.001
 True
@@ -16,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psutil
+
 from flatout.errors import UsageError
 from flatout.statistics import iqr, median
 from flatout.units import format_seconds
@@ -25,6 +29,9 @@ Clock = Callable[[], float]
 _FEWEST_SAMPLES = 6  # below this no rank test can reach 95 % confidence
 _LARGEST_SPREAD = 0.10  # IQR / median above which a result is called unstable
 _OUTLIER = 3.0  # times the median
+_LEAST_OTHERS_CORES = 0.25  # below this others do not matter
+_FULL_SHARE = 0.9  # of all cores busy: above this nobody gets a core at once
+_SHORTEST_WATCH_SECONDS = 0.1  # the kernel counts processor time in ticks of 10 ms
 _TICKS_PER_SAMPLE = 200  # a sample this many timer ticks long is read to 0.5 %
 _SHORTEST_SAMPLE_SECONDS = 50e-6  # shorter calls are grouped, so that the loop and the clock do not count
 
@@ -38,6 +45,7 @@ class Measurement:
     warmup_seconds: tuple[float, ...] = ()
     calls_per_sample: int = 1  # a sample is the mean of that many calls
     machine_fingerprint: str | None = None
+    contended: bool | None = None  # whether others competed for the processor; None: nobody watched
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -60,8 +68,61 @@ class Measurement:
             warmup_seconds=tuple(float(s) for s in data.get("warmup_seconds", ())),
             calls_per_sample=data.get("calls_per_sample", 1),
             machine_fingerprint=data.get("machine_fingerprint"),
+            contended=data.get("contended"),
             warnings=tuple(data.get("warnings", ())),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Cores kept busy, on average, over a stretch of time."""
+
+    own_cores: float  # by this process and its children
+    others_cores: float  # by everybody else, and what the hypervisor took away
+    logical_cores: int
+
+    @property
+    def contended(self) -> bool:
+        """Others were at work, and no core was left idle."""
+        full = self.own_cores + self.others_cores >= _FULL_SHARE * self.logical_cores
+        return full and self.others_cores >= _LEAST_OTHERS_CORES
+
+
+class LoadWatch:
+    """Tells who used the processor since it was made. A reading walks over all processes: not for inner loops."""
+
+    def __init__(self) -> None:
+        self._start_seconds = time.perf_counter()
+        self._all_start, self._own_start = _busy_seconds_of_all(), _busy_seconds_of_own()
+
+    def read(self) -> Load | None:
+        """Until now; None if that is too short to tell."""
+        elapsed = time.perf_counter() - self._start_seconds
+        if elapsed < _SHORTEST_WATCH_SECONDS:
+            return None
+        own = max(0.0, _busy_seconds_of_own() - self._own_start) / elapsed
+        everybody = (_busy_seconds_of_all() - self._all_start) / elapsed
+        return Load(own_cores=own, others_cores=max(0.0, everybody - own), logical_cores=psutil.cpu_count() or 1)
+
+
+def _busy_seconds_of_all() -> float:
+    times = psutil.cpu_times()
+    # Linux counts the time of guests twice: in user or nice, and on its own.
+    idle_or_double = ("idle", "iowait", "guest", "guest_nice")
+    return float(sum(value for name, value in times._asdict().items() if name not in idle_or_double))
+
+
+def _busy_seconds_of_own() -> float:
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:  # a child that has just ended
+            continue
+        total += times.user + times.system
+    ended = me.cpu_times()
+    return float(total + ended.children_user + ended.children_system)
 
 
 def measurement(
@@ -72,6 +133,7 @@ def measurement(
     calls_per_sample: int = 1,
     machine_fingerprint: str | None = None,
     tick_seconds: float = 0.0,
+    load: Load | None = None,
 ) -> Measurement:
     """A Measurement of samples taken elsewhere, with the warnings that they deserve."""
     if not samples_seconds:
@@ -82,11 +144,14 @@ def measurement(
         warmup_seconds=tuple(warmup_seconds or ()),
         calls_per_sample=calls_per_sample,
         machine_fingerprint=machine_fingerprint,
-        warnings=doubts(samples_seconds, shortest_readable_seconds=_TICKS_PER_SAMPLE * tick_seconds / calls_per_sample),
+        contended=None if load is None else load.contended,
+        warnings=doubts(samples_seconds, _TICKS_PER_SAMPLE * tick_seconds / calls_per_sample, load),
     )
 
 
-def doubts(samples_seconds: list[float], *, shortest_readable_seconds: float = 0.0) -> tuple[str, ...]:
+def doubts(
+    samples_seconds: list[float], shortest_readable_seconds: float = 0.0, load: Load | None = None
+) -> tuple[str, ...]:
     """What a careful reader should know before trusting the samples."""
     middle, spread = median(samples_seconds), iqr(samples_seconds)
     slow = sum(sample > _OUTLIER * middle for sample in samples_seconds)
@@ -99,6 +164,10 @@ def doubts(samples_seconds: list[float], *, shortest_readable_seconds: float = 0
         found.append(f"outliers: {slow} of {len(samples_seconds)} samples took over {_OUTLIER:.0f}x the median")
     if middle < shortest_readable_seconds:
         found.append(f"below the timer's resolution: {format_seconds(middle)} a call")
+    if load is not None and load.contended:
+        found.append(
+            f"contended: others kept {load.others_cores:.1f} of {load.logical_cores} cores busy, none was idle"
+        )
     return tuple(found)
 
 
@@ -125,6 +194,7 @@ def measure(
         warm.append(_sample(function, 1, synchronize, clock))
     calls = _calls_per_sample(warm)
     samples: list[float] = []
+    watch = LoadWatch()
     start = clock()
     while len(samples) < max_samples:
         samples.append(_sample(function, calls, synchronize, clock))
@@ -137,6 +207,7 @@ def measure(
         warmup_seconds=warm,
         calls_per_sample=calls,
         machine_fingerprint=machine_fingerprint,
+        load=watch.read(),
         tick_seconds=timer_tick_seconds(clock),
     )
 
@@ -165,13 +236,14 @@ def interleave(
     calls = {name: _calls_per_sample(warm[name]) for name in functions}
     samples: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions)
+    watch = LoadWatch()
     for _ in range(rounds):
         for name in order:
             samples[name].append(_sample(functions[name], calls[name], synchronize, clock))
         order.reverse()
         if end is not None and clock() >= end:
             break
-    tick = timer_tick_seconds(clock)
+    load, tick = watch.read(), timer_tick_seconds(clock)
     return {
         name: measurement(
             name,
@@ -179,6 +251,7 @@ def interleave(
             warmup_seconds=warm[name],
             calls_per_sample=calls[name],
             machine_fingerprint=machine_fingerprint,
+            load=load,
             tick_seconds=tick,
         )
         for name in functions

@@ -1,9 +1,10 @@
+import time
 from collections.abc import Callable
 
 import pytest
 
 from flatout.errors import UsageError
-from flatout.timing import Measurement, doubts, interleave, measure, measurement
+from flatout.timing import Load, LoadWatch, Measurement, doubts, interleave, measure, measurement
 
 
 class ScriptedClock:
@@ -99,7 +100,7 @@ def test_doubts_are_named() -> None:
     assert doubts([1.0] * 10) == ()
     assert "unstable" in doubts([1, 1, 1, 1.3, 1.3, 1.3])[0]
     assert doubts([1.0] * 9 + [10.0]) == ("outliers: 1 of 10 samples took over 3x the median",)
-    assert "resolution" in doubts([1e-8] * 10, shortest_readable_seconds=1e-6)[0]
+    assert "resolution" in doubts([1e-8] * 10, 1e-6)[0]
     with pytest.raises(UsageError, match="no samples"):
         measurement("step", [])
 
@@ -116,3 +117,28 @@ def test_a_measurement_survives_json() -> None:
     found = measurement("step", [1.0, 2.0], warmup_seconds=[3.0], machine_fingerprint="abc")
     assert Measurement.from_json(found.to_json()) == found
     assert isinstance(found.to_json()["samples_seconds"], list)
+
+
+def test_others_at_work_are_told_from_ourselves() -> None:
+    def load(own: float, others: float) -> Load:
+        return Load(own_cores=own, others_cores=others, logical_cores=2)
+
+    assert load(1.0, 1.0).contended
+    assert not load(2.0, 0.0).contended
+    assert not load(0.2, 0.5).contended  # a core was idle
+    warned = measurement("step", [1.0] * 10, load=load(1.0, 1.0))
+    assert warned.contended
+    assert warned.warnings == ("contended: others kept 1.0 of 2 cores busy, none was idle",)
+    assert measurement("step", [1.0] * 10).contended is None
+
+
+def test_the_watch_sees_our_own_work_as_ours() -> None:
+    watch = LoadWatch()
+    assert watch.read() is None  # too soon to tell
+    end = time.perf_counter() + 0.2
+    while time.perf_counter() < end:
+        pass
+    found = watch.read()
+    assert found is not None
+    assert found.own_cores > 0
+    assert found.others_cores >= 0

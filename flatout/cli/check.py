@@ -46,7 +46,7 @@ def check(
 def _measured(machine: Machine, *, quick: bool) -> Machine:
     """The machine with its ceilings, which are kept for the next time. Progress goes to a terminal only."""
     from flatout.errors import MachineError
-    from flatout.machine.measured_peaks import measure_ceilings, save_ceilings
+    from flatout.machine.measured_peaks import load_ceilings, measure_ceilings, save_ceilings
 
     terminal = sys.stderr.isatty()
 
@@ -63,4 +63,5 @@ def _measured(machine: Machine, *, quick: bool) -> Machine:
         save_ceilings(machine, ceilings)
     except MachineError as error:  # what was measured is worth showing even where it cannot be kept
         print(f"warning: {error}", file=sys.stderr)
-    return machine.with_ceilings(ceilings)
+        return machine.with_ceilings(ceilings)
+    return machine.with_ceilings(load_ceilings(machine))

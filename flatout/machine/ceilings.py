@@ -7,7 +7,7 @@ of it. What could not be measured is None, and `reasons` says why: another machi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -59,12 +59,23 @@ class Ceilings:
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a field, or a dtype ("gemm fp16"), is missing
     quick: bool
     threads: int
+    contended: bool = False  # others competed for the processor: everything may be too low
     measured_at: str  # ISO 8601, UTC
     torch_version: str
 
     def rates(self) -> dict[str, Peak | None]:
         """Every rate but the GEMMs, by field name, in the order in which they are shown."""
         return {name: getattr(self, name) for name in _RATES}
+
+    def raised_by(self, other: Ceilings) -> Ceilings:
+        """With every peak of the other's that is higher, or that is missing here."""
+        gemm = {**self.gemm_flops_per_second}
+        for dtype, peak in other.gemm_flops_per_second.items():
+            gemm[dtype] = _higher(gemm.get(dtype), peak) or peak
+        rates: dict[str, Any] = {name: _higher(own, getattr(other, name)) for name, own in self.rates().items()}
+        found = {*rates, *(f"gemm {dtype}" for dtype in gemm)} - {name for name, peak in rates.items() if peak is None}
+        reasons = {name: reason for name, reason in self.reasons.items() if name not in found}
+        return replace(self, gemm_flops_per_second=gemm, **rates, reasons=reasons)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,3 +87,9 @@ class Ceilings:
         gemm = data["gemm_flops_per_second"]
         values["gemm_flops_per_second"] = {dtype: Peak.from_json(peak) for dtype, peak in gemm.items()}
         return cls(**values)
+
+
+def _higher(a: Peak | None, b: Peak | None) -> Peak | None:
+    if a is None or b is None:
+        return a or b
+    return a if a.value >= b.value else b

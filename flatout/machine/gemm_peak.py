@@ -17,10 +17,12 @@ from flatout.timing import Measurement
 
 CPU_DTYPES = ("fp32", "bf16", "fp16", "int8")
 CUDA_DTYPES = ("fp32", "tf32", "bf16", "fp16", "int8")
-_CPU_SIZES = (256, 1024, 2048, 4096)
-_CUDA_SIZES = (1024, 4096, 8192, 16384)
-# A size is tried only if the last one's speed promises that a product takes at most this share of the dtype's time.
+_CPU_SIZES = (256, 512, 1024, 2048, 4096)
+_CUDA_SIZES = (1024, 2048, 4096, 8192, 16384)
+# A size is tried only if the last one's speed promises that a product takes at most this share of the dtype's time, or
+# this long: on a busy machine every small product takes 8 ms, which says nothing of a larger one.
 _LARGEST_SHARE = 1 / 10
+_ALWAYS_SECONDS = 0.15
 
 
 def gemm_peak(dtype: str, device: str, seconds: float) -> tuple[Peak | None, str]:
@@ -29,14 +31,14 @@ def gemm_peak(dtype: str, device: str, seconds: float) -> tuple[Peak | None, str
     last_rate: float | None = None
     for size in _CUDA_SIZES if device == "cuda" else _CPU_SIZES:
         work = 2 * size**3
-        if last_rate is not None and work / last_rate > seconds * _LARGEST_SHARE:
+        if last_rate is not None and work / last_rate > max(_ALWAYS_SECONDS, seconds * _LARGEST_SHARE):
             break
         try:
-            found = _time_product(size, dtype, device, seconds / 3)
+            found = _time_product(size, dtype, device, seconds / 4)
         except RuntimeError as error:  # torch's one answer for 'not on this device' and 'not enough memory'
             return best, "" if best else str(error).splitlines()[0]
         peak = peak_of(found, work, "OP/s" if dtype == "int8" else "FLOP/s", f"{size} x {size} x {size}")
-        last_rate = peak.value
+        last_rate = peak.high
         best = peak if best is None or peak.value > best.value else best
     return best, ""
 

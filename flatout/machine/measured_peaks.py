@@ -21,6 +21,7 @@ from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.machine.disk_peak import disk_peak
 from flatout.machine.gemm_peak import CPU_DTYPES, CUDA_DTYPES, gemm_peak
+from flatout.timing import LoadWatch
 
 __all__ = ["Ceilings", "Peak", "load_ceilings", "measure_ceilings", "save_ceilings"]
 
@@ -40,6 +41,7 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
     dtypes = CUDA_DTYPES if device == "cuda" else CPU_DTYPES
     probes = {f"gemm {dtype}": _gemm_probe(dtype, device, seconds) for dtype in dtypes}
     probes |= _rate_probes(machine, device, seconds)
+    watch = LoadWatch()
     found: dict[str, Peak] = {}
     reasons: dict[str, str] = {}
     for name, probe in probes.items():
@@ -52,6 +54,7 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
             found[name] = peak
     gemm = {dtype: peak for dtype in dtypes if (peak := found.pop(f"gemm {dtype}", None))}
     rates: dict[str, Any] = dict(found)
+    load = watch.read()
     return Ceilings(
         device="cuda:0" if device == "cuda" else "cpu",
         gemm_flops_per_second=gemm,
@@ -59,6 +62,7 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
         reasons=reasons,
         quick=quick,
         threads=torch.get_num_threads(),
+        contended=load is not None and load.contended,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         torch_version=str(torch.__version__),
     )
@@ -98,8 +102,13 @@ def load_ceilings(machine: Machine) -> Ceilings | None:
 
 
 def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
-    """Keep them for the next time; a reader sees the old file or the new one, never half of one."""
-    path = _cache_file(machine)
+    """Keep them for the next time; a reader sees the old file or the new one, never half of one.
+
+    Those of a busy minute are too low: they only raise what was kept before, and do not replace it.
+    """
+    path, before = _cache_file(machine), load_ceilings(machine)
+    if ceilings.contended and before is not None:
+        ceilings = before.raised_by(ceilings)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".ceilings-", delete=False) as file:

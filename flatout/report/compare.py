@@ -7,7 +7,7 @@ said beside every verdict. (`flatout tune` measures in turns for that reason.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.errors import UsageError
@@ -48,6 +48,14 @@ def compare_documents(a: Mapping[str, Any], b: Mapping[str, Any]) -> DocumentCom
             limit="; ".join(machine_differences(*machines)),
             remedy=_RERUN,
         )
+    comparison = compare_unpaired(baseline.samples_seconds, candidate.samples_seconds)
+    contended = [which for which, m in (("first", baseline), ("second", candidate)) if m.contended]
+    if contended:
+        comparison = replace(
+            comparison,
+            verdict="not significant",
+            reason=f"others competed for the processor in the {' and the '.join(contended)}: measure again in quiet",
+        )
     caveats = ["measured apart: a drift of the machine between the two is in the ratio"]
     torches = [(machine.get("versions") or {}).get("torch") for machine in machines]
     if torches[0] != torches[1]:
@@ -57,7 +65,7 @@ def compare_documents(a: Mapping[str, Any], b: Mapping[str, Any]) -> DocumentCom
     return DocumentComparison(
         baseline=baseline,
         candidate=candidate,
-        comparison=compare_unpaired(baseline.samples_seconds, candidate.samples_seconds),
+        comparison=comparison,
         machine_fingerprint=machines[0]["fingerprint"],
         caveats=tuple(caveats),
     )

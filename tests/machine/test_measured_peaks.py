@@ -54,7 +54,7 @@ def test_a_dtype_without_instructions_stays_small(monkeypatch: pytest.MonkeyPatc
 
     def slow(size: int, dtype: str, device: str, seconds: float) -> Measurement:
         tried.append(size)
-        return Measurement(name="", samples_seconds=(0.01,))
+        return Measurement(name="", samples_seconds=(0.03,))
 
     monkeypatch.setattr(gemm_peak, "_time_product", slow)
     peak, _ = gemm_peak.gemm_peak("fp16", "cpu", 0.4)
@@ -79,6 +79,23 @@ def test_ceilings_are_kept_by_machine_and_torch(machine: Machine) -> None:
     assert load_ceilings(replace(machine, fingerprint="another")) is None
     assert load_ceilings(replace(machine, versions=replace(machine.versions, torch="2.12"))) is None
     assert list(path.parent.iterdir()) == [path]  # nothing temporary is left
+
+
+def test_a_busy_minute_lowers_nothing(machine: Machine) -> None:
+    assert machine.ceilings is not None
+    quiet = replace(machine.ceilings, contended=False)
+    fp32, int8 = quiet.gemm_flops_per_second["fp32"], quiet.gemm_flops_per_second["int8"]
+    gemm = {"fp32": replace(fp32, value=1.0), "int8": replace(int8, value=9e15)}
+    busy = replace(quiet, contended=True, gemm_flops_per_second=gemm, disk_read_bytes_per_second=None)
+    save_ceilings(machine, quiet)
+    save_ceilings(machine, busy)
+    kept = load_ceilings(machine)
+    assert kept is not None
+    assert kept.gemm_flops_per_second == {**quiet.gemm_flops_per_second, "int8": gemm["int8"]}
+    assert kept.disk_read_bytes_per_second == quiet.disk_read_bytes_per_second
+    assert kept.contended is False
+    save_ceilings(machine, replace(busy, contended=False))  # a quiet one replaces all
+    assert load_ceilings(machine) == replace(busy, contended=False)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "3", '{"device": "cpu"}', '{"gemm_flops_per_second": 1}', "\x00"])

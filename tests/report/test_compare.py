@@ -63,3 +63,11 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare_documents(good, {**good, "machine": {}})
     with pytest.raises(UsageError, match="no samples"):
         compare_documents(good, {**good, "measurement": {"name": "x", "samples_seconds": []}})
+
+
+def test_a_run_among_competitors_proves_nothing() -> None:
+    quiet, crowded = run_document(0.012), run_document(0.010, seed=1)
+    crowded["measurement"]["contended"] = True
+    found = compare_documents(quiet, crowded)
+    assert found.comparison.verdict == "not significant"
+    assert "others competed for the processor in the second" in (found.comparison.reason or "")
