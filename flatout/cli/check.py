@@ -59,6 +59,8 @@ def _measured(machine: Machine, *, quick: bool) -> Machine:
     finally:
         if terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    if ceilings.contended:
+        print("warning: others competed for the processor; of each ceiling the highest yet is kept", file=sys.stderr)
     try:
         save_ceilings(machine, ceilings)
     except MachineError as error:  # what was measured is worth showing even where it cannot be kept
