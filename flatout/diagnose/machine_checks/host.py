@@ -110,7 +110,7 @@ def machine_busy(machine: Machine, facts: Facts) -> Finding | None:
         severity="note",
         title="others keep the processor busy",
         evidence=f"{facts.busy_cores:g} of {cores} cores while this was read",
-        remedy="figures measured now are lower than the machine can do; comparisons in turns still hold",
+        remedy="figures measured now may be lower than the machine can do; comparisons in turns still hold",
         cost_share=facts.busy_cores / cores,
     )
 
