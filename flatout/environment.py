@@ -6,12 +6,14 @@ documented or tested. Nothing is read at import; nothing is ever written here.
     FLATOUT_CACHE_DIR      where measured ceilings are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
     OMP_NUM_THREADS        threads for the CPU work of torch
+    LD_PRELOAD             whether another allocator is in place already
     RANK                   which of several processes this one is (set by torchrun)
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -46,6 +48,20 @@ def cpp_compiler() -> str:
     return os.environ.get("CXX") or "g++"
 
 
-def trial_base_environment() -> dict[str, str]:
-    """A copy of the whole environment, for a child process to start from."""
-    return dict(os.environ)
+def trial_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a trial: ours, with `changes`, a fixed hash order, and nothing sent to tracking services."""
+    fixed = {"WANDB_MODE": "offline"}
+    order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    return {**os.environ, **fixed, **order, **inductor_cache(), **changes}
+
+
+def inductor_cache() -> dict[str, str]:
+    """Where torch.compile keeps its products: the user's own choice, else our cache, so that a run finds a trial's."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor")}
+
+
+def preloaded_libraries() -> str:
+    """LD_PRELOAD as it stands; '' if nothing is preloaded."""
+    return os.environ.get("LD_PRELOAD", "")

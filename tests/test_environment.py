@@ -31,7 +31,10 @@ def test_unset_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.cpp_compiler() == "g++"
 
 
-def test_the_base_of_a_trial_is_a_copy() -> None:
-    copy = environment.trial_base_environment()
-    copy["FLATOUT_TEST"] = "1"
-    assert "FLATOUT_TEST" not in environment.trial_base_environment()
+def test_a_trial_has_a_fixed_hash_order_and_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    made = environment.trial_environment({"LD_PRELOAD": "x.so"})
+    assert made["PYTHONHASHSEED"] == "0"
+    assert made["LD_PRELOAD"] == "x.so"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert environment.trial_environment({})["PYTHONHASHSEED"] == "7"

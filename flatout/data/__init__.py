@@ -1,0 +1,1 @@
+"""Feeding a loop: whole-batch indexing of in-memory data."""

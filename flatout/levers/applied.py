@@ -1,0 +1,75 @@
+"""The levers that are on at this moment, and the way to turn them on, off and back.
+
+    applied = Applied(subject)
+    applied.set([Choice(lever, value), ...])     # exactly these, from now on
+    applied.roll_back_forward("reason")          # a forward failed: take back what acts on it
+    applied.set([])
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flatout.levers.lever import Choice
+from flatout.levers.subject import Subject
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """A choice that was taken back while running, and why."""
+
+    choice: Choice
+    reason: str
+
+
+class Applied:
+    """Turns choices on and off for one subject. Later choices are undone first."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._active: list[tuple[Choice, contextlib.ExitStack]] = []
+        self.rolled_back: list[RolledBack] = []
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [choice for choice, _ in self._active]
+
+    def set(self, choices: Sequence[Choice]) -> None:
+        """Make `choices` the active ones: undo what is not among them, then apply what is missing, in their order.
+
+        A choice that was rolled back before stays off.
+        """
+        barred = [entry.choice for entry in self.rolled_back]
+        wanted = [choice for choice in choices if choice not in barred]
+        for choice, stack in reversed(self._active):
+            if choice not in wanted:
+                stack.close()
+        self._active = [entry for entry in self._active if entry[0] in wanted]
+        for choice in wanted:
+            if choice in self.choices:
+                continue
+            stack = contextlib.ExitStack()
+            try:
+                stack.enter_context(choice.lever.apply(self._subject, choice.value))
+            except Exception as error:
+                stack.close()
+                self.rolled_back.append(RolledBack(choice, f"could not be applied: {describe_error(error)}"))
+                continue
+            self._active.append((choice, stack))
+
+    def roll_back_forward(self, error: Exception) -> bool:
+        """Take back every active choice that acts on the forward; False if there was none (the error is the user's)."""
+        guilty = [entry for entry in self._active if entry[0].lever.acts_on_forward]
+        for choice, stack in reversed(guilty):
+            stack.close()
+            self.rolled_back.append(RolledBack(choice, f"the model's forward failed: {describe_error(error)}"))
+        self._active = [entry for entry in self._active if entry not in guilty]
+        return bool(guilty)
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and first line: what a person needs to recognise an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

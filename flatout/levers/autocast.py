@@ -1,0 +1,58 @@
+"""Autocast: the model's products in bf16 or fp16, its weights, loss and optimizer in fp32.
+
+It is put around each outermost module call, and what comes out is fp32 again, so the script's own loss, metrics and
+`.numpy()` see what they always saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+from flatout.precision.autocast import autocast_call, loss_scaled_backward
+
+
+class Autocast(Lever):
+    """precision = bf16, or fp16 with loss scaling where the device has no fast bf16."""
+
+    name = "autocast"
+    plan_field = "precision"
+    exactness = "reduced"
+    acts_on_forward = True
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if observed.autocast_in_script:
+            return refuse("the script uses autocast itself")
+        if not observed.modules:
+            return refuse("no module was called: autocast needs one to stand around")
+        if any(set(module.dtypes) - {"float32"} for module in observed.modules):
+            return refuse("the model's weights are not fp32")
+        fast = _fast_dtypes(machine, observed.device)
+        if "bf16" in fast:
+            return offer("bf16", reason="this device has bf16 instructions")
+        if "fp16" in fast and not observed.scaler_in_script and observed.optimizers:
+            return offer("fp16", reason="this device has fp16 but no bf16 instructions")
+        return refuse("this device has no fast 16-bit format")
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(subject.around_calls(autocast_call(value)))
+            if value == "fp16":
+                stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers)))
+            yield
+
+    def label(self, value: Any) -> str:
+        return f"{value} autocast"
+
+
+def _fast_dtypes(machine: Machine, device: str) -> tuple[str, ...]:
+    if not device.startswith("cuda"):
+        return machine.cpu.fast_dtypes
+    index = int(device.partition(":")[2] or 0)
+    return next((gpu.fast_dtypes for gpu in machine.devices if gpu.index == index), ())

@@ -1,0 +1,50 @@
+"""Take whole batches out of in-memory data instead of one sample at a time."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flatout.data.fetch import batched_fetch
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+
+DATA_SHARE_WORTH_TRYING = 0.03
+
+
+class BatchedFetch(Lever):
+    """'batched' indexes the tensors of a data set; 'cached' also keeps the samples of one that computes them."""
+
+    name = "batched fetch"
+    plan_field = "fetch"
+    exactness = "bit-same"
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if not observed.loaders:
+            return refuse("no DataLoader feeds training")
+        too_little = data_too_small(observed)
+        if too_little:
+            return refuse(too_little)
+        if all(loader.workers for loader in observed.loaders):
+            return refuse("the loader has workers, set by the script")
+        kinds = {loader.fetch for loader in observed.loaders if loader.fetch and not loader.workers}
+        if not kinds:
+            return refuse(observed.loaders[0].fetch_obstacle)
+        value = "cached" if "cached" in kinds else "batched"
+        return offer(value, reason=f"the data fit in memory ({observed.loaders[0].dataset})")
+
+    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+        return batched_fetch({"batched", "cached"} if value == "cached" else {"batched"})
+
+    def label(self, value: Any) -> str:
+        return "batched fetch" if value == "batched" else "batched fetch of kept samples"
+
+
+def data_too_small(observed: Observed) -> str:
+    """Why no change of the loader can pay, or '' if waiting for data is a real share of a step."""
+    share = observed.share("data")
+    if share is not None and share < DATA_SHARE_WORTH_TRYING:
+        return f"waiting for data is {share:.1%} of a step"
+    return ""

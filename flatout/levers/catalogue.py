@@ -1,0 +1,45 @@
+"""Every lever, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from flatout.levers.allocator import PreloadedAllocator, RetainMemory
+from flatout.levers.autocast import Autocast
+from flatout.levers.batched_fetch import BatchedFetch
+from flatout.levers.channels_last import ChannelsLast
+from flatout.levers.compile import Compile
+from flatout.levers.cudnn_benchmark import CudnnBenchmark
+from flatout.levers.data_on_device import DataOnDevice
+from flatout.levers.denormals import FlushDenormals
+from flatout.levers.fused_optimizer import FusedOptimizer
+from flatout.levers.lever import Lever
+from flatout.levers.loader_workers import LoaderWorkers, PinnedMemory
+from flatout.levers.matmul_precision import MatmulPrecision
+from flatout.levers.threads import Threads
+
+# First what changes no bit, then what changes rounding, then what reduces precision: a search that is cut short has
+# kept the safe ones. Within that, cheap before dear, and what others build on before those: bf16 before compile
+# (which then fuses its casts), layout before both. Levers that need a process of their own come last.
+LEVERS: tuple[Lever, ...] = (
+    BatchedFetch(),
+    DataOnDevice(),
+    RetainMemory(),
+    FlushDenormals(),
+    Threads(),
+    FusedOptimizer(),
+    CudnnBenchmark(),
+    ChannelsLast(),
+    Autocast(),
+    MatmulPrecision(),
+    Compile(),
+    LoaderWorkers(),
+    PinnedMemory(),
+    PreloadedAllocator(),
+)
+
+# Pairs that may help together although one of them did not help alone.
+INTERACTING: tuple[tuple[str, str], ...] = (
+    ("precision", "compile"),
+    ("memory_format", "precision"),
+    ("threads", "compile"),
+    ("loader_workers", "threads"),
+)

@@ -1,0 +1,91 @@
+"""torch.compile, in place: state dict keys and the module's type stay what they are.
+
+Random numbers keep their eager order on the CPU (`fallback_random`), so a compiled run can be compared with a plain one
+step by step, dropout included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.environment import cpp_compiler
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject, Undo
+from flatout.machine.description import Machine
+
+BUSY_SHARE_WORTH_TRYING = 0.05
+
+
+class Compile(Lever):
+    """'regional' compiles each repeated block (once for all of them), 'default' and the other modes the whole model."""
+
+    name = "torch.compile"
+    plan_field = "compile"
+    exactness = "rounding"
+    acts_on_forward = True
+    compiles = True
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if observed.compiled_in_script:
+            return refuse("the script compiles its model itself")
+        if not observed.modules:
+            return refuse("no module was called that could be compiled")
+        if observed.device == "cpu" and not _compiler():
+            return refuse("no C++ compiler is installed (torch.compile on the CPU needs one; install g++)")
+        busy = [observed.share(kind) for kind in ("forward", "backward")]
+        if None not in busy and sum(share or 0.0 for share in busy) < BUSY_SHARE_WORTH_TRYING:
+            return refuse("forward and backward are a small part of a step")
+        values = ["default"]
+        if any(module.repeated_block for module in observed.modules):
+            values.insert(0, "regional")
+        if observed.device.startswith("cuda"):
+            values.append("reduce-overhead")
+        return offer(*values, reason="fuses what lies between the products")
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        from torch._inductor import config
+
+        before = config.fallback_random
+        config.fallback_random = True
+        try:
+            with subject.modules.each(lambda module: _compile(module, value)):
+                yield
+        finally:
+            config.fallback_random = before
+
+    def label(self, value: Any) -> str:
+        return self.name if value == "default" else f"torch.compile {value}"
+
+
+def _compile(module: Any, mode: str) -> Undo[Any] | None:
+    targets = repeated_blocks(module) if mode == "regional" else [module]
+    for target in targets:
+        target.compile(mode=None if mode in ("regional", "default") else mode)
+
+    def undo(module: Any) -> None:
+        for target in repeated_blocks(module) if mode == "regional" else [module]:
+            target._compiled_call_impl = None
+
+    return undo
+
+
+def repeated_blocks(module: Any) -> list[Any]:
+    """The modules of the class that stands most often side by side in one container, with weights of their own."""
+    best: tuple[int, type | None] = (1, None)
+    for container in module.modules():
+        counts = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
+        for kind, count in counts.items():
+            if count > best[0] and any(True for child in container.children() for _ in child.parameters()):
+                best = (count, kind)
+    kind = best[1]
+    return [] if kind is None else [child for child in module.modules() if type(child) is kind]
+
+
+def _compiler() -> bool:
+    return any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++"))

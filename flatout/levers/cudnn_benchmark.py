@@ -1,0 +1,42 @@
+"""Let cuDNN time its convolution algorithms once per shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+
+
+class CudnnBenchmark(Lever):
+    """torch.backends.cudnn.benchmark."""
+
+    name = "cudnn.benchmark"
+    plan_field = "cudnn_benchmark"
+    exactness = "rounding"
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if not observed.device.startswith("cuda"):
+            return refuse("the script trains on the CPU")
+        if observed.cudnn_benchmark:
+            return refuse("the script has it on already")
+        if observed.deterministic_algorithms:
+            return refuse("the script asks for deterministic algorithms")
+        if not any(module.convolutions for module in observed.modules):
+            return refuse("the model has no convolutions")
+        return offer(True, reason="the model has convolutions")
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        import torch
+
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = value
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before

@@ -1,0 +1,100 @@
+"""What a lever is: one reversible change of how a loop runs.
+
+`exactness` says what the change may do to the numbers:
+    bit-same   every bit of every weight stays the same
+    rounding   the same arithmetic in another order: differences of the size of fp32 rounding
+    reduced    fewer bits in some products, by intent
+
+`switch` says when it can be turned:
+    live       between two steps of a running process
+    loader     when a loader makes its next iterator; in a trial, from the start of a process of its own
+    process    only from the environment of a new process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+from flatout.plan import Exactness
+
+Switch = Literal["live", "loader", "process"]
+
+EXACTNESS_ORDER: tuple[Exactness, ...] = ("bit-same", "rounding", "reduced")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """May a lever be tried here? `values` are the settings worth trying; empty means no, and `reason` says why."""
+
+    values: tuple[Any, ...] = ()
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+
+def refuse(reason: str) -> Verdict:
+    return Verdict(values=(), reason=reason)
+
+
+def offer(*values: Any, reason: str) -> Verdict:
+    return Verdict(values=values, reason=reason)
+
+
+class Lever:
+    """One lever. A subclass sets the class attributes and says when it applies and how it is applied."""
+
+    name: ClassVar[str]
+    plan_field: ClassVar[str]
+    exactness: ClassVar[Exactness]
+    switch: ClassVar[Switch] = "live"
+    acts_on_forward: ClassVar[bool] = False
+    """True where a failure shows as an exception of the model's forward, so that it can be undone and retried."""
+    compiles: ClassVar[bool] = False
+    """True where the first steps pay for compilation, so that a silent minute is not taken for a hang."""
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        """Which values to try on this machine for this loop, or why none."""
+        raise NotImplementedError
+
+    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+        """Turn it on for `subject` until the context ends."""
+        return nullcontext()
+
+    def environment(self, value: Any) -> dict[str, str]:
+        """Variables that a new process needs (only for switch == 'process')."""
+        return {}
+
+    def label(self, value: Any) -> str:
+        """How a person reads this choice."""
+        return self.name if value is True else f"{self.name} {value}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A lever with a value: the unit that a search tries and a plan holds."""
+
+    lever: Lever
+    value: Any
+
+    @property
+    def field(self) -> str:
+        return self.lever.plan_field
+
+    @property
+    def label(self) -> str:
+        return self.lever.label(self.value)
+
+    def to_json(self) -> list[Any]:
+        return [self.lever.name, self.value]
+
+
+def choices_from_json(data: Sequence[Sequence[Any]], levers: Sequence[Lever]) -> list[Choice]:
+    by_name = {lever.name: lever for lever in levers}
+    return [Choice(by_name[name], value) for name, value in data]

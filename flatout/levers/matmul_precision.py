@@ -1,0 +1,39 @@
+"""fp32 tensors, but products in fewer bits: TF32 on CUDA, bf16 inside oneDNN on CPUs that have it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+from flatout.precision.matmul import matmul_precision
+
+
+class MatmulPrecision(Lever):
+    """torch.set_float32_matmul_precision, and the same for convolutions and recurrent layers."""
+
+    name = "fp32 products as"
+    plan_field = "matmul_precision"
+    exactness = "reduced"
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if observed.matmul_precision != "highest":
+            return refuse(f"the script sets it to {observed.matmul_precision!r} itself")
+        if observed.device.startswith("cuda"):
+            index = int(observed.device.partition(":")[2] or 0)
+            gpu = next((gpu for gpu in machine.devices if gpu.index == index), None)
+            if gpu is None or "tf32" not in gpu.fast_dtypes:
+                return refuse("this GPU has no TF32")
+            return offer("high", reason="this GPU has TF32")
+        if "bf16" not in machine.cpu.fast_dtypes:
+            return refuse("this CPU has no bf16 instructions")
+        return offer("medium", reason="this CPU has bf16 instructions")
+
+    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+        return matmul_precision(value)
+
+    def label(self, value: Any) -> str:
+        return "fp32 products as " + {"high": "TF32", "medium": "bf16"}.get(value, value)

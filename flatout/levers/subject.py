@@ -1,0 +1,125 @@
+"""The live handles that levers act on: models, optimizers, loaders and the seam around an outermost module call.
+
+Handles appear while a stranger's script runs (the discriminator is called before the generator), so a lever does not
+loop over a list: it registers a function, which is called for each handle that is there and for each that comes, and
+whose returned undo is called when the lever is taken back.
+
+    with lever.apply(subject, True):     # acts on what is there and on what comes
+        ...                              # steps run
+                                         # all undone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Undo = Callable[[T], None]
+Visit = Callable[[T], "Undo[T] | None"]
+Wrapper = Callable[[Any, Callable[[], Any]], Any]
+
+
+class Handles(Generic[T]):
+    """Objects of one kind in the order of appearance, held weakly: a script that makes a model a fold may drop it."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[T]] = {}
+        self._visitors: list[tuple[Visit[T], list[tuple[weakref.ref[T], Undo[T]]]]] = []
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([item for reference in list(self._references.values()) if (item := reference()) is not None])
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __contains__(self, item: object) -> bool:
+        return id(item) in self._references
+
+    def add(self, item: T) -> None:
+        key = id(item)
+        if key in self._references:
+            return
+        self._references[key] = weakref.ref(item, lambda _: self._references.pop(key, None))
+        for visit, undos in self._visitors:
+            self._visit(item, visit, undos)
+
+    @contextlib.contextmanager
+    def each(self, visit: Visit[T]) -> Iterator[None]:
+        """`visit` every handle, present and future, until the context ends; then undo in reverse order.
+
+        `visit` returns its undo, a function of the handle, or None where it changed nothing. The undo must not hold
+        the handle itself.
+        """
+        undos: list[tuple[weakref.ref[T], Undo[T]]] = []
+        entry = (visit, undos)
+        try:
+            for item in self:
+                self._visit(item, visit, undos)
+            self._visitors.append(entry)
+            yield
+        finally:
+            if entry in self._visitors:
+                self._visitors.remove(entry)
+            for reference, undo in reversed(undos):
+                item = reference()
+                if item is not None:
+                    undo(item)
+
+    @staticmethod
+    def _visit(item: T, visit: Visit[T], undos: list[tuple[weakref.ref[T], Undo[T]]]) -> None:
+        undo = visit(item)
+        if undo is not None:
+            undos.append((weakref.ref(item), undo))
+
+
+class Subject:
+    """What is being trained. Built by `TrainStep` from its arguments, and by the script runner from what it sees."""
+
+    def __init__(self) -> None:
+        self.modules: Handles[Any] = Handles()
+        self.optimizers: Handles[Any] = Handles()
+        self.loaders: Handles[Any] = Handles()
+        self.wrappers: list[Wrapper] = []
+        self.backward_wrappers: list[Wrapper] = []
+        self.iterator_hooks: list[Callable[[Any], None]] = []
+
+    def call(self, module: Any, function: Callable[[], Any]) -> Any:
+        """Run an outermost module call through the wrappers that levers have put around it."""
+        for wrapper in self.wrappers:
+            function = _bind(wrapper, module, function)
+        return function()
+
+    @contextlib.contextmanager
+    def around_calls(self, wrapper: Wrapper) -> Iterator[None]:
+        """Put `wrapper(module, call)` around every outermost module call."""
+        self.wrappers.append(wrapper)
+        try:
+            yield
+        finally:
+            self.wrappers.remove(wrapper)
+
+    @contextlib.contextmanager
+    def around_backward(self, wrapper: Wrapper) -> Iterator[None]:
+        """Put `wrapper(tensors, run)` around every backward pass; `run(tensors)` performs it."""
+        self.backward_wrappers.append(wrapper)
+        try:
+            yield
+        finally:
+            self.backward_wrappers.remove(wrapper)
+
+
+    @contextlib.contextmanager
+    def before_iterators(self, hook: Callable[[Any], None]) -> Iterator[None]:
+        """Call `hook(loader)` each time before a DataLoader makes an iterator."""
+        self.iterator_hooks.append(hook)
+        try:
+            yield
+        finally:
+            self.iterator_hooks.remove(hook)
+
+
+def _bind(wrapper: Wrapper, module: Any, inner: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: wrapper(module, inner)

@@ -1,0 +1,71 @@
+"""Flush denormal fp32 numbers to zero, in every thread that computes.
+
+A CPU core works on values below 1.2e-38 in microcode, many times slower. The switch is a register of each thread;
+`torch.set_flush_denormal` sets it for the calling thread alone, and the OpenMP workers that share the work keep theirs.
+So the workers are asked too, by running torch's own function once on each through OpenMP's entry point.
+
+    with flush_denormals():
+        ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout.errors import MachineError
+
+_REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+DENORMAL = 1e-40
+PARALLEL_ELEMENTS = 1 << 18
+"""Enough that torch splits the work over all threads."""
+
+
+@contextlib.contextmanager
+def flush_denormals() -> Iterator[None]:
+    """On for every thread within the context. Raises MachineError where some thread cannot be reached."""
+    set_in_every_thread(True)
+    try:
+        if not flushed_everywhere():
+            raise MachineError("some compute threads keep denormals", limit="this OpenMP library gives no way in")
+        yield
+    finally:
+        set_in_every_thread(False)
+
+
+def set_in_every_thread(on: bool) -> None:
+    """Set the flag of the calling thread and of the OpenMP workers it commands."""
+    import torch
+
+    torch.set_flush_denormal(on)
+    library = _openmp()
+    if library is None or torch.get_num_threads() == 1:
+        return
+
+    def region(_: int | None) -> None:
+        torch.set_flush_denormal(on)
+
+    callback = _REGION(region)
+    library.GOMP_parallel(callback, None, torch.get_num_threads(), 0)
+
+
+def flushed_everywhere() -> bool:
+    """Do all threads return 0 for a product that is denormal?"""
+    import torch
+
+    return bool(((torch.full((PARALLEL_ELEMENTS,), DENORMAL) * 0.5) == 0).all())
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that is already loaded; both GNU's and LLVM's export GOMP_parallel."""
+    try:
+        loaded = Path("/proc/self/maps").read_text().split()
+    except OSError:
+        return None
+    for name in dict.fromkeys(word for word in loaded if "libgomp" in word or "libiomp" in word or "libomp" in word):
+        library = ctypes.CDLL(name)
+        if hasattr(library, "GOMP_parallel"):
+            return library
+    return None

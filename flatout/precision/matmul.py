@@ -1,0 +1,29 @@
+"""The precision of fp32 products, through the one interface that torch's other settings do not contradict.
+
+`torch.set_float32_matmul_precision` covers matrix products on every device; convolutions and recurrent layers of
+oneDNN have switches of their own, which no older interface touches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def matmul_precision(value: str) -> Iterator[None]:
+    """'highest' = fp32, 'high' = TF32 on CUDA, 'medium' = bf16 inside the product, until the context ends."""
+    import torch
+
+    backends = [torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn] if value == "medium" else []
+    before = torch.get_float32_matmul_precision()
+    others = [backend.fp32_precision for backend in backends]
+    torch.set_float32_matmul_precision(value)
+    for backend in backends:
+        backend.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        for backend, old in zip(backends, others, strict=True):
+            backend.fp32_precision = old
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,127 @@
+"""Turn the live handles of a watched script into an `Observed` value."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.data.fetch import strategy
+from flatout.levers.compile import repeated_blocks
+from flatout.levers.fused_optimizer import see_optimizer
+from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
+from flatout.levers.subject import Subject
+from flatout.machine.device import CpuDevice, CudaDevice, Device
+from flatout.script.watch import KINDS, StepRow, Watch
+
+UNSEEDED = 20_261_121
+"""The seed that trials give to torch before a script can give its own."""
+
+
+def device_name(subject: Subject) -> str:
+    """'cpu' or 'cuda:0': where the weights are."""
+    for module in subject.modules:
+        for parameter in module.parameters():
+            return str(parameter.device)
+    for optimizer in subject.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return str(parameter.device)
+    return "cpu"
+
+
+def device_of(subject: Subject) -> Device:
+    name = device_name(subject)
+    return CudaDevice(int(name.partition(":")[2] or 0)) if name.startswith("cuda") else CpuDevice()
+
+
+def observe(
+    watch: Watch,
+    *,
+    threads_at_start: int | None,
+    rows: Sequence[StepRow],
+    autocast: bool = False,
+    backwards_per_step: float = 1.0,
+) -> Observed:
+    """What is known of the loop now; `rows` are the steps of a window (none: nothing was timed)."""
+    import torch
+
+    subject = watch.subject
+    return Observed(
+        device=device_name(subject),
+        step_kind=watch.finder.kind or "unknown",
+        step_seconds=statistics.median(row.seconds for row in rows) if rows else None,
+        breakdown_seconds=breakdown(rows),
+        optimizers=tuple(see_optimizer(optimizer) for optimizer in subject.optimizers),
+        loaders=tuple(_see_loader(loader) for loader in subject.loaders),
+        modules=tuple(_see_module(module) for module in subject.modules),
+        threads=torch.get_num_threads(),
+        threads_set_by_script=threads_at_start is not None and torch.get_num_threads() != threads_at_start,
+        autocast_in_script=watch.saw_autocast,
+        scaler_in_script=watch.saw_scaler,
+        compiled_in_script=watch.saw_compile,
+        matmul_precision=torch.get_float32_matmul_precision(),
+        flush_denormals=bool((torch.tensor([1e-40]) * 0.5 == 0).all()),
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+        seeded_by_script=torch.initial_seed() != UNSEEDED,
+        backwards_per_step=backwards_per_step,
+    )
+
+
+def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
+    """Mean seconds of each part over the typical steps: those within 3x the median that did not evaluate.
+
+    A mean of parts adds up to the mean step; medians of parts would not. Evaluation is spread over all steps.
+    """
+    if not rows:
+        return {}
+    middle = statistics.median(row.seconds for row in rows)
+    typical = [row for row in rows if row.seconds <= 3 * middle and not row.parts.get("evaluation")] or list(rows)
+    parts = {kind: statistics.fmean(row.parts.get(kind, 0.0) for row in typical) for kind in KINDS}
+    parts["evaluation"] = statistics.fmean(row.parts.get("evaluation", 0.0) for row in rows)
+    scale = middle / max(1e-12, sum(seconds for kind, seconds in parts.items() if kind != "evaluation"))
+    return {kind: seconds * (1 if kind == "evaluation" else scale) for kind, seconds in parts.items()}
+
+
+def _see_loader(loader: Any) -> LoaderSeen:
+    found = strategy(loader.dataset, loader.collate_fn) if loader.batch_sampler is not None else None
+    length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+    return LoaderSeen(
+        dataset=type(loader.dataset).__name__,
+        samples=length,
+        batch_size=loader.batch_size,
+        workers=loader.num_workers,
+        pin_memory=bool(loader.pin_memory),
+        persistent_workers=bool(loader.persistent_workers),
+        fetch=found.kind if found else "",
+        fetch_obstacle=found.obstacle if found else "the loader forms no batches itself",
+        fetch_startup_seconds=found.startup_seconds if found else None,
+        draws_random_numbers=found.draws_random_numbers if found else None,
+        batches_per_epoch=len(loader) if length is not None else None,
+    )
+
+
+def _see_module(module: Any) -> ModuleSeen:
+    import torch
+
+    inner = list(module.modules())
+    blocks = repeated_blocks(module)
+    convolutions = [m for m in inner if isinstance(m, torch.nn.Conv2d)]
+    return ModuleSeen(
+        kind=type(module).__name__,
+        parameters=sum(p.numel() for p in module.parameters()),
+        convolutions=len(convolutions),
+        linears=sum(isinstance(m, torch.nn.Linear) for m in inner),
+        recurrent=sum(isinstance(m, torch.nn.RNNBase) for m in inner),
+        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})),
+        repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
+        channels_last=any(_is_channels_last(m.weight) for m in convolutions),
+        compiled=module._compiled_call_impl is not None,
+    )
+
+
+def _is_channels_last(weight: Any) -> bool:
+    import torch
+
+    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()

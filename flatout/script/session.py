@@ -1,0 +1,211 @@
+"""The inside of a trial: obey a parent at step boundaries of a running script.
+
+The script runs until its first certain step boundary and then waits. The parent sends one JSON line a command and gets
+one line back:
+
+    describe                                -> what was seen of the loop (`Observed`)
+    window  levers, settle, steps           -> seconds of each measured step, with exactly these levers on
+    breakdown  levers, steps                -> rows of where the time of each step went
+    flops                                   -> floating point operations of one step
+    numerics  levers, steps, nudge          -> losses, gradients and final weights of the next steps
+    stop                                    -> the process leaves at once
+
+Time in which the process waits for its parent belongs to no window, so windows of several levers, or of several
+processes, can be interleaved. Between commands nothing of the script runs: its next step starts when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flatout.levers.applied import Applied
+from flatout.levers.lever import Choice, Lever, choices_from_json
+from flatout.machine.device import Device
+from flatout.script.describe import device_of, observe
+from flatout.script.flops import count_step
+from flatout.script.numerics import NumericsRecorder, nudge_weights
+from flatout.script.watch import Watch
+
+
+class Session:
+    """Drives one script. `read` blocks for the next command line, `write` sends an answer."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        levers: Sequence[Lever],
+        start_choices: Sequence[Choice],
+        read: Callable[[], str],
+        write: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.watch, self.levers = watch, levers
+        self.applied = Applied(watch.subject)
+        self._start_choices = list(start_choices)
+        self._read, self._write = read, write
+        self._task: Callable[[], bool] | None = None
+        self._device: Device | None = None
+        self._threads_at_start: int | None = None
+        self._recorder: NumericsRecorder | None = None
+        watch.at_boundary.append(self._boundary_guarded)
+        watch.on_forward_failure = self.applied.roll_back_forward
+
+    def torch_imported(self, torch: Any) -> None:
+        """Turn on what must be on before the first loader makes its iterator."""
+        self._threads_at_start = torch.get_num_threads()
+        self.applied.set(self._start_choices)
+
+    def ended(self, status: int, error: str) -> None:
+        """The script is over: say so, after what was recorded until then. A window under way is answered by this."""
+        if self._recorder is not None and self._task is not None and self._recorder.steps:
+            self._write({"event": "numerics", **self._recorder.finish(), **self._state()})
+        self._write({"event": "ended", "status": status, "error": error, "steps": self.watch.steps, **self._state()})
+
+    def _boundary_guarded(self) -> None:
+        """An error of ours must not look like the script's."""
+        try:
+            self._boundary()
+        except Exception as error:
+            self._write({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
+            traceback.print_exc()
+            _leave({})
+
+    def _boundary(self) -> None:
+        if self.watch.finder.kind is None:
+            return
+        if self._device is None:
+            self._device = device_of(self.watch.subject)
+            self._write({"event": "ready", "steps": self.watch.steps, "step_kind": self.watch.finder.kind})
+        elif self._task is not None and not self._task():
+            return
+        self._task = None
+        while self._task is None:
+            self._task = self._command()
+
+    def _command(self) -> Callable[[], bool] | None:
+        """Read and start a command; returns what to do at each following boundary (True when done), or None."""
+        line = self._read()
+        command = json.loads(line) if line else {"do": "stop"}
+        start = {
+            "describe": self._describe,
+            "window": self._window,
+            "breakdown": self._breakdown,
+            "flops": self._flops,
+            "numerics": self._numerics,
+            "stop": _leave,
+        }[command["do"]]
+        return start(command)
+
+    def _choices(self, command: dict[str, Any]) -> list[Choice]:
+        return self._start_choices + choices_from_json(command.get("levers", ()), self.levers)
+
+    def _describe(self, command: dict[str, Any]) -> None:
+        observed = observe(self.watch, threads_at_start=self._threads_at_start, rows=())
+        self._write({"event": "described", "observed": observed.to_json()})
+
+    def _window(self, command: dict[str, Any]) -> Callable[[], bool]:
+        assert self._device is not None
+        device, settle, steps = self._device, command["settle"], command["steps"]
+        before = time.perf_counter()
+        self.applied.set(self._choices(command))
+        apply_seconds = time.perf_counter() - before
+        device.synchronize()
+        marks = [device.mark()]
+
+        def boundary() -> bool:
+            marks.append(device.mark())
+            if len(marks) <= settle + steps:
+                return False
+            device.synchronize()
+            seconds = [device.elapsed_seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+            self._write(
+                {
+                    "event": "window",
+                    "settle_seconds": seconds[:settle],
+                    "seconds": seconds[settle:],
+                    "apply_seconds": apply_seconds,
+                    **self._state(),
+                }
+            )
+            return True
+
+        return boundary
+
+    def _breakdown(self, command: dict[str, Any]) -> Callable[[], bool]:
+        self.applied.set(self._choices(command))
+        self.watch.open_window()
+        backwards_before, steps_before = self.watch.backwards, self.watch.steps
+
+        def boundary() -> bool:
+            if len(self.watch.rows or ()) < command["steps"]:
+                return False
+            rows = self.watch.close_window()
+            observed = observe(
+                self.watch,
+                threads_at_start=self._threads_at_start,
+                rows=rows,
+                backwards_per_step=(self.watch.backwards - backwards_before) / (self.watch.steps - steps_before),
+            )
+            self._write(
+                {
+                    "event": "breakdown",
+                    "rows": [{"seconds": row.seconds, "parts": row.parts} for row in rows],
+                    "observed": observed.to_json(),
+                    **self._state(),
+                }
+            )
+            return True
+
+        return boundary
+
+    def _flops(self, command: dict[str, Any]) -> Callable[[], bool]:
+        self.applied.set(self._start_choices)
+        finish = count_step()
+
+        def boundary() -> bool:
+            count = finish()
+            self._write({"event": "flops", "flops": count.flops, "uncounted": count.uncounted})
+            return True
+
+        return boundary
+
+    def _numerics(self, command: dict[str, Any]) -> Callable[[], bool]:
+        if command.get("nudge"):
+            nudge_weights(self.watch.subject)
+        self.applied.set(self._choices(command))
+        recorder = NumericsRecorder(self.watch, gradient_steps=command["gradient_steps"])
+
+        def boundary() -> bool:
+            recorder.step_ended()
+            if recorder.steps < command["steps"]:
+                return False
+            self._write({"event": "numerics", **recorder.finish(), **self._state()})
+            return True
+
+        self._recorder = recorder
+        return boundary
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "resident_bytes": resident_bytes(),
+            "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "rolled_back": [[*entry.choice.to_json(), entry.reason] for entry in self.applied.rolled_back],
+        }
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _leave(command: dict[str, Any]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,40 @@
+"""Tracebacks that show the script's frames and torch's, and none of ours.
+
+Our wrappers stand between the script and torch, so an exception passes through them; a reader must not be sent to
+look for the fault there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+
+
+def own_frames_removed(error: BaseException) -> BaseException:
+    """Drop the frames of this package from `error` and from the exceptions that led to it; returns `error`."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _filtered(one.__traceback__)
+        todo += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            todo += one.exceptions
+    return error
+
+
+def _filtered(traceback: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    rebuilt: TracebackType | None = None
+    for entry in reversed(frames):
+        rebuilt = TracebackType(rebuilt, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rebuilt

@@ -1,0 +1,100 @@
+"""The process of one trial: isolate, seed, watch, run the script, obey the parent.
+
+Started by `flatout.tune.trial_process` as `python -m flatout.script.trial_child CONFIG`; it talks over two inherited
+pipes and writes what the script prints to the log that it was given as stdout and stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flatout.errors import FlatoutError
+from flatout.levers.lever import Lever, choices_from_json
+from flatout.script.entry import Target, execute
+from flatout.script.isolation import enter, guard_torch
+from flatout.script.seeds import seed_in_trials
+from flatout.script.session import Session
+from flatout.script.watch import Watch
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(config_path: str) -> NoReturn:
+    config = json.loads(Path(config_path).read_text())
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    commands = os.fdopen(config["read_fd"], "r")
+    answers = os.fdopen(config["write_fd"], "w")
+
+    def write(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    def first_write(description: str) -> NoReturn:
+        write({"event": "stopped", "reason": description})
+        os._exit(0)
+
+    try:
+        isolation = enter(
+            Path(config["scratch"]), [Path(p) for p in config["shared"]], config["isolation"], first_write
+        )
+    except FlatoutError as error:
+        write({"event": "refused", "reason": str(error)})
+        os._exit(1)
+    write({"event": "isolated", "mode": isolation.mode, "reason": isolation.reason, "details": isolation.details})
+    levers = load_levers(config["levers"])
+    watch = Watch()
+    session = Session(watch, levers, choices_from_json(config["choices"], levers), commands.readline, write)
+    on_torch: list[Any] = [watch.install, session.torch_imported]
+    if isolation.mode == "guard":
+        on_torch.append(guard_torch)
+    seed_in_trials(config["seed"], on_torch).install()
+    _run(Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])}), session)
+
+
+def _run(target: Target, session: Session) -> NoReturn:
+    failure: list[str] = []
+
+    def remember(kind: Any, error: Any, trace: Any) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        failure.append(text)
+        sys.stderr.write(text)
+
+    sys.excepthook = remember
+    try:
+        status = execute(target)
+    except KeyboardInterrupt:
+        status = 130
+    except FlatoutError as error:
+        status = 1
+        failure.append(str(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    session.ended(status, "".join(failure)[-8000:])
+    os._exit(0)
+
+
+def load_levers(source: str) -> Sequence[Lever]:
+    """'package.module:NAME' or 'path/to/file.py:NAME'."""
+    place, _, name = source.rpartition(":")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("flatout_levers_from_file", place)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    return getattr(module, name)  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,325 @@
+"""Watch a stranger's training loop from the calls that it makes: optimizer, backward, loader, outermost module.
+
+Four patches on entry points and torch's own global optimizer hooks; a call costs about a microsecond a step, plus a
+tenth of one for each module inside a model. In a *window* the time of each kind of call is added up too, so that a
+step splits into
+
+    data         waiting for the loader that feeds training
+    transfer     host to device, where the device is not the host
+    forward      outermost modules, with gradients enabled
+    backward     autograd
+    optimizer    optimizer.step, without what its closure runs
+    sync         waiting for the device because the script asked for a value
+    evaluation   modules without gradients, and the loader that feeds them
+    other        the rest: the script's own Python, tensors outside of modules
+
+Only the main thread of the first process is watched; a forked worker finds everything switched off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from flatout.levers.subject import Subject
+from flatout.script.patches import Patches
+from flatout.script.steps import StepFinder
+from flatout.script.weights import WeightProbe
+
+STEPS_WITH_CLOSER_LOOK = 3
+
+KINDS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
+
+
+@dataclass
+class StepRow:
+    """One watched step: its length and where it went, in seconds."""
+
+    seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+    backwards: int = 1
+
+
+class Spans:
+    """Nested timed calls; each kind gets the time that no inner call took."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._open: list[list[Any]] = []
+
+    def enter(self, kind: str) -> list[Any]:
+        entry = [kind, time.perf_counter(), 0.0]
+        self._open.append(entry)
+        return entry
+
+    def leave(self, entry: list[Any]) -> None:
+        now = time.perf_counter()
+        while self._open:
+            top = self._open.pop()
+            if top is entry:
+                break
+        seconds = now - entry[1]
+        self.parts[entry[0]] = self.parts.get(entry[0], 0.0) + seconds - entry[2]
+        if self._open:
+            self._open[-1][2] += seconds
+
+    def move(self, kind: str, to: str) -> None:
+        if kind in self.parts:
+            self.parts[to] = self.parts.get(to, 0.0) + self.parts.pop(kind)
+
+    def take(self) -> dict[str, float]:
+        parts, self.parts = self.parts, {}
+        self._open.clear()
+        return parts
+
+
+class Watch:
+    """The observer. Callbacks: `at_boundary()` after each step, `at_backward(tensors)` before each backward pass,
+    `before_optimizer(optimizer)` before each optimizer step, `on_forward_failure(error) -> bool` when the model's
+    forward raised (True: something was taken back, try once more)."""
+
+    def __init__(self, subject: Subject | None = None) -> None:
+        self.subject = subject or Subject()
+        self.finder = StepFinder()
+        self.steps = 0
+        self.backwards = 0
+        self.enabled = False
+        self.inside = False
+        self.rows: list[StepRow] | None = None
+        self.at_boundary: list[Callable[[], None]] = []
+        self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
+        self.before_optimizer: list[Callable[[Any], None]] = []
+        self.on_forward_failure: Callable[[Exception], bool] | None = None
+        self.saw_autocast = False
+        self.saw_scaler = False
+        self._spans = Spans()
+        self._patches = Patches()
+        self._weights = WeightProbe()
+        self._optimizers_open: list[tuple[int, Any]] = []
+        self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._last_loader: weakref.ref[Any] | None = None
+        self._without_weights: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._main_thread = threading.get_ident()
+        self._row_start = 0.0
+        self._row_backwards = 0
+        self._hooks: list[Any] = []
+        self._grad_enabled: Callable[[], bool] = lambda: True
+        self._autocast_enabled: Callable[[str], bool] = lambda device: False
+
+    def install(self, torch: ModuleType) -> None:
+        """Patch torch's entry points. Call it right after torch has been imported."""
+        import torch.utils.data  # noqa: F401  (part of torch's own import; named for what follows)
+        from torch.optim import optimizer as optimizers
+        from torch.utils.data import dataloader
+
+        self.enabled = True
+        self._grad_enabled = torch.is_grad_enabled
+        self._autocast_enabled = torch.is_autocast_enabled
+        self._hooks = [
+            optimizers.register_optimizer_step_pre_hook(self._optimizer_starts),
+            optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_backward(original, True))
+        self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_backward(original, False))
+        self._patches.replace(torch.nn.Module, "__call__", self._wrap_module_call)
+        self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", self._wrap_scale)
+        self._patches.replace(dataloader.DataLoader, "__iter__", self._wrap_loader_iter)
+        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
+        os.register_at_fork(after_in_child=self.disable)
+
+    def uninstall(self) -> None:
+        self.disable()
+        self._patches.undo()
+        for hook in self._hooks:
+            hook.remove()
+
+    def disable(self) -> None:
+        self.enabled = False
+
+    def open_window(self) -> None:
+        """From now on each step leaves a row with its parts."""
+        self.rows = []
+        self._spans.take()
+        self._row_backwards = 0
+        self._row_start = time.perf_counter()
+
+    def close_window(self) -> list[StepRow]:
+        rows, self.rows = self.rows or [], None
+        return rows
+
+    # what the patched entry points call
+
+    def _here(self) -> bool:
+        return self.enabled and threading.get_ident() == self._main_thread
+
+    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._here():
+            return
+        identity = id(optimizer)
+        if any(identity == known for known, _ in self._optimizers_open):
+            self._optimizers_open.clear()
+        if not self._optimizers_open:
+            self.subject.optimizers.add(optimizer)
+            for callback in self.before_optimizer:
+                callback(optimizer)
+        self._optimizers_open.append((identity, self._spans.enter("optimizer") if self.rows is not None else None))
+
+    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._here() or not self._optimizers_open:
+            return
+        identity, span = self._optimizers_open.pop()
+        if span is not None and self.rows is not None:
+            self._spans.leave(span)
+        if not self._optimizers_open and self.finder.optimizer_stepped(identity):
+            self._boundary()
+
+    def _wrap_backward(self, original: Any, accumulates: bool) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._here() or self.inside or kwargs.get("create_graph"):
+                return original(tensors, *args, **kwargs)
+            roots = _as_tuple(tensors)
+            if self.finder.needs_weight_changes and self._weights.changed(roots):
+                self.finder.weights_changed()
+            for callback in self.at_backward:
+                callback(roots)
+            run = original
+            for wrapper in self.subject.backward_wrappers if accumulates else ():
+                run = _wrapped_backward(wrapper, run)
+            span = self._spans.enter("backward") if self.rows is not None else None
+            try:
+                result = run(tensors, *args, **kwargs)
+            finally:
+                if span is not None and self.rows is not None:
+                    self._spans.leave(span)
+            self.backwards += 1
+            self._row_backwards += 1
+            if self.finder.needs_weight_changes:
+                self._weights.remember()
+            if not self._optimizers_open and self.finder.backward_ended():
+                self._boundary()
+            return result
+
+        return backward
+
+    def _wrap_module_call(self, original: Any) -> Any:
+        watch = self
+
+        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if watch.inside:
+                return original(module, *args, **kwargs)
+            return watch._outermost(original, module, args, kwargs)
+
+        return __call__
+
+    def _outermost(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._here():
+            return original(module, *args, **kwargs)
+        training = self._grad_enabled()
+        if training:
+            self._see_module(module)
+            if self.steps < STEPS_WITH_CLOSER_LOOK and not self.subject.wrappers:
+                self.saw_autocast |= self._autocast_enabled("cpu") or self._autocast_enabled("cuda")
+        span = None
+        if self.rows is not None:
+            self._spans.move("pending", "data" if training else "evaluation")
+            span = self._spans.enter("forward" if training else "evaluation")
+        self.inside = True
+        try:
+            if not self.subject.wrappers:
+                return original(module, *args, **kwargs)
+            return self.subject.call(module, lambda: original(module, *args, **kwargs))
+        except Exception as error:
+            if self.on_forward_failure is None or not self.on_forward_failure(error):
+                raise
+        finally:
+            self.inside = False
+            if span is not None and self.rows is not None:
+                self._spans.leave(span)
+        return self._outermost(original, module, args, kwargs)
+
+    def _wrap_scale(self, original: Any) -> Any:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            self.saw_scaler |= scaler.is_enabled()
+            return original(scaler, outputs)
+
+        return scale
+
+    @property
+    def saw_compile(self) -> bool:
+        """Has the script had torch.compile trace anything?"""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+
+    def _see_module(self, module: Any) -> None:
+        if module in self.subject.modules or module in self._without_weights:
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            self.subject.modules.add(module)
+            loader = self._last_loader() if self._last_loader is not None else None
+            if loader is not None:
+                self.subject.loaders.add(loader)
+        else:
+            self._without_weights.add(module)
+
+    def _wrap_loader_iter(self, original: Any) -> Any:
+        def __iter__(loader: Any) -> Any:
+            if not self._here():
+                return original(loader)
+            for hook in self.subject.iterator_hooks:
+                hook(loader)
+            iterator = original(loader)
+            self._loader_of[iterator] = loader
+            return iterator
+
+        return __iter__
+
+    def _wrap_next(self, original: Any) -> Any:
+        def __next__(iterator: Any) -> Any:
+            if not self._here():
+                return original(iterator)
+            loader = self._loader_of.get(iterator)
+            self._last_loader = weakref.ref(loader) if loader is not None else None
+            if self.rows is None:
+                return original(iterator)
+            span = self._spans.enter("pending")
+            try:
+                return original(iterator)
+            finally:
+                if self.rows is not None:
+                    self._spans.leave(span)
+
+        return __next__
+
+    def _boundary(self) -> None:
+        self.steps += 1
+        if self.rows is not None:
+            self._close_row()
+        for callback in self.at_boundary:
+            callback()
+        if self.rows is not None:
+            self._row_start = time.perf_counter()
+
+    def _close_row(self) -> None:
+        assert self.rows is not None
+        now = time.perf_counter()
+        self._spans.move("pending", "data")
+        parts = self._spans.take()
+        seconds = now - self._row_start
+        parts["other"] = max(0.0, seconds - sum(parts.values()))
+        self.rows.append(StepRow(seconds=seconds, parts=parts, backwards=self._row_backwards))
+        self._row_backwards = 0
+
+
+def _as_tuple(tensors: Any) -> tuple[Any, ...]:
+    return tuple(tensors) if isinstance(tensors, Iterable) and not hasattr(tensors, "backward") else (tensors,)
+
+
+def _wrapped_backward(wrapper: Any, inner: Any) -> Any:
+    return lambda tensors, *args, **kwargs: wrapper(tensors, lambda t: inner(t, *args, **kwargs))

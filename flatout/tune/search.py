@@ -1,0 +1,348 @@
+"""Find the levers that help, one at a time, in one live process where that is possible.
+
+Order is the catalogue's: what changes no bit first. Each lever is switched on and off between windows of steps on top of
+what has been kept so far, and kept if it is significantly faster. Then pairs that interact are tried, and each kept
+lever must show that it still earns its place. A failure takes the lever back, never the search.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flatout.errors import ScriptError, TrialError
+from flatout.levers.catalogue import INTERACTING
+from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever
+from flatout.levers.observed import Observed
+from flatout.machine.description import Machine
+from flatout.plan import Exactness
+from flatout.tune.break_even import describe, payoff_steps, pays
+from flatout.tune.trial import NotTried, Trial
+from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup, TrialStopped, explain_end
+from flatout.tune.windows import Arm, Pace, Pairing, RolledBackInside, compare_arms
+from flatout.units import format_bytes, format_seconds
+
+OBSERVED_STEPS = 30
+MOST_RESTARTS = 40
+LEVER_SECONDS = 25.0
+CONFLICTS = {"loader_workers": ("fetch", "data_device"), "fetch": ("loader_workers",), "data_device": ("pin_memory",)}
+"""Choices that cannot stand beside each other: the newer one replaces the older."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchLimits:
+    """What bounds a search."""
+
+    seconds: float
+    exactness: Exactness = "reduced"
+    total_steps: int | None = None
+    """How many steps the script is going to run; None: unknown."""
+
+
+@dataclass
+class SearchState:
+    """What is known so far; what a search returns."""
+
+    kept: list[Choice] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    not_tried: list[NotTried] = field(default_factory=list)
+    observed: Observed = field(default_factory=Observed)
+    first_observed: Observed = field(default_factory=Observed)
+    flops_per_step: float | None = None
+    total_steps: int | None = None
+    isolation: dict[str, Any] = field(default_factory=dict)
+    startup_seconds: float | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+class Search:
+    """One search over `levers` for one script. `run` returns the state; `close` ends its process."""
+
+    def __init__(
+        self,
+        setup: TrialSetup,
+        machine: Machine,
+        levers: Sequence[Lever],
+        limits: SearchLimits,
+        progress: Progress = lambda text: None,
+    ) -> None:
+        self.setup, self.machine, self.levers, self.limits = setup, machine, levers, limits
+        self.state = SearchState(total_steps=limits.total_steps)
+        self._progress = progress
+        self._process: TrialProcess | None = None
+        self._restarts = 0
+        self._deadline = time.monotonic() + limits.seconds
+
+    def run(self) -> SearchState:
+        try:
+            self._observe()
+            for lever in self.levers:
+                self._try_lever(lever)
+            self._try_pairs()
+            self._drop_the_idle()
+        finally:
+            self.close()
+        return self.state
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    # the process
+
+    def _live(self, choices: Sequence[Choice] | None = None) -> list[Choice]:
+        return [c for c in (self.state.kept if choices is None else choices) if c.lever.switch == "live"]
+
+    def _from_start(self, choices: Sequence[Choice] | None = None) -> list[Choice]:
+        return [c for c in (self.state.kept if choices is None else choices) if c.lever.switch != "live"]
+
+    def _started(self, choices: Sequence[Choice]) -> TrialProcess:
+        process = TrialProcess(self.setup, choices)
+        try:
+            process.start()
+        except BaseException:
+            process.close()
+            raise
+        return process
+
+    def _main(self) -> TrialProcess:
+        if self._process is None or not self._process.alive:
+            self.close()
+            self._restarts += 1
+            if self._restarts > MOST_RESTARTS:
+                raise TrialError(f"{MOST_RESTARTS} restarts of the script", limit="the search gives up there")
+            self._process = self._started(self._from_start())
+        return self._process
+
+    # observation
+
+    def _observe(self) -> None:
+        self._progress("starting the script")
+        try:
+            process = self._main()
+            self.state.isolation = process.isolation
+            self.state.startup_seconds = process.startup_seconds
+            described = process.describe()
+            self._progress(f"watching {OBSERVED_STEPS} plain steps")
+            process.window([], settle=3, steps=3)
+            seen = process.breakdown([], steps=OBSERVED_STEPS)
+            self.state.flops_per_step = process.flops()
+            process.window([], settle=1, steps=2)
+        except TrialEnded as end:
+            self._give_up(end)
+        except TrialStopped as stop:
+            raise ScriptError(
+                f"{self.setup.target.name}: {stop}",
+                limit="copy-on-write is refused here, so a trial may not go on",
+                remedy=str(self.state.isolation.get("reason", "")),
+            ) from None
+        self.state.observed = replace(
+            seen, compiled_in_script=described.compiled_in_script, autocast_in_script=described.autocast_in_script
+        )
+        self.state.first_observed = self.state.observed
+
+    def _give_up(self, end: TrialEnded) -> None:
+        raise explain_end(end, self.setup.target.name) from None
+
+    def _look_again(self) -> None:
+        """After a lever was kept the shares of a step are others: a loader lever may now have nothing left to win."""
+        try:
+            seen = self._main().breakdown(self._live(), steps=OBSERVED_STEPS // 2)
+        except TrialError:
+            return
+        self.state.observed = replace(
+            self.state.observed, step_seconds=seen.step_seconds, breakdown_seconds=seen.breakdown_seconds
+        )
+
+    # trials
+
+    def _try_lever(self, lever: Lever) -> None:
+        if EXACTNESS_ORDER.index(lever.exactness) > EXACTNESS_ORDER.index(self.limits.exactness):
+            self._skip(lever.name, f"it is {lever.exactness}, and --exactness is {self.limits.exactness}")
+            return
+        verdict = lever.applies(self.machine, self.state.observed)
+        if not verdict:
+            self._skip(lever.name, verdict.reason)
+            return
+        for value in verdict.values:
+            self._try(Choice(lever, value))
+
+    def _skip(self, label: str, reason: str) -> None:
+        self.state.not_tried.append(NotTried(label=label, reason=reason))
+
+    def _remaining(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _try(self, *choices: Choice) -> bool:
+        """Try `choices` together on top of what is kept; True if they were kept."""
+        label = " + ".join(choice.label for choice in choices)
+        if self._remaining() <= 0:
+            self._skip(label, f"the budget of {format_seconds(self.limits.seconds)} was spent")
+            return False
+        self._progress(f"trying {label}")
+        wanted = self._with(choices)
+        began = time.monotonic()
+        try:
+            pairing = self._compare(wanted, choices[-1])
+            outcome, reason, payoff = self._judge(pairing, choices)
+        except (TrialError, ScriptError) as error:
+            pairing, outcome, payoff = None, "failed", None
+            reason = self._failure(error)
+        self._record(choices, label, pairing, outcome, reason, payoff, time.monotonic() - began)
+        if outcome == "kept":
+            self._keep(wanted)
+        return outcome == "kept"
+
+    def _with(self, choices: Sequence[Choice]) -> list[Choice]:
+        replaced = {choice.field for choice in choices}
+        for choice in choices:
+            replaced |= set(CONFLICTS.get(choice.field, ()))
+        return [choice for choice in self.state.kept if choice.field not in replaced] + list(choices)
+
+    def _compare(self, wanted: Sequence[Choice], choice: Choice) -> Pairing:
+        for attempt in range(3):
+            main = self._main()
+            other: TrialProcess | None = None
+            try:
+                if self._from_start(wanted) != self._from_start():
+                    other = self._started(self._from_start(wanted))
+                baseline = Arm(main, self._live())
+                candidate = Arm(other or main, self._live(wanted))
+                return compare_arms(baseline, candidate, self._pace(choice), choice)
+            except TrialEnded as end:
+                if end.status != 0 or attempt == 2:
+                    raise
+                self._note_length(end)
+            finally:
+                if other is not None:
+                    other.close()
+        raise AssertionError
+
+    def _pace(self, choice: Choice) -> Pace:
+        seconds = min(LEVER_SECONDS, max(5.0, self._remaining() / 4))
+        return Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=seconds)
+
+    def _note_length(self, end: TrialEnded) -> None:
+        if self.state.total_steps is None:
+            self.state.total_steps = end.steps
+
+    def _judge(self, pairing: Pairing, choices: Sequence[Choice]) -> tuple[str, str, int | None]:
+        payoff = payoff_steps(pairing.startup_seconds, pairing.baseline_seconds, pairing.candidate_seconds)
+        if pairing.leak_bytes_per_step:
+            return "failed", f"it leaks memory: {format_bytes(pairing.leak_bytes_per_step)} a step", payoff
+        verdict = pairing.comparison.verdict
+        cost = describe(pairing.startup_seconds, payoff, self.state.total_steps)
+        if verdict != "faster":
+            reason = verdict if not cost else f"{verdict}, and {format_seconds(pairing.startup_seconds)} to start"
+            return "dropped", reason, payoff
+        if not pays(payoff, self.state.total_steps):
+            return "dropped", cost, payoff
+        return "kept", cost or "faster", payoff
+
+    def _failure(self, error: Exception) -> str:
+        """Why a trial failed, as a reason to roll its lever back; the script's own failure ends the search."""
+        if isinstance(error, RolledBackInside):
+            return str(error)
+        if isinstance(error, TrialEnded):
+            lines = error.error.strip().splitlines()
+            return f"the script failed under it: {lines[-1] if lines else f'code {error.status}'}"
+        self.close()
+        return str(error)
+
+    def _record(
+        self,
+        choices: Sequence[Choice],
+        label: str,
+        pairing: Pairing | None,
+        outcome: Any,
+        reason: str,
+        payoff: int | None,
+        cost_seconds: float,
+    ) -> None:
+        worst = max((choice.lever.exactness for choice in choices), key=EXACTNESS_ORDER.index)
+        self.state.trials.append(
+            Trial(
+                label=label,
+                plan_field="+".join(choice.field for choice in choices),
+                value=choices[0].value if len(choices) == 1 else [choice.value for choice in choices],
+                exactness=worst,
+                outcome=outcome,
+                reason=reason,
+                baseline_seconds=pairing.baseline_seconds if pairing else None,
+                candidate_seconds=pairing.candidate_seconds if pairing else None,
+                comparison=pairing.comparison if pairing else None,
+                startup_seconds=pairing.startup_seconds if pairing else None,
+                payoff_steps=payoff,
+                on_top_of=tuple(choice.label for choice in self.state.kept),
+                cost_seconds=cost_seconds,
+            )
+        )
+
+    def _keep(self, wanted: Sequence[Choice]) -> None:
+        restart = self._from_start(wanted) != self._from_start()
+        self.state.kept = list(wanted)
+        if restart:
+            self.close()
+        self._look_again()
+
+    def _try_pairs(self) -> None:
+        """Two levers of which at least one was dropped for being slow may help together (bf16 with compile)."""
+        for first, second in INTERACTING:
+            kept = {choice.field for choice in self.state.kept}
+            if {first, second} <= kept:
+                continue
+            parts = [self._best_choice(name) for name in (first, second) if name not in kept]
+            dropped = [part for part in parts if part is not None]
+            if len(dropped) == len(parts) == 2 and self._plausible(dropped):
+                self._try(*dropped)
+
+    def _best_choice(self, plan_field: str) -> Choice | None:
+        """The best of the dropped values of a field; None if it was never measured."""
+        measured = [
+            trial
+            for trial in self.state.trials
+            if trial.plan_field == plan_field and trial.outcome == "dropped" and trial.comparison is not None
+        ]
+        if not measured:
+            return None
+        best = max(measured, key=lambda trial: trial.comparison.ratio if trial.comparison else 0.0)
+        lever = next(lever for lever in self.levers if lever.plan_field == plan_field)
+        return Choice(lever, best.value)
+
+    def _plausible(self, choices: Sequence[Choice]) -> bool:
+        """A pair is worth its cost unless one of the two made things much slower by itself."""
+        ratios = [
+            trial.comparison.ratio
+            for trial in self.state.trials
+            for choice in choices
+            if trial.plan_field == choice.field and trial.value == choice.value and trial.comparison is not None
+        ]
+        return min(ratios, default=0.0) > 0.8
+
+    def _drop_the_idle(self) -> None:
+        """Take each kept lever away once, oldest first: what a later one has made useless goes."""
+        if len(self.state.kept) < 2:
+            return
+        for choice in list(self.state.kept):
+            if choice.lever.switch != "live" or self._remaining() <= 0:
+                continue
+            without = [other for other in self.state.kept if other != choice]
+            self._progress(f"is {choice.label} still needed?")
+            try:
+                main = self._main()
+                pairing = compare_arms(Arm(main, self._live()), Arm(main, self._live(without)), self._pace(choice))
+            except TrialError:
+                continue
+            if pairing.comparison.verdict == "faster":
+                self.state.kept = without
+                self.state.trials = [
+                    replace(trial, outcome="dropped", reason="no longer helps beside the levers kept after it")
+                    if trial.outcome == "kept" and trial.plan_field == choice.field
+                    else trial
+                    for trial in self.state.trials
+                ]

@@ -1,0 +1,266 @@
+"""The parent's end of a trial: start the process, send it commands, notice that it hangs, dies or stops.
+
+    with TrialProcess(setup, choices=[]) as trial:
+        trial.start()                                     # until the script's first certain step
+        answer = trial.window([choice], settle=3, steps=20)
+        answer.seconds                                    # one figure a step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.environment import trial_environment
+from flatout.errors import ScriptError, TrialError
+from flatout.levers.lever import Choice
+from flatout.levers.observed import Observed
+from flatout.script.entry import Target
+from flatout.script.isolation import cleanup
+
+START_TIMEOUT_SECONDS = 1800.0
+HANG_FACTOR = 20.0
+HANG_FLOOR_SECONDS = 30.0
+COMPILE_ALLOWANCE_SECONDS = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSetup:
+    """What every trial of one search has in common."""
+
+    target: Target
+    work_folder: Path
+    """Where scratch directories, configurations and logs go; real, and removed by its owner."""
+    shared: tuple[Path, ...] = ()
+    levers: str = "flatout.levers.catalogue:LEVERS"
+    isolation: Literal["auto", "overlay", "guard"] = "auto"
+    stdin_file: Path | None = None
+    seed: int = 0
+    hang_floor_seconds: float = HANG_FLOOR_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """One window of steps under one set of levers."""
+
+    seconds: tuple[float, ...]
+    settle_seconds: tuple[float, ...]
+    apply_seconds: float
+    resident_bytes: int
+    rolled_back: dict[str, str] = field(default_factory=dict)
+    """Lever name -> why it was taken back inside the process."""
+
+
+class TrialEnded(TrialError):
+    """The script came to its end (with `status` and `error`), so the process has no more steps to give."""
+
+    def __init__(self, status: int, error: str, steps: int) -> None:
+        self.status, self.error, self.steps = status, error, steps
+        super().__init__(f"the script ended with code {status} after {steps} steps")
+
+
+class TrialStopped(TrialError):
+    """The trial was stopped before the script's first write, because nothing else protects the user's files here."""
+
+
+class TrialProcess:
+    """One child. Choices given here hold from its start; windows add to them."""
+
+    def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
+        self.setup, self.choices, self.label = setup, list(choices), label
+        self.isolation: dict[str, Any] = {}
+        self.step_kind = ""
+        self.startup_seconds: float | None = None
+        self._step_seconds: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+
+    def __enter__(self) -> TrialProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log_path(self) -> Path:
+        return self._folder / "output.log"
+
+    def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
+        """Start the script and wait for its first certain step. Raises TrialEnded if there is none."""
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
+        command_read, self._command_write = os.pipe()
+        self._answer_read, answer_write = os.pipe()
+        config = self._folder / "config.json"
+        config.write_text(json.dumps(self._config(command_read, answer_write)))
+        began = time.perf_counter()
+        with self._stdin() as stdin, open(self.log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flatout.script.trial_child", str(config)],
+                stdin=stdin,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(command_read, answer_write),
+                env=trial_environment(self._environment()),
+                start_new_session=True,
+            )
+        os.close(command_read)
+        os.close(answer_write)
+        answer = self._answer(timeout_seconds)
+        if answer["event"] == "refused":
+            raise TrialError(answer["reason"])
+        self.isolation = answer
+        self.step_kind = self._answer(timeout_seconds)["step_kind"]
+        self.startup_seconds = time.perf_counter() - began
+
+    def describe(self) -> Observed:
+        return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int) -> Window:
+        command = {"do": "window", "levers": _json(choices), "settle": settle, "steps": steps}
+        answer = self._ask(command, self._patience(settle + steps, choices))
+        seconds = tuple(answer["seconds"])
+        if seconds and not choices:
+            self._step_seconds = sorted(seconds)[len(seconds) // 2]
+        return Window(
+            seconds=seconds,
+            settle_seconds=tuple(answer["settle_seconds"]),
+            apply_seconds=answer["apply_seconds"],
+            resident_bytes=answer["resident_bytes"],
+            rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
+        )
+
+    def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
+        command = {"do": "breakdown", "levers": _json(choices), "steps": steps}
+        return Observed.from_json(self._ask(command, self._patience(steps, choices))["observed"])
+
+    def flops(self) -> float | None:
+        return float(self._ask({"do": "flops"}, self._patience(60, ()))["flops"]) or None
+
+    def numerics(self, choices: Sequence[Choice], *, steps: int, nudge: bool, gradient_steps: int) -> dict[str, Any]:
+        command = {
+            "do": "numerics",
+            "levers": _json(choices),
+            "steps": steps,
+            "nudge": nudge,
+            "gradient_steps": gradient_steps,
+        }
+        return self._ask(command, self._patience(3 * steps, choices))
+
+    def close(self) -> None:
+        """End the process with everything it started, and remove its scratch. Its log stays."""
+        if self._process is None:
+            return
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for descriptor in (self._command_write, self._answer_read):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        cleanup(self._folder / "scratch")
+        self._process = None
+
+    def log_tail(self, lines: int = 12) -> str:
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _config(self, read_fd: int, write_fd: int) -> dict[str, Any]:
+        (self._folder / "scratch").mkdir()
+        return {
+            "target": asdict(self.setup.target),
+            "scratch": str(self._folder / "scratch"),
+            "shared": [str(path) for path in self.setup.shared],
+            "isolation": self.setup.isolation,
+            "levers": self.setup.levers,
+            "choices": _json(self.choices),
+            "seed": self.setup.seed,
+            "read_fd": read_fd,
+            "write_fd": write_fd,
+        }
+
+    def _environment(self) -> dict[str, str]:
+        return {name: value for choice in self.choices for name, value in choice.lever.environment(choice.value).items()}
+
+    def _stdin(self) -> contextlib.AbstractContextManager[Any]:
+        return open(self.setup.stdin_file or os.devnull, "rb")
+
+    def _patience(self, steps: int, choices: Sequence[Choice]) -> float:
+        """How long a command may take before the process counts as hanging."""
+        expected = (self._step_seconds or HANG_FLOOR_SECONDS) * steps
+        allowance = COMPILE_ALLOWANCE_SECONDS if any(choice.lever.compiles for choice in choices) else 0.0
+        return max(self.setup.hang_floor_seconds, HANG_FACTOR * expected) + allowance
+
+    def _ask(self, command: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        try:
+            os.write(self._command_write, (json.dumps(command) + "\n").encode())
+        except BrokenPipeError:
+            pass  # it died: the answer says how
+        return self._answer(timeout_seconds)
+
+    def _answer(self, timeout_seconds: float) -> dict[str, Any]:
+        line = self._read_line(time.monotonic() + timeout_seconds, timeout_seconds)
+        answer: dict[str, Any] = json.loads(line)
+        if answer["event"] == "ended":
+            raise TrialEnded(answer["status"], answer["error"], answer["steps"])
+        if answer["event"] == "fault":
+            raise TrialError(answer["reason"])
+        if answer["event"] == "stopped":
+            raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
+        return answer
+
+    def _read_line(self, deadline: float, timeout_seconds: float) -> bytes:
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._answer_read], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TrialError(f"no step for {timeout_seconds:.0f} s: it hangs")
+            chunk = os.read(self._answer_read, 1 << 16)
+            if not chunk:
+                raise TrialError(self._death())
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _death(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        if code >= 0:
+            return f"the process left with code {code} in the middle of a step"
+        name = signal.Signals(-code).name
+        return f"the process died of {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _json(choices: Sequence[Choice]) -> list[list[Any]]:
+    return [choice.to_json() for choice in choices]
+
+
+def explain_end(end: TrialEnded, name: str) -> ScriptError:
+    """What to tell a person whose script ended before it could be tuned."""
+    lines = [line for line in end.error.strip().splitlines() if line.strip()]
+    if end.status != 0 and lines:
+        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", remedy="\n" + "\n".join(lines))
+    if end.status != 0:
+        return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
+    if end.steps == 0:
+        return ScriptError(
+            f"{name} never trains: it ended without a single step",
+            limit="a step is an optimizer's step, or a backward pass followed by a change of the weights",
+            remedy="if it trains in processes that it starts, Flatout does not follow it there",
+        )
+    return ScriptError(f"{name} ended after {end.steps} steps", limit="too few to compare anything")

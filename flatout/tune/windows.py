@@ -1,0 +1,156 @@
+"""Compare two ways of running one script, window by window in turn.
+
+An arm is a process and the levers on in it. Both arms may share one process (levers are switched between windows) or
+have one each (the other one waits at a step boundary). Windows alternate in order, A B, B A, A B, ..., so whatever
+the machine does to one arm it does to the other; a pair is the two medians of neighbouring windows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flatout.errors import TrialError
+from flatout.levers.lever import Choice
+from flatout.statistics import Comparison, compare_paired, median
+from flatout.tune.trial_process import TrialProcess, Window
+
+EARLY_PAIRS, EARLY_CONFIDENCE = 7, 0.98
+CONFIDENCE = 0.95
+LEAK_FLOOR_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long windows are. `settle` steps after a switch are run and not counted."""
+
+    steps: int
+    settle: int
+    warm_steps: int
+    least_pairs: int = 6
+    most_pairs: int = 15
+    seconds: float = 60.0
+    """A comparison stops after this time, if it has its least number of pairs."""
+    least_gain: float = 0.01
+
+    @classmethod
+    def for_step(cls, step_seconds: float, *, seconds: float) -> Pace:
+        """Windows of about 0.15 s: long against a stall of the scheduler, short against the machine's drift."""
+        steps = max(2, min(60, round(0.15 / max(step_seconds, 1e-6))))
+        return cls(
+            steps=steps,
+            settle=1 if step_seconds > 0.2 else 2,
+            warm_steps=2 if step_seconds > 1.0 else 4,
+            least_pairs=6,
+            seconds=seconds,
+        )
+
+
+@dataclass
+class Arm:
+    """A process and the live choices that are on while it runs."""
+
+    process: TrialProcess
+    choices: Sequence[Choice] = ()
+
+    def window(self, *, settle: int, steps: int) -> Window:
+        return self.process.window(self.choices, settle=settle, steps=steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairing:
+    """What the windows of two arms gave."""
+
+    comparison: Comparison
+    baseline_seconds: float
+    candidate_seconds: float
+    startup_seconds: float
+    baseline_medians: tuple[float, ...] = ()
+    candidate_medians: tuple[float, ...] = ()
+    leak_bytes_per_step: float = 0.0
+    pairs: int = field(default=0)
+
+
+class RolledBackInside(TrialError):
+    """The candidate was taken back inside the process: it could not be applied, or the forward failed under it."""
+
+
+def warm_up(arm: Arm, pace: Pace, candidate: Choice | None) -> tuple[float, float]:
+    """Run the first steps of an arm. Returns what they cost beyond a usual step, and the usual step, in seconds."""
+    window = arm.window(settle=pace.warm_steps, steps=max(3, pace.settle + 1))
+    _raise_if_rolled_back(window, candidate)
+    usual = median(window.seconds)
+    spent = sum(window.settle_seconds) + window.apply_seconds
+    return max(0.0, spent - usual * len(window.settle_seconds)), usual
+
+
+def compare_arms(baseline: Arm, candidate: Arm, pace: Pace, choice: Choice | None = None) -> Pairing:
+    """Pairs of windows until the verdict is clear, or the time or the pairs are used up."""
+    began = time.monotonic()
+    startup, _ = warm_up(candidate, pace, choice)
+    if baseline.process is not candidate.process:
+        warm_up(baseline, pace, None)
+    pairs: list[tuple[float, float]] = []
+    resident: list[tuple[int, int]] = []
+    while True:
+        order = (baseline, candidate) if len(pairs) % 2 == 0 else (candidate, baseline)
+        first = order[0].window(settle=pace.settle, steps=pace.steps)
+        second = order[1].window(settle=pace.settle, steps=pace.steps)
+        ours, theirs = (first, second) if order[0] is baseline else (second, first)
+        _raise_if_rolled_back(theirs, choice)
+        pairs.append((median(ours.seconds), median(theirs.seconds)))
+        before = first.resident_bytes if order[0] is baseline else None
+        if before is not None:
+            resident.append((before, theirs.resident_bytes))
+        if _decided(pairs, pace, time.monotonic() - began):
+            break
+    steps_per_window = pace.steps + pace.settle
+    return Pairing(
+        comparison=_compare(pairs, pace.least_gain, CONFIDENCE),
+        baseline_seconds=median([pair[0] for pair in pairs]),
+        candidate_seconds=median([pair[1] for pair in pairs]),
+        startup_seconds=startup,
+        baseline_medians=tuple(pair[0] for pair in pairs),
+        candidate_medians=tuple(pair[1] for pair in pairs),
+        leak_bytes_per_step=_leak(resident, steps_per_window, same=baseline.process is candidate.process),
+        pairs=len(pairs),
+    )
+
+
+def _compare(pairs: Sequence[tuple[float, float]], least_gain: float, confidence: float) -> Comparison:
+    return compare_paired(
+        [pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=least_gain, confidence=confidence
+    )
+
+
+def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -> bool:
+    if len(pairs) >= pace.most_pairs or (seconds > pace.seconds and len(pairs) >= pace.least_pairs):
+        return True
+    if seconds > 3 * pace.seconds and len(pairs) >= 3:
+        return True  # steps far slower than planned for: what there is must do
+    if len(pairs) < max(EARLY_PAIRS, pace.least_pairs):
+        return False
+    early = _compare(pairs, pace.least_gain, EARLY_CONFIDENCE)
+    return early.verdict != "not significant" or early.high < 1 + pace.least_gain
+
+
+def _leak(resident: Sequence[tuple[int, int]], steps: int, *, same: bool) -> float:
+    """Bytes that each step under the candidate adds for good: the median growth within its windows.
+
+    `resident` holds, for each pair that began with the baseline, the memory after its window and after the
+    candidate's, so growth within the candidate's window alone. With a process each there is no such pair.
+    """
+    if not same or len(resident) < 3:
+        return 0.0
+    growth = [after - before for before, after in resident]
+    positive = sum(change > 0 for change in growth)
+    total = sum(growth)
+    if total < LEAK_FLOOR_BYTES or positive < 0.8 * len(growth):
+        return 0.0
+    return median([float(change) for change in growth]) / steps
+
+
+def _raise_if_rolled_back(window: Window, candidate: Choice | None) -> None:
+    if candidate is not None and candidate.lever.name in window.rolled_back:
+        raise RolledBackInside(window.rolled_back[candidate.lever.name])
