@@ -1,7 +1,7 @@
 """The environment, read in one place: a typed function for every variable that Flatout heeds.
 
 Reading `os.environ` anywhere else is a defect: a variable that steers a program from twenty places cannot be listed,
-documented or tested. Nothing is read at import; nothing is ever written here.
+documented or tested. Nothing is read at import; only `use_inductor_cache` writes.
 
     FLATOUT_CACHE_DIR      where measured ceilings are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
@@ -65,3 +65,13 @@ def inductor_cache() -> dict[str, str]:
 def preloaded_libraries() -> str:
     """LD_PRELOAD as it stands; '' if nothing is preloaded."""
     return os.environ.get("LD_PRELOAD", "")
+
+
+def use_inductor_cache() -> None:
+    """Let this process, which is about to become the user's script, find what trials compiled."""
+    os.environ.update(inductor_cache())
+
+
+def with_preloaded(library: str) -> dict[str, str]:
+    """This environment with `library` preloaded before what is preloaded already."""
+    return {**os.environ, "LD_PRELOAD": " ".join(part for part in (library, preloaded_libraries()) if part)}

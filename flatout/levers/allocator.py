@@ -57,6 +57,9 @@ class RetainMemory(Lever):
             libc.mallopt(M_TOP_PAD, 128 << 10)
             libc.malloc_trim(0)
 
+    def takes(self, value: Any) -> bool:
+        return value == "retain"
+
     def label(self, value: Any) -> str:
         return self.name
 
@@ -81,6 +84,9 @@ class PreloadedAllocator(Lever):
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def takes(self, value: Any) -> bool:
+        return value in PRELOADABLE
 
     def environment(self, value: Any) -> dict[str, str]:
         library = _library(value)

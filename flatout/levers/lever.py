@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -71,6 +71,10 @@ class Lever:
         """Variables that a new process needs (only for switch == 'process')."""
         return {}
 
+    def takes(self, value: Any) -> bool:
+        """Is a plan's `value` for this lever? Only where two levers share a plan field is it ever not."""
+        return True
+
     def label(self, value: Any) -> str:
         """How a person reads this choice."""
         return self.name if value is True else f"{self.name} {value}"
@@ -98,3 +102,15 @@ class Choice:
 def choices_from_json(data: Sequence[Sequence[Any]], levers: Sequence[Lever]) -> list[Choice]:
     by_name = {lever.name: lever for lever in levers}
     return [Choice(by_name[name], value) for name, value in data]
+
+
+def choices_of_plan(chosen: Mapping[str, Any], levers: Sequence[Lever]) -> list[Choice]:
+    """The levers that carry out a plan's choices, in the catalogue's order."""
+    found: list[Choice] = []
+    for lever in levers:
+        value = chosen.get(lever.plan_field)
+        if value is None or any(choice.field == lever.plan_field for choice in found):
+            continue
+        if lever.takes(value):
+            found.append(Choice(lever, value))
+    return found

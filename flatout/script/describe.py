@@ -40,10 +40,13 @@ def observe(
     *,
     threads_at_start: int | None,
     rows: Sequence[StepRow],
-    autocast: bool = False,
+    loaders: bool = True,
     backwards_per_step: float = 1.0,
 ) -> Observed:
-    """What is known of the loop now; `rows` are the steps of a window (none: nothing was timed)."""
+    """What is known of the loop now; `rows` are the steps of a window (none: nothing was timed).
+
+    `loaders` = False leaves them out: describing one fetches a few of its samples, which a real run must not do.
+    """
     import torch
 
     subject = watch.subject
@@ -53,7 +56,7 @@ def observe(
         step_seconds=statistics.median(row.seconds for row in rows) if rows else None,
         breakdown_seconds=breakdown(rows),
         optimizers=tuple(see_optimizer(optimizer) for optimizer in subject.optimizers),
-        loaders=tuple(_see_loader(loader) for loader in subject.loaders),
+        loaders=tuple(_see_loader(loader) for loader in subject.loaders) if loaders else (),
         modules=tuple(_see_module(module) for module in subject.modules),
         threads=torch.get_num_threads(),
         threads_set_by_script=threads_at_start is not None and torch.get_num_threads() != threads_at_start,

@@ -13,7 +13,6 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,9 @@ from typing import Any
 
 from flatout.errors import ScriptError, UsageError
 from flatout.script.tracebacks import own_frames_removed
+
+
+_replaced: list[ModuleType] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,8 @@ class Target:
         head = [self.path] if self.path is not None else ["-m", str(self.module)]
         return [*head, *self.arguments]
 
-    def check(self) -> None:
-        """Refuse what Python could not start, before anything is set up for it."""
+    def check_exists(self) -> None:
+        """Refuse what is not there; what Python itself would complain about is left to it."""
         if self.path is None:
             return
         path = Path(self.path)
@@ -61,6 +63,13 @@ class Target:
             raise UsageError(f"no such script: {self.path}", remedy=f"looked in {os.getcwd()}")
         if path.is_dir():
             raise UsageError(f"{self.path} is a folder", limit="a script is a file", remedy="run a package with -m")
+
+    def check(self) -> None:
+        """Refuse what Python could not start, before minutes are spent on it."""
+        self.check_exists()
+        if self.path is None:
+            return
+        path = Path(self.path)
         try:
             source = path.read_bytes()
         except OSError as error:
@@ -85,6 +94,7 @@ def execute(target: Target) -> int:
     module, code_of = _main_module(target)
     try:
         code = code_of()
+        _replaced.append(sys.modules["__main__"])  # its globals are still in use further up this very stack
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
     except SystemExit as stop:
@@ -97,13 +107,6 @@ def execute(target: Target) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
-
-
-def wait_for_threads() -> None:
-    """Wait for the script's non-daemon threads, as Python does before it leaves."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
 
 
 def _status_of(stop: SystemExit) -> int:

@@ -41,6 +41,8 @@ class SearchLimits:
     exactness: Exactness = "reduced"
     total_steps: int | None = None
     """How many steps the script is going to run; None: unknown."""
+    only: tuple[tuple[str, Any], ...] | None = None
+    """Try just these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Search:
             self._observe()
             for lever in self.levers:
                 self._try_lever(lever)
+            self._second_look()
             self._try_pairs()
             self._drop_the_idle()
         finally:
@@ -161,7 +164,15 @@ class Search:
 
     # trials
 
+    def _allowed(self, lever: Lever, values: Sequence[Any]) -> list[Any]:
+        """The values that the limits leave; all of them if the limits name none."""
+        if self.limits.only is None:
+            return list(values)
+        return [value for name, value in self.limits.only if name == lever.plan_field and value in values]
+
     def _try_lever(self, lever: Lever) -> None:
+        if self.limits.only is not None and lever.plan_field not in dict(self.limits.only):
+            return
         if EXACTNESS_ORDER.index(lever.exactness) > EXACTNESS_ORDER.index(self.limits.exactness):
             self._skip(lever.name, f"it is {lever.exactness}, and --exactness is {self.limits.exactness}")
             return
@@ -169,8 +180,17 @@ class Search:
         if not verdict:
             self._skip(lever.name, verdict.reason)
             return
-        for value in verdict.values:
+        for value in self._allowed(lever, verdict.values):
             self._try(Choice(lever, value))
+
+    def _second_look(self) -> None:
+        """What was too small a part of the plain step to bother with may be a large one of the faster step."""
+        refused = {entry.label for entry in self.state.not_tried}
+        for lever in self.levers:
+            if self.state.kept and lever.name in refused and lever.applies(self.machine, self.state.observed):
+                if EXACTNESS_ORDER.index(lever.exactness) <= EXACTNESS_ORDER.index(self.limits.exactness):
+                    self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != lever.name]
+                    self._try_lever(lever)
 
     def _skip(self, label: str, reason: str) -> None:
         self.state.not_tried.append(NotTried(label=label, reason=reason))
@@ -292,7 +312,7 @@ class Search:
 
     def _try_pairs(self) -> None:
         """Two levers of which at least one was dropped for being slow may help together (bf16 with compile)."""
-        for first, second in INTERACTING:
+        for first, second in INTERACTING if self.limits.only is None else ():
             kept = {choice.field for choice in self.state.kept}
             if {first, second} <= kept:
                 continue

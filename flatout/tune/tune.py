@@ -21,6 +21,7 @@ from flatout.machine.description import Machine
 from flatout.plan import Exactness, Plan
 from flatout.script.entry import Target
 from flatout.script.trial_child import load_levers
+from flatout.timing import LoadWatch
 from flatout.tune.proof import Numerics, judge
 from flatout.tune.search import Search, SearchLimits, SearchState
 from flatout.tune.trial import Proof
@@ -95,9 +96,9 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
             seconds=request.budget_seconds * (1 - PROOF_SHARE),
             exactness=request.exactness,
             total_steps=request.total_steps,
+            only=request.only,
         )
-        levers = [_restricted(lever, request.only) for lever in load_levers(request.levers)]
-        search = Search(setup, machine, [lever for lever in levers if lever is not None], limits, progress)
+        search = Search(setup, machine, load_levers(request.levers), limits, progress)
         state = search.run()
         verifier = Verifier(setup, state, request.budget_seconds * PROOF_SHARE, progress)
         proof, final = verifier.run()
@@ -198,6 +199,7 @@ class Verifier:
     def _final_comparison(self) -> Pairing | None:
         """Plain against planned, each in a process that runs so from its start."""
         self._progress("measuring the winner against the plain script, in fresh processes")
+        load = LoadWatch()
         live = [choice for choice in self.state.kept if choice.lever.switch == "live"]
         from_start = [choice for choice in self.state.kept if choice.lever.switch != "live"]
         pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=max(5.0, 0.15 * self.seconds))
@@ -213,6 +215,13 @@ class Verifier:
         except TrialError as error:
             self.warnings.append(f"the last comparison in fresh processes was cut short: {error}")
             return None
+        finally:
+            found = load.read()
+            if found.contended:
+                self.warnings.append(
+                    f"others kept {found.others_cores:.1f} of {found.logical_cores} cores busy during the last "
+                    "comparison: tune again when the machine is quiet for sharper figures"
+                )
 
 
 def _plan(
@@ -232,7 +241,7 @@ def _plan(
         machine_name=machine.cpu.name,
         torch_version=machine.versions.torch,
         exactness=_plan_exactness(proof),
-        speedup=final.comparison.ratio if final else None,
+        speedup=final.comparison.ratio if final and final.comparison.verdict != "not significant" else None,
         flops_per_step=state.flops_per_step,
         warnings=tuple(state.warnings),
     )
@@ -241,21 +250,6 @@ def _plan(
 def _plan_exactness(proof: Proof | None) -> Exactness | None:
     names: dict[str, Exactness] = {"bit-same": "bit-same", "within rounding": "rounding", "reduced": "reduced"}
     return names.get(proof.verdict) if proof is not None else None
-
-
-def _restricted(lever: Any, only: tuple[tuple[str, Any], ...] | None) -> Any:
-    """The lever, offering just the values asked for; None if it is not asked for at all."""
-    if only is None:
-        return lever
-    values = tuple(value for name, value in only if name == lever.plan_field)
-    return OnlyThese(lever, values) if values else None
-
-
-class OnlyThese:
-    """A lever that offers nothing but some of its values."""
-
-    def __init__(self, lever: Any, values: tuple[Any, ...]) -> None:
-        self._lever, self._values = lever, values
 
 
 def _scratch_parent() -> str | None:

@@ -1,0 +1,264 @@
+"""flatout run: the user's script in this very process, as the plan says, with what was seen of it at the end.
+
+Nothing is printed unless both output streams are a terminal: a pipe gets the script's own bytes and no others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import resource
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flatout.cli.command_line import Option, parse_options
+from flatout.errors import FlatoutError, UsageError
+from flatout.script.entry import Target, execute
+
+PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-run.json"
+VERIFICATION_SECONDS = 120.0
+
+OPTIONS: tuple[Option, ...] = (
+    Option(name="--plan", value="FILE", meaning=f"The plan to run by; otherwise {PLAN_NAME}, if it is for this script."),
+    Option(name="--no-plan", meaning="Change nothing; only watch."),
+    Option(name="--trust-plan", meaning="Apply a plan from another machine or torch without verifying it here first."),
+    Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; otherwise {REPORT_NAME}."),
+    Option(name="--no-report", meaning="Write no document."),
+    Option(name="--quiet", meaning="No status line and no summary, on a terminal either."),
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a script. Returns its own exit code, and dies of SIGINT where Python would."""
+    options, command = parse_options(arguments, OPTIONS)
+    target = Target.from_command(command)
+    target.check_exists()
+    report = _report_path(options)
+    run = Run(target, options, report)
+    run.prepare()
+    try:
+        status = execute(target)
+    except KeyboardInterrupt as interrupt:
+        run.status = 128 + signal.SIGINT
+        sys.excepthook(type(interrupt), interrupt, interrupt.__traceback__)
+        _die_of_interrupt()
+    run.status = status
+    return status
+
+
+class Run:
+    """What stands around the script: the plan before it, the watch during it, the summary after it."""
+
+    def __init__(self, target: Target, options: dict[str, str], report: Path | None) -> None:
+        from flatout.script.runner import Runner
+
+        self.target, self.options, self.report = target, options, report
+        self.status: int | None = None
+        self.plan: Any = None
+        self.notes: list[str] = []
+        self.runner = Runner()
+        self.line: Any = None
+        self.load: Any = None
+        self._machine: Any = None
+        self._began = time.perf_counter()
+        self._owner = os.getpid()
+
+    @property
+    def on_terminal(self) -> bool:
+        return "--quiet" not in self.options and sys.stdout.isatty() and sys.stderr.isatty()
+
+    def prepare(self) -> None:
+        from flatout.script.runner import Runner
+
+        self.plan = self._read_plan()
+        choices = self._choices()
+        self.runner = Runner(choices)
+        self.runner.install()
+        atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
+        self._began = time.perf_counter()
+        if self.on_terminal:
+            self._start_line()
+
+    def _read_plan(self) -> Any:
+        if "--no-plan" in self.options:
+            return None
+        from flatout.plan import read_plan
+
+        if "--plan" in self.options:
+            return read_plan(Path(self.options["--plan"]))
+        if not Path(PLAN_NAME).exists():
+            return None
+        plan = read_plan(Path(PLAN_NAME))
+        if plan.script not in (None, self.target.name):
+            self._note(f"{PLAN_NAME} is for {plan.script}: not applied (give --plan to apply it all the same)")
+            return None
+        return plan
+
+    def _choices(self) -> list[Any]:
+        if self.plan is None or not self.plan.choices():
+            return []
+        from flatout.levers.catalogue import LEVERS
+        from flatout.levers.lever import choices_of_plan
+        from flatout.machine.detect import detect
+
+        self._machine = detect()
+        mismatch = self.plan.mismatch(self._machine.fingerprint, self._machine.versions.torch)
+        if mismatch is not None and "--trust-plan" not in self.options:
+            self._verify(mismatch)
+        choices = choices_of_plan(self.plan.choices(), LEVERS)
+        self._enter_environment(choices)
+        return choices
+
+    def _verify(self, mismatch: str) -> None:
+        """A plan from elsewhere is a suggestion: its choices are tried here, and those that hold are applied."""
+        from flatout.tune.tune import TuneRequest, tune
+
+        if self.on_terminal:
+            sys.stderr.write(f"{mismatch}: verifying it here first (--trust-plan skips this)\n")
+        request = TuneRequest(
+            target=self.target, budget_seconds=VERIFICATION_SECONDS, only=tuple(self.plan.choices().items())
+        )
+        try:
+            result = tune(request, self._machine)
+        except FlatoutError as error:
+            self._note(f"{mismatch}, and could not be verified here: {error}")
+            self.plan = replace(self.plan, **dict.fromkeys(self.plan.choices()), reasons={})
+            return
+        held = ", ".join(result.plan.choices()) or "nothing"
+        self._note(f"{mismatch}; verified here: {held} holds")
+        self.plan = result.plan
+
+    def _enter_environment(self, choices: Sequence[Any]) -> None:
+        """What only a new process can have (a preloaded allocator) means starting over, once."""
+        from flatout import environment
+
+        if any(choice.lever.compiles for choice in choices):
+            environment.use_inductor_cache()
+        for choice in choices:
+            library = choice.lever.environment(choice.value).get("LD_PRELOAD")
+            if library and library not in environment.preloaded_libraries():
+                os.execve(sys.executable, _own_command(self.options, self.target), environment.with_preloaded(library))
+
+    def _start_line(self) -> None:
+        from flatout.machine.detect import detect
+        from flatout.report.live import StatusLine
+        from flatout.report.run_text import live_text
+
+        self._machine = self._machine or detect()
+        flops = self.plan.flops_per_step if self.plan is not None else None
+        ceilings = self._machine.ceilings
+        record = self.runner.record
+        self.line = StatusLine(sys.stderr.fileno(), lambda: live_text(record, flops, ceilings, self._live_findings()))
+        self.line.start()
+
+    def _live_findings(self) -> list[str]:
+        return [f"took back {entry.choice.label}" for entry in self.runner.applied.rolled_back]
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def finish(self) -> None:
+        """Close the watch, write the document, show the summary. Never in a forked child, never with a traceback."""
+        if os.getpid() != self._owner:
+            return
+        if self.line is not None:
+            self.line.stop()
+        try:
+            self._report_all()
+        except Exception as error:
+            if self.on_terminal:
+                sys.stderr.write(f"flatout: no summary: {type(error).__name__}: {error}\n")
+
+    def _report_all(self) -> None:
+        from flatout.report.document import write_document
+        from flatout.report.run_text import run_document, run_text
+
+        if self.report is None and not self.on_terminal:
+            return
+        summary = self._summary()
+        written = None
+        if self.report is not None:
+            with contextlib.suppress(UsageError):
+                write_document(self.report, run_document(summary))
+                written = str(self.report)
+            if written is None and self.on_terminal:
+                sys.stderr.write(f"flatout: {self.report} could not be written\n")
+        if self.on_terminal:
+            sys.stderr.write("\n" + run_text(summary, written) + "\n")
+
+    def _summary(self) -> Any:
+        from flatout.diagnose.run_checks import RunFacts, check_run
+        from flatout.machine.detect import detect
+        from flatout.report.run_text import RunSummary
+        from flatout.script.describe import observe
+
+        wall = time.perf_counter() - self._began
+        record, watch, applied = self.runner.record, self.runner.watch, self.runner.applied
+        watch.disable()
+        record.add_rows(watch.close_window())
+        observed = None
+        if record.steps:
+            observed = observe(watch, threads_at_start=self.runner.threads_at_start, rows=record.rows, loaders=False)
+        rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        facts = RunFacts(
+            observed=observed,
+            steps=record.steps,
+            planned=bool(applied.choices),
+            growth_bytes_per_step=record.growth_bytes_per_step(),
+            command=shlex.join(self.target.command),
+            rolled_back=rolled_back,
+        )
+        return RunSummary(
+            name=self.target.name,
+            arguments=self.target.arguments,
+            status=self.status,
+            wall_seconds=wall,
+            cpu_seconds=used.ru_utime + used.ru_stime,
+            peak_resident_bytes=used.ru_maxrss * 1024,
+            record=record,
+            observed=observed,
+            machine=self._machine or detect(),
+            plan=self.plan,
+            applied=tuple(choice.label for choice in applied.choices),
+            rolled_back=rolled_back,
+            plan_notes=tuple(self.notes),
+            findings=tuple(check_run(facts)),
+        )
+
+
+def _report_path(options: dict[str, str]) -> Path | None:
+    """Where the document goes; a place that was asked for and cannot be written is refused before the script starts."""
+    if "--no-report" in options:
+        return None
+    from flatout import environment
+
+    if (environment.rank() or 0) != 0:
+        return None
+    if "--report" not in options:
+        return Path(REPORT_NAME).absolute()
+    path = Path(options["--report"]).absolute()
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
+    return path
+
+
+def _own_command(options: dict[str, str], target: Target) -> list[str]:
+    words = [word for name, value in options.items() for word in ([name, value] if value else [name])]
+    return [sys.executable, "-m", "flatout", "run", *words, *target.command]
+
+
+def _die_of_interrupt() -> None:
+    """As Python does: exit handlers, then death by the signal, so that a shell's loop ends too."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

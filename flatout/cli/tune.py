@@ -1,0 +1,174 @@
+"""flatout tune: find the fastest honest way to run a script."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from flatout.machine.description import Machine
+    from flatout.tune.tune import TuneResult
+
+PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
+STDIN_LIMIT_BYTES = 64 << 20
+
+
+def tune(
+    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    budget: Annotated[str, typer.Option(help="How long the search may take, proof included: 90s, 10m, 1h.")] = "10m",
+    steps: Annotated[int | None, typer.Option(help="How many steps the real run will have (for break-even).")] = None,
+    exactness: Annotated[
+        str, typer.Option(help="What may be tried: bit-same, rounding (and bit-same), reduced (everything).")
+    ] = "reduced",
+    output: Annotated[Path, typer.Option(help="Folder for flatout.toml and flatout-report.json.")] = Path("."),
+    logs: Annotated[Path | None, typer.Option(help="Keep what the script printed in its trials in this folder.")] = None,
+    isolation: Annotated[
+        str, typer.Option(help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).")
+    ] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> int:
+    """Find the fastest honest way to run an unmodified script; writes flatout.toml and a report.
+
+    The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned.
+    """
+    from flatout.plan import write_plan
+    from flatout.report.document import to_text, write_document
+    from flatout.report.tune_text import tune_document, tune_text
+    from flatout.script.entry import Target
+    from flatout.tune.tune import TuneRequest
+    from flatout.tune.tune import tune as tune_script
+    from flatout.units import parse_seconds
+
+    request = TuneRequest(
+        target=Target.from_command(target),
+        budget_seconds=parse_seconds(budget),
+        exactness=_one_of("--exactness", exactness, ("bit-same", "rounding", "reduced")),  # type: ignore[arg-type]
+        total_steps=_positive("--steps", steps),
+        isolation=_one_of("--isolation", isolation, ("auto", "overlay", "guard")),  # type: ignore[arg-type]
+        log_folder=logs,
+    )
+    request.target.check()
+    _check_writable(output)
+    with _progress_line() as progress, _stdin_copy() as stdin_file:
+        machine = _machine_with_ceilings(progress)
+        from dataclasses import replace
+
+        result = tune_script(replace(request, stdin_file=stdin_file), machine, progress)
+    document = tune_document(result)
+    print(to_text(document) if json else tune_text(result))
+    try:
+        write_plan(output / PLAN_NAME, result.plan)
+        write_document(output / REPORT_NAME, document)
+    except Exception:
+        sys.stderr.write(f"the plan could not be saved; here it is:\n\n{result.plan.to_toml()}\n")
+        raise
+    if not json:
+        print(_saved(result, output))
+    return 0
+
+
+def _saved(result: TuneResult, output: Path) -> str:
+    import shlex
+
+    saved = f"{'saved':<10}{output / PLAN_NAME}, {output / REPORT_NAME}"
+    return f"{saved}      next: flatout run {shlex.join(result.request.target.command)}"
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    from flatout.errors import UsageError
+
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}", limit=f"it is one of {', '.join(allowed)}")
+    return value
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    from flatout.errors import UsageError
+
+    if value is not None and value < 1:
+        raise UsageError(f"{name} is {value}", limit="it is at least 1")
+    return value
+
+
+def _check_writable(folder: Path) -> None:
+    """Minutes of trials must not end in a folder that takes no file."""
+    from flatout.errors import UsageError
+
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {folder.absolute()}: {error.strerror}",
+            limit="the plan and the report are written there",
+            remedy="choose another folder with --output",
+        ) from None
+
+
+def _machine_with_ceilings(progress: Callable[[str], None]) -> Machine:
+    """The machine, its ceilings measured if they are not known yet (a few seconds)."""
+    from flatout.errors import MachineError
+    from flatout.machine.detect import detect
+    from flatout.machine.measured_peaks import measure_ceilings, save_ceilings
+
+    machine = detect()
+    if machine.ceilings is not None:
+        return machine
+    try:
+        ceilings = measure_ceilings(machine, quick=True, progress=lambda what: progress(f"ceilings: {what}"))
+    except MachineError:
+        return machine
+    with contextlib.suppress(MachineError):
+        save_ceilings(machine, ceilings)
+    return machine.with_ceilings(ceilings)
+
+
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[str], None]]:
+    """One line on a terminal's stderr that is rewritten; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+
+    def show(text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[K{text[:width]}")
+        sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _stdin_copy() -> Iterator[Path | None]:
+    """What is piped in is kept, so that every trial can read it; a terminal is not: trials then read nothing."""
+    from flatout.errors import UsageError
+
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() or not _is_pipe_or_file(sys.stdin.fileno()):
+        yield None
+        return
+    with tempfile.NamedTemporaryFile(prefix="flatout-stdin-") as copy:
+        data = sys.stdin.buffer.read(STDIN_LIMIT_BYTES + 1)
+        if len(data) > STDIN_LIMIT_BYTES:
+            raise UsageError("more than 64 MiB on standard input", limit="trials each need a copy", remedy="use a file")
+        copy.write(data)
+        copy.flush()
+        yield Path(copy.name)
+
+
+def _is_pipe_or_file(descriptor: int) -> bool:
+    import os
+    import stat
+
+    mode = os.fstat(descriptor).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

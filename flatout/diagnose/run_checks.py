@@ -1,0 +1,121 @@
+"""What a watched run shows that its owner should know: each check looks at the facts and gives a Finding or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flatout.diagnose.finding import Finding
+from flatout.levers.observed import Observed
+from flatout.units import format_bytes, format_seconds
+
+DATA_SHARE_LIMIT = 0.15
+EVALUATION_SHARE_LIMIT = 0.3
+OTHER_SHARE_LIMIT = 0.3
+CREEP_LIMIT_BYTES_PER_HOUR = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the checks look at."""
+
+    observed: Observed | None
+    steps: int
+    planned: bool
+    growth_bytes_per_step: float | None
+    command: str
+    """The script and its arguments, as a shell would read them."""
+    rolled_back: tuple[tuple[str, str], ...] = ()
+
+
+def check_run(facts: RunFacts) -> list[Finding]:
+    return [finding for check in CHECKS if (finding := check(facts)) is not None]
+
+
+def _no_step(facts: RunFacts) -> Finding | None:
+    if facts.steps:
+        return None
+    return Finding(
+        name="no-step",
+        severity="note",
+        title="no training step was found",
+        evidence="no optimizer stepped and no backward pass was followed by a change of weights in this process",
+        remedy="if training happens in processes that the script starts, run Flatout inside those",
+    )
+
+
+def _rolled_back(facts: RunFacts) -> Finding | None:
+    if not facts.rolled_back:
+        return None
+    return Finding(
+        name="rolled-back",
+        severity="warning",
+        title=f"taken back while running: {', '.join(label for label, _ in facts.rolled_back)}",
+        evidence="; ".join(f"{label}: {reason}" for label, reason in facts.rolled_back),
+        remedy="the run went on without; tune again to have a plan that holds throughout",
+        next_command=f"flatout tune {facts.command}",
+    )
+
+
+def _memory_creep(facts: RunFacts) -> Finding | None:
+    growth = facts.growth_bytes_per_step
+    step = facts.observed.step_seconds if facts.observed else None
+    if growth is None or not step or growth / step * 3600 < CREEP_LIMIT_BYTES_PER_HOUR:
+        return None
+    return Finding(
+        name="memory-creep",
+        severity="warning",
+        title=f"memory grows by {format_bytes(growth)} a step",
+        evidence="resident memory of the later half of the run, median against median",
+        remedy="something is held from step to step: a list of losses with their graphs, a cache, a history",
+    )
+
+
+def _starved(facts: RunFacts) -> Finding | None:
+    return _large_part(
+        facts, "data", DATA_SHARE_LIMIT, "starved", "the model waits for data", "whole-batch fetching or loader workers"
+    )
+
+
+def _evaluation(facts: RunFacts) -> Finding | None:
+    found = _large_part(
+        facts, "evaluation", EVALUATION_SHARE_LIMIT, "evaluation", "evaluation takes much of the time",
+        "evaluate less often, or on fewer samples",
+    )  # fmt: skip
+    return found
+
+
+def _python(facts: RunFacts) -> Finding | None:
+    return _large_part(
+        facts, "other", OTHER_SHARE_LIMIT, "python", "much of a step lies outside of model, data and optimizer",
+        "look at what the loop itself does every step",
+    )  # fmt: skip
+
+
+def _large_part(facts: RunFacts, part: str, limit: float, name: str, title: str, remedy: str) -> Finding | None:
+    seen = facts.observed
+    share = seen.share(part) if seen is not None else None
+    if seen is None or share is None or share < limit or seen.step_seconds is None:
+        return None
+    return Finding(
+        name=name,
+        severity="note",
+        title=f"{title}: {share:.0%} of a step",
+        evidence=f"{format_seconds(seen.breakdown_seconds[part])} of {format_seconds(seen.step_seconds)} a step",
+        cost_seconds=seen.breakdown_seconds[part],
+        cost_share=share,
+        remedy=remedy,
+        next_command=None if facts.planned else f"flatout tune {facts.command}",
+    )
+
+
+# What explains the others first: without a step nothing else can be said; a lever taken back and memory that creeps
+# threaten the run itself; then where the time goes, largest wins first.
+CHECKS: tuple[Callable[[RunFacts], Finding | None], ...] = (
+    _no_step,
+    _rolled_back,
+    _memory_creep,
+    _starved,
+    _evaluation,
+    _python,
+)

@@ -1,0 +1,133 @@
+"""A run, as one line while it goes on, as a screen when it has ended, and as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.diagnose.finding import Finding
+from flatout.levers.observed import Observed
+from flatout.machine.ceilings import Ceilings
+from flatout.machine.description import Machine
+from flatout.plan import Plan
+from flatout.report.document import document
+from flatout.report.tune_text import breakdown_text, percent, share_of_ceiling
+from flatout.script.run_record import RunRecord
+from flatout.timing import Load, measurement
+from flatout.units import format_bytes, format_seconds
+
+KIND = "run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """All that is known when a script has ended."""
+
+    name: str
+    arguments: tuple[str, ...]
+    status: int | None
+    """The script's exit code; None if it ended in a way that was not seen."""
+    wall_seconds: float
+    cpu_seconds: float
+    peak_resident_bytes: int
+    record: RunRecord
+    observed: Observed | None
+    machine: Machine | None
+    plan: Plan | None
+    applied: tuple[str, ...]
+    rolled_back: tuple[tuple[str, str], ...]
+    plan_notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    load: Load | None = None
+
+    @property
+    def flops_per_step(self) -> float | None:
+        return self.plan.flops_per_step if self.plan is not None else None
+
+
+def live_text(record: RunRecord, flops: float | None, ceilings: Ceilings | None, findings: Sequence[str]) -> str:
+    """'flatout  step 1,234 · 12.3 ms · 81 steps/s · data 12 % · 34 % of the bf16 ceiling · 1.2 GiB'."""
+    if not record.recent_seconds:
+        return " flatout · waiting for the first step"
+    parts = [f" flatout · step {record.steps:,}", format_seconds(record.recent_seconds)]
+    parts.append(f"{1 / record.recent_seconds:,.1f} steps/s")
+    if record.rows:
+        total = sum(row.seconds for row in record.rows)
+        data = sum(row.parts.get("data", 0.0) for row in record.rows)
+        parts.append(f"data {data / total:.0%}")
+    share, of_what = share_of_ceiling(flops, record.recent_seconds, ceilings)
+    if share is not None:
+        parts.append(f"{percent(share)} of the {of_what.partition(' (')[0]}")
+    if record.resident:
+        parts.append(format_bytes(record.resident[-1][1]))
+    return " · ".join([*parts, *findings])
+
+
+def run_text(summary: RunSummary, report_path: str | None) -> str:
+    """One screen."""
+    record = summary.record
+    rows = [("script", f"{summary.name} · {format_seconds(summary.wall_seconds)} · {_steps(summary)}")]
+    seen = summary.observed
+    if seen is not None and seen.step_seconds:
+        rows.append(("step", breakdown_text(seen.breakdown_seconds, seen.step_seconds)))
+    if record.steps:
+        share, of_what = share_of_ceiling(
+            summary.flops_per_step, record.median_seconds, summary.machine.ceilings if summary.machine else None
+        )
+        known = of_what if share is None else f"{percent(share)} of the {of_what}"
+        if summary.flops_per_step is None:
+            known = "unknown, because no plan says how much arithmetic a step takes (flatout tune counts it)"
+        rows.append(("ceiling", known))
+    rows.append(
+        ("memory", f"{format_bytes(summary.peak_resident_bytes)} at the most; CPU {_cores(summary):.1f} cores busy")
+    )
+    rows.append(("plan", ", ".join(summary.applied) if summary.applied else "none: the script ran as it is"))
+    rows += [("", note) for note in summary.plan_notes]
+    for finding in summary.findings:
+        rows.append(("finding", f"{finding.title} ({finding.evidence})"))
+        rows.append(("", finding.remedy + (f": {finding.next_command}" if finding.next_command else "")))
+    if report_path is not None:
+        rows.append(("report", report_path))
+    return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def _steps(summary: RunSummary) -> str:
+    median = summary.record.median_seconds
+    if not median:
+        return "no training step found"
+    return f"{summary.record.steps:,} steps, median {format_seconds(median)}"
+
+
+def _cores(summary: RunSummary) -> float:
+    return summary.cpu_seconds / summary.wall_seconds if summary.wall_seconds else 0.0
+
+
+def run_document(summary: RunSummary) -> dict[str, Any]:
+    """`measurement` holds the sampled steps, so that `flatout compare` can read it."""
+    record, machine = summary.record, summary.machine
+    payload: dict[str, Any] = {
+        "machine": machine.to_json() if machine is not None else None,
+        "script": {"name": summary.name, "arguments": list(summary.arguments), "status": summary.status},
+        "wall_seconds": summary.wall_seconds,
+        "cpu_seconds": summary.cpu_seconds,
+        "peak_resident_bytes": summary.peak_resident_bytes,
+        "steps": record.steps,
+        "step_sample_stride": record.stride,
+        "growth_bytes_per_step": record.growth_bytes_per_step(),
+        "observed": summary.observed.to_json() if summary.observed is not None else None,
+        "plan": summary.plan.choices() if summary.plan is not None else {},
+        "applied": list(summary.applied),
+        "rolled_back": [{"label": label, "reason": reason} for label, reason in summary.rolled_back],
+        "plan_notes": list(summary.plan_notes),
+        "flops_per_step": summary.flops_per_step,
+        "findings": [finding.to_json() for finding in summary.findings],
+    }
+    if record.samples:
+        payload["measurement"] = measurement(
+            "step",
+            record.samples,
+            machine_fingerprint=machine.fingerprint if machine is not None else None,
+            load=summary.load,
+        ).to_json()
+    return document(KIND, payload)

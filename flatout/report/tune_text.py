@@ -1,0 +1,192 @@
+"""What `flatout tune` found, as a screen for people and as a document for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.machine.ceilings import Ceilings
+from flatout.report.document import document
+from flatout.report.machine_text import machine_line
+from flatout.statistics import Comparison
+from flatout.timing import measurement
+from flatout.tune.trial import NotTried, Proof, Trial
+from flatout.tune.tune import TuneResult
+from flatout.units import format_rate, format_seconds
+
+KIND = "tune"
+PARTS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
+SMALLEST_SHARE_SHOWN = 0.005
+
+
+def tune_text(result: TuneResult) -> str:
+    """The whole result on one screen."""
+    rows = [("machine", machine_line(result.machine)), ("script", _script(result))]
+    rows += _tried(result)
+    rows += [("not tried" if i == 0 else "", text) for i, text in enumerate(_not_tried(result.state.not_tried))]
+    rows += [("result", _result(result))]
+    rows += [("", line) for line in _proof_lines(result.proof)]
+    rows += [("note", text) for text in result.warnings]
+    return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def ceiling_share(result: TuneResult, step_seconds: float | None) -> tuple[float | None, str]:
+    """(share, of what): FLOPs of a step over what the fastest float GEMM of this machine does in that time."""
+    return share_of_ceiling(result.state.flops_per_step, step_seconds, result.machine.ceilings)
+
+
+def share_of_ceiling(
+    flops: float | None, step_seconds: float | None, ceilings: Ceilings | None
+) -> tuple[float | None, str]:
+    if ceilings is None:
+        return None, "unknown, because this machine's ceilings were not measured (flatout check --measure)"
+    peaks = {name: peak for name, peak in ceilings.gemm_flops_per_second.items() if name != "int8"}
+    if not flops or not step_seconds or not peaks:
+        return None, "unknown, because no matrix products were counted"
+    name, peak = max(peaks.items(), key=lambda item: item[1].value)
+    return flops / step_seconds / peak.value, f"{name} ceiling ({format_rate(peak.value, peak.unit)})"
+
+
+def breakdown_text(parts: Mapping[str, float], step_seconds: float) -> str:
+    """'1.15 ms = data 0.43 + forward 0.21 + ... ms': shares below half a percent go to the rest."""
+    scale, unit = (1e3, "ms") if step_seconds < 1 else (1.0, "s")
+    shown = [(name, parts[name]) for name in PARTS if parts.get(name, 0.0) > SMALLEST_SHARE_SHOWN * step_seconds]
+    inside = [f"{name} {seconds * scale:.3g}" for name, seconds in shown if name != "evaluation"]
+    evaluation = [f" (and evaluation {s * scale:.3g} {unit} a step)" for name, s in shown if name == "evaluation"]
+    return f"{format_seconds(step_seconds)} = {' + '.join(inside)} {unit}{''.join(evaluation)}"
+
+
+def _script(result: TuneResult) -> str:
+    seen = result.state.first_observed
+    step = f"step {breakdown_text(seen.breakdown_seconds, seen.step_seconds)}" if seen.step_seconds else "no step timed"
+    return f"{result.request.target.name} · {step} · {_share(result, seen.step_seconds)}"
+
+
+def _share(result: TuneResult, step_seconds: float | None) -> str:
+    share, of_what = ceiling_share(result, step_seconds)
+    return f"share of the ceiling {of_what}" if share is None else f"{percent(share)} of the {of_what}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
+
+
+def _tried(result: TuneResult) -> list[tuple[str, str]]:
+    trials = result.state.trials
+    width = max((len(trial.label) for trial in trials), default=0)
+    return [("tried" if i == 0 else "", _trial(trial, width)) for i, trial in enumerate(trials)]
+
+
+def _trial(trial: Trial, width: int) -> str:
+    head = f"{trial.outcome:<8}{trial.label:<{width}}  "
+    if trial.comparison is None or trial.baseline_seconds is None or trial.candidate_seconds is None:
+        return f"{head}{trial.reason}"
+    times = f"{format_seconds(trial.baseline_seconds)} -> {format_seconds(trial.candidate_seconds)}"
+    tail = f"{times:<21} {ratio_text(trial.comparison)}"
+    if trial.outcome == "kept":
+        tail += f"  {trial.exactness}"
+        return f"{head}{tail}" + ("" if trial.reason == "faster" else f"; {trial.reason}")
+    return f"{head}{tail}  {trial.reason}"
+
+
+def ratio_text(comparison: Comparison) -> str:
+    """'x1.47 ±0.02': half the width of the confidence interval."""
+    half = (comparison.high - comparison.low) / 2
+    return f"x{comparison.ratio:.2f} ±{half:.2f}"
+
+
+def _not_tried(skipped: tuple[NotTried, ...] | list[NotTried]) -> list[str]:
+    """One line for each reason, so that the GPU's levers on a CPU do not fill the screen."""
+    by_reason: dict[str, list[str]] = {}
+    for entry in skipped:
+        by_reason.setdefault(entry.reason, []).append(entry.label)
+    return [f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
+
+
+def _result(result: TuneResult) -> str:
+    if not result.state.kept:
+        return f"nothing helps here; the script runs as it is, {_share(result, result.baseline_seconds)}"
+    if result.final is None:
+        return "kept levers were faster one by one, but the whole could not be measured afresh"
+    final = result.final.comparison
+    times = f"{format_seconds(result.final.baseline_seconds)} -> {format_seconds(result.final.candidate_seconds)}"
+    speed = f"{ratio_text(final)} ({times}, fresh processes, {final.pairs} pairs)"
+    if final.verdict != "faster":
+        speed += f", {final.verdict}"
+    return f"{speed} · {_share(result, result.final.candidate_seconds)}"
+
+
+def _proof_lines(proof: Proof | None) -> list[str]:
+    if proof is None:
+        return []
+    lines = [f"numbers {proof.verdict} over {proof.steps} steps: {proof.reason}"]
+    seen = []
+    if proof.loss_difference is not None:
+        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
+    if proof.gradient_difference is not None:
+        seen.append(f"gradients {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
+    if proof.weight_difference is not None:
+        seen.append(f"weights {proof.weight_difference:.1e} ({_floor(proof.weight_floor)})")
+    if seen and proof.verdict != "bit-same":
+        lines.append("largest relative differences: " + ", ".join(seen))
+    return lines + list(proof.notes)
+
+
+def _floor(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1e}"
+
+
+def tune_document(result: TuneResult) -> dict[str, Any]:
+    """Everything, for programs. `measurement` is the planned step, so that `flatout compare` can read it."""
+    share_before, ceiling = ceiling_share(result, result.baseline_seconds)
+    share_after, _ = ceiling_share(result, result.best_seconds)
+    payload = {
+        "machine": result.machine.to_json(),
+        "script": {"name": result.request.target.name, "arguments": list(result.request.target.arguments)},
+        "observed": result.state.first_observed.to_json(),
+        "flops_per_step": result.state.flops_per_step,
+        "ceiling": ceiling,
+        "ceiling_share_before": share_before,
+        "ceiling_share_after": share_after,
+        "trials": [trial.to_json() for trial in result.state.trials],
+        "not_tried": [entry.to_json() for entry in result.state.not_tried],
+        "kept": [choice.label for choice in result.state.kept],
+        "plan": result.plan.choices(),
+        "final": None if result.final is None else _final(result),
+        "proof": None if result.proof is None else result.proof.to_json(),
+        "isolation": result.state.isolation,
+        "total_steps": result.state.total_steps,
+        "seconds": result.seconds,
+        "warnings": list(result.warnings),
+    }
+    if result.final is not None:
+        payload["measurement"] = measurement(
+            "planned step",
+            list(result.final.candidate_medians),
+            machine_fingerprint=result.machine.fingerprint,
+        ).to_json()
+    return document(KIND, _finite(payload))
+
+
+def _final(result: TuneResult) -> dict[str, Any]:
+    assert result.final is not None
+    return {
+        "comparison": result.final.comparison.to_json(),
+        "baseline_seconds": result.final.baseline_seconds,
+        "candidate_seconds": result.final.candidate_seconds,
+        "startup_seconds": result.final.startup_seconds,
+        "baseline_medians": list(result.final.baseline_medians),
+        "candidate_medians": list(result.final.candidate_medians),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: what is not finite is written as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value

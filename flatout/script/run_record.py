@@ -1,0 +1,64 @@
+"""What is remembered of a run, however long: a bounded sample of step times, and where the time of some steps went.
+
+Step times are kept evenly: when the list is full every other one goes and from then on half as many come in. A run of
+a million steps costs as much memory as one of five thousand.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flatout.script.watch import StepRow
+
+MOST_SAMPLES = 4096
+MOST_ROWS = 400
+
+
+@dataclass
+class RunRecord:
+    """Filled step by step; read by the live line and by the summary."""
+
+    steps: int = 0
+    samples: list[float] = field(default_factory=list)
+    stride: int = 1
+    rows: list[StepRow] = field(default_factory=list)
+    recent_seconds: float | None = None
+    resident: list[tuple[int, int]] = field(default_factory=list)
+    """(step, resident bytes), thinned like the samples."""
+
+    def add_step(self, seconds: float) -> None:
+        self.steps += 1
+        previous = self.recent_seconds
+        self.recent_seconds = seconds if previous is None else 0.95 * previous + 0.05 * seconds
+        if self.steps % self.stride == 0:
+            self.samples.append(seconds)
+            if len(self.samples) >= MOST_SAMPLES:
+                self.samples = self.samples[::2]
+                self.stride *= 2
+
+    def add_rows(self, rows: Sequence[StepRow]) -> None:
+        self.rows = (self.rows + list(rows))[-MOST_ROWS:]
+
+    def add_resident(self, resident_bytes: int) -> None:
+        self.resident.append((self.steps, resident_bytes))
+        if len(self.resident) >= MOST_SAMPLES:
+            self.resident = self.resident[::2]
+
+    @property
+    def median_seconds(self) -> float | None:
+        return statistics.median(self.samples) if self.samples else None
+
+    def growth_bytes_per_step(self) -> float | None:
+        """By how much each step enlarged the process in the later half of the run; None if too little was seen."""
+        later = self.resident[len(self.resident) // 2 :]
+        if len(later) < 5 or later[-1][0] == later[0][0]:
+            return None
+        half = len(later) // 2
+        first = statistics.median(size for _, size in later[:half])
+        second = statistics.median(size for _, size in later[half:])
+        steps = statistics.median(step for step, _ in later[half:]) - statistics.median(
+            step for step, _ in later[:half]
+        )
+        return (second - first) / steps if steps > 0 else None

@@ -1,0 +1,81 @@
+"""A real run of a script: apply a plan's levers, watch short windows of steps, keep a bounded record.
+
+The first certain step runs plain: it is how the model, the optimizer and the loader become known. Then the levers are
+on. A lever under which the model's forward fails is taken back and the forward is done again without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import ModuleType
+
+from flatout.levers.applied import Applied
+from flatout.levers.lever import Choice
+from flatout.script.patches import ImportWatch
+from flatout.script.run_record import RunRecord
+from flatout.script.session import resident_bytes
+from flatout.script.watch import Watch
+
+FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30
+WINDOW_EVERY_SECONDS = 30.0
+WINDOW_LONGEST_SECONDS = 10.0
+RESIDENT_EVERY_SECONDS = 1.0
+QUICK_STEP_SECONDS = 2e-3
+QUICK_WINDOW_STEPS = 10
+
+
+class Runner:
+    """Installed before the script starts; `record` and `watch` are read while it runs and after."""
+
+    def __init__(self, choices: Sequence[Choice] = ()) -> None:
+        self.watch = Watch()
+        self.record = RunRecord()
+        self.applied = Applied(self.watch.subject)
+        self.threads_at_start: int | None = None
+        self._choices = list(choices)
+        self._early = [choice for choice in choices if choice.lever.switch != "live"]
+        self._last_boundary: float | None = None
+        self._next_window = 0.0
+        self._window_began = 0.0
+        self._next_resident = 0.0
+        self.watch.at_boundary.append(self._boundary)
+        self.watch.on_forward_failure = self.applied.roll_back_forward
+
+    def install(self) -> None:
+        """Wait for the script to import torch; nothing happens before."""
+        ImportWatch({"torch": self._torch_imported}).install()
+
+    def _torch_imported(self, torch: ModuleType) -> None:
+        self.threads_at_start = torch.get_num_threads()
+        self.watch.install(torch)
+        self.applied.set(self._early)
+
+    def _boundary(self) -> None:
+        now = time.perf_counter()
+        if self._last_boundary is None:
+            if self.watch.finder.kind is None:
+                return
+            self.applied.set(self._choices)
+            self._last_boundary = time.perf_counter()
+            return
+        self.record.add_step(now - self._last_boundary)
+        self._manage_window(now)
+        if now >= self._next_resident:
+            self._next_resident = now + RESIDENT_EVERY_SECONDS
+            self.record.add_resident(resident_bytes())
+        self._last_boundary = time.perf_counter()
+
+    def _manage_window(self, now: float) -> None:
+        """Open a window after the first steps and then every half minute; fewer steps where a step is quick."""
+        rows = self.watch.rows
+        if rows is None:
+            if self.record.steps >= FIRST_WINDOW_STEP and now >= self._next_window:
+                self._window_began = now
+                self.watch.open_window()
+            return
+        quick = (self.record.recent_seconds or 0.0) < QUICK_STEP_SECONDS
+        enough = len(rows) >= (QUICK_WINDOW_STEPS if quick else WINDOW_STEPS)
+        if enough or now - self._window_began > WINDOW_LONGEST_SECONDS:
+            self.record.add_rows(self.watch.close_window())
+            self._next_window = now + WINDOW_EVERY_SECONDS
