@@ -12,11 +12,12 @@ import resource
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flatout.cli.command_line import Option, parse_options
 from flatout.errors import FlatoutError, UsageError
@@ -26,7 +27,9 @@ PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-run.json"
 VERIFICATION_SECONDS = 120.0
 
 OPTIONS: tuple[Option, ...] = (
-    Option(name="--plan", value="FILE", meaning=f"The plan to run by; otherwise {PLAN_NAME}, if it is for this script."),
+    Option(
+        name="--plan", value="FILE", meaning=f"The plan to run by; otherwise {PLAN_NAME}, if it is for this script."
+    ),
     Option(name="--no-plan", meaning="Change nothing; only watch."),
     Option(name="--trust-plan", meaning="Apply a plan from another machine or torch without verifying it here first."),
     Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; otherwise {REPORT_NAME}."),
@@ -40,17 +43,18 @@ def main(arguments: list[str]) -> int:
     options, command = parse_options(arguments, OPTIONS)
     target = Target.from_command(command)
     target.check_exists()
-    report = _report_path(options)
-    run = Run(target, options, report)
+    run = Run(target, options, _report_path(options))
     run.prepare()
     try:
-        status = execute(target)
+        run.status = execute(target)
+    except UsageError:
+        run.abandon()
+        raise
     except KeyboardInterrupt as interrupt:
         run.status = 128 + signal.SIGINT
         sys.excepthook(type(interrupt), interrupt, interrupt.__traceback__)
         _die_of_interrupt()
-    run.status = status
-    return status
+    return run.status
 
 
 class Run:
@@ -68,23 +72,32 @@ class Run:
         self.load: Any = None
         self._machine: Any = None
         self._began = time.perf_counter()
+        self._show = False
+        self._terminal = -1
         self._owner = os.getpid()
 
     @property
     def on_terminal(self) -> bool:
-        return "--quiet" not in self.options and sys.stdout.isatty() and sys.stderr.isatty()
+        return "--quiet" not in self.options and _first_rank() and _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
 
     def prepare(self) -> None:
         from flatout.script.runner import Runner
 
         self.plan = self._read_plan()
-        choices = self._choices()
-        self.runner = Runner(choices)
+        self.runner = Runner(self._choices())
         self.runner.install()
         atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
         self._began = time.perf_counter()
         if self.on_terminal:
+            self._terminal = os.dup(sys.stderr.fileno())  # the script may close or replace its streams
+            self._show = True
             self._start_line()
+
+    def abandon(self) -> None:
+        """No line of the script has run: there is nothing to report."""
+        atexit.unregister(self.finish)
+        if self.line is not None:
+            self.line.stop()
 
     def _read_plan(self) -> Any:
         if "--no-plan" in self.options:
@@ -96,7 +109,7 @@ class Run:
         if not Path(PLAN_NAME).exists():
             return None
         plan = read_plan(Path(PLAN_NAME))
-        if plan.script not in (None, self.target.name):
+        if plan.script is not None and not _same_script(plan.script, self.target):
             self._note(f"{PLAN_NAME} is for {plan.script}: not applied (give --plan to apply it all the same)")
             return None
         return plan
@@ -144,7 +157,7 @@ class Run:
         for choice in choices:
             library = choice.lever.environment(choice.value).get("LD_PRELOAD")
             if library and library not in environment.preloaded_libraries():
-                os.execve(sys.executable, _own_command(self.options, self.target), environment.with_preloaded(library))
+                os.execve(sys.executable, [*sys.orig_argv], environment.with_preloaded(library))
 
     def _start_line(self) -> None:
         from flatout.machine.detect import detect
@@ -155,7 +168,7 @@ class Run:
         flops = self.plan.flops_per_step if self.plan is not None else None
         ceilings = self._machine.ceilings
         record = self.runner.record
-        self.line = StatusLine(sys.stderr.fileno(), lambda: live_text(record, flops, ceilings, self._live_findings()))
+        self.line = StatusLine(self._terminal, lambda: live_text(record, flops, ceilings, self._live_findings()))
         self.line.start()
 
     def _live_findings(self) -> list[str]:
@@ -168,19 +181,26 @@ class Run:
         """Close the watch, write the document, show the summary. Never in a forked child, never with a traceback."""
         if os.getpid() != self._owner:
             return
-        if self.line is not None:
-            self.line.stop()
         try:
+            if self.line is not None:
+                self.line.stop()
             self._report_all()
-        except Exception as error:
-            if self.on_terminal:
-                sys.stderr.write(f"flatout: no summary: {type(error).__name__}: {error}\n")
+        except (Exception, KeyboardInterrupt) as error:
+            self._say(f"flatout: no summary: {type(error).__name__}: {error}")
+
+    def _say(self, text: str) -> None:
+        """Under the script's output, on a terminal only; the script may have closed its streams."""
+        if self._show:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                os.write(self._terminal, (text + "\n").encode())
 
     def _report_all(self) -> None:
         from flatout.report.document import write_document
         from flatout.report.run_text import run_document, run_text
 
-        if self.report is None and not self.on_terminal:
+        if self.report is None and not self._show:
             return
         summary = self._summary()
         written = None
@@ -188,10 +208,9 @@ class Run:
             with contextlib.suppress(UsageError):
                 write_document(self.report, run_document(summary))
                 written = str(self.report)
-            if written is None and self.on_terminal:
-                sys.stderr.write(f"flatout: {self.report} could not be written\n")
-        if self.on_terminal:
-            sys.stderr.write("\n" + run_text(summary, written) + "\n")
+            if written is None:
+                self._say(f"flatout: {self.report} could not be written")
+        self._say("\n" + run_text(summary, written))
 
     def _summary(self) -> Any:
         from flatout.diagnose.run_checks import RunFacts, check_run
@@ -200,6 +219,8 @@ class Run:
         from flatout.script.describe import observe
 
         wall = time.perf_counter() - self._began
+        if self.runner.fault is not None:
+            self._note(self.runner.fault)
         record, watch, applied = self.runner.record, self.runner.watch, self.runner.applied
         watch.disable()
         record.add_rows(watch.close_window())
@@ -238,27 +259,44 @@ def _report_path(options: dict[str, str]) -> Path | None:
     """Where the document goes; a place that was asked for and cannot be written is refused before the script starts."""
     if "--no-report" in options:
         return None
-    from flatout import environment
-
-    if (environment.rank() or 0) != 0:
+    if not _first_rank():
         return None
     if "--report" not in options:
         return Path(REPORT_NAME).absolute()
     path = Path(options["--report"]).absolute()
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
     return path
 
 
-def _own_command(options: dict[str, str], target: Target) -> list[str]:
-    words = [word for name, value in options.items() for word in ([name, value] if value else [name])]
-    return [sys.executable, "-m", "flatout", "run", *words, *target.command]
+def _first_rank() -> bool:
+    """Of several processes under torchrun one speaks for all."""
+    from flatout import environment
+
+    return (environment.rank() or 0) == 0
 
 
-def _die_of_interrupt() -> None:
-    """As Python does: exit handlers, then death by the signal, so that a shell's loop ends too."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+def _is_terminal(stream: Any) -> bool:
+    """A stream can be None (pythonw), closed, or somebody's object."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
+def _same_script(planned: str, target: Target) -> bool:
+    """'train.py', './train.py' and its absolute path are one script."""
+    if planned == target.name:
+        return True
+    both = target.path is not None and not planned.startswith("-m ")
+    return both and os.path.realpath(planned) == os.path.realpath(str(target.path))
+
+
+def _die_of_interrupt() -> NoReturn:
+    """As Python does: threads, exit handlers, then death by the signal, so that a shell's loop ends too."""
+    for farewell in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+        with contextlib.suppress(KeyboardInterrupt, OSError, ValueError):
+            farewell()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT)  # where the signal is blocked

@@ -1,9 +1,9 @@
 """The levers that are on at this moment, and the way to turn them on, off and back.
 
-    applied = Applied(subject)
-    applied.set([Choice(lever, value), ...])     # exactly these, from now on
-    applied.roll_back_forward("reason")          # a forward failed: take back what acts on it
-    applied.set([])
+applied = Applied(subject)
+applied.set([Choice(lever, value), ...])     # exactly these, from now on
+applied.roll_back_forward("reason")          # a forward failed: take back what acts on it
+applied.set([])
 """
 
 from __future__ import annotations

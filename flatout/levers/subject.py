@@ -20,6 +20,7 @@ T = TypeVar("T")
 Undo = Callable[[T], None]
 Visit = Callable[[T], "Undo[T] | None"]
 Wrapper = Callable[[Any, Callable[[], Any]], Any]
+BackwardWrapper = Callable[[Any, Callable[[Any], Any]], Any]
 
 
 class Handles(Generic[T]):
@@ -64,9 +65,9 @@ class Handles(Generic[T]):
             if entry in self._visitors:
                 self._visitors.remove(entry)
             for reference, undo in reversed(undos):
-                item = reference()
-                if item is not None:
-                    undo(item)
+                alive = reference()
+                if alive is not None:
+                    undo(alive)
 
     @staticmethod
     def _visit(item: T, visit: Visit[T], undos: list[tuple[weakref.ref[T], Undo[T]]]) -> None:
@@ -83,7 +84,7 @@ class Subject:
         self.optimizers: Handles[Any] = Handles()
         self.loaders: Handles[Any] = Handles()
         self.wrappers: list[Wrapper] = []
-        self.backward_wrappers: list[Wrapper] = []
+        self.backward_wrappers: list[BackwardWrapper] = []
         self.iterator_hooks: list[Callable[[Any], None]] = []
 
     def call(self, module: Any, function: Callable[[], Any]) -> Any:
@@ -102,14 +103,13 @@ class Subject:
             self.wrappers.remove(wrapper)
 
     @contextlib.contextmanager
-    def around_backward(self, wrapper: Wrapper) -> Iterator[None]:
+    def around_backward(self, wrapper: BackwardWrapper) -> Iterator[None]:
         """Put `wrapper(tensors, run)` around every backward pass; `run(tensors)` performs it."""
         self.backward_wrappers.append(wrapper)
         try:
             yield
         finally:
             self.backward_wrappers.remove(wrapper)
-
 
     @contextlib.contextmanager
     def before_iterators(self, hook: Callable[[Any], None]) -> Iterator[None]:

@@ -8,7 +8,6 @@ read or redirected. Only for a terminal: the caller checks.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable
 
@@ -43,17 +42,20 @@ class StatusLine:
             self._draw()
 
     def _draw(self) -> None:
-        columns, rows = shutil.get_terminal_size()
+        try:
+            columns, rows = os.get_terminal_size(self._descriptor)
+        except OSError:  # the terminal is gone; the script is not
+            self._stop.set()
+            return
         if rows < 4 or columns < 20:
             return
         start = ""
         if self._size != (rows, columns):
-            # A new line first: the cursor may stand on the line that is about to be taken.
-            start = f"\n\x1b[1A\x1b7\x1b[1;{rows - 1}r\x1b8"
-            if self._size == (0, 0):
-                start = f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
+            # One line down and up again first (an index, which keeps the column, unlike a line feed): the cursor may
+            # stand on the line that is about to be taken.
+            start = f"\x1bD\x1b[1A\x1b7\x1b[1;{rows - 1}r\x1b8"
             self._size = (rows, columns)
-        line = self._text()[: columns - 1]
+        line = "".join(letter for letter in self._text() if letter.isprintable())[: columns - 1]
         self._write(f"{start}\x1b7\x1b[{rows};1H\x1b[2K\x1b[7m{line}\x1b[0m\x1b8")
 
     def _write(self, text: str) -> None:

@@ -93,10 +93,11 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
 
 
 def _steps(summary: RunSummary) -> str:
-    median = summary.record.median_seconds
-    if not median:
+    steps, median = summary.record.steps, summary.record.median_seconds
+    if not steps:
         return "no training step found"
-    return f"{summary.record.steps:,} steps, median {format_seconds(median)}"
+    counted = f"{steps:,} step{'s' if steps > 1 else ''}"
+    return f"{counted}, median {format_seconds(median)}" if median else counted
 
 
 def _cores(summary: RunSummary) -> float:

@@ -9,19 +9,18 @@ find it and pickled classes resolve. Nothing is copied and nothing is rewritten.
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
-import importlib.util
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from types import ModuleType
 
 from flatout.errors import ScriptError, UsageError
 from flatout.script.tracebacks import own_frames_removed
-
 
 _replaced: list[ModuleType] = []
 
@@ -89,24 +88,43 @@ def execute(target: Target) -> int:
     """Run `target` as `__main__` in this process. Returns the exit status that Python would have had.
 
     An uncaught exception goes to `sys.excepthook` with our own frames removed. `KeyboardInterrupt` is re-raised, so
-    that the caller can die of the signal as Python does.
+    that the caller can die of the signal as Python does. A module that is not there raises UsageError.
     """
-    module, code_of = _main_module(target)
+    module = ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __annotations__={})
+    _replaced.append(sys.modules["__main__"])  # its globals are still in use further up this very stack
+    sys.modules["__main__"] = module
+    sys.orig_argv[1:] = target.command
     try:
-        code = code_of()
-        _replaced.append(sys.modules["__main__"])  # its globals are still in use further up this very stack
-        sys.modules["__main__"] = module
-        exec(code, module.__dict__)
+        if target.path is not None:
+            _run_path(target.path, target.arguments, module)
+        else:
+            _run_module(str(target.module), target.arguments)
     except SystemExit as stop:
         return _status_of(stop)
     except KeyboardInterrupt as interrupt:
         own_frames_removed(interrupt)
         raise
+    except _NotThere:
+        raise
     except BaseException as error:
-        own_frames_removed(error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        return _show(own_frames_removed(error))
     return 0
+
+
+def _show(error: BaseException) -> int:
+    """What Python does with an exception that nobody caught; returns the exit status."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as stop:
+        return _status_of(stop)
+    except Exception as failure:
+        sys.stderr.write("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(failure), own_frames_removed(failure), failure.__traceback__)
+        sys.stderr.write("\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return 1
 
 
 def _status_of(stop: SystemExit) -> int:
@@ -118,44 +136,33 @@ def _status_of(stop: SystemExit) -> int:
     return 1
 
 
-def _main_module(target: Target) -> tuple[ModuleType, Any]:
-    module = ModuleType("__main__")
-    module.__dict__["__builtins__"] = __builtins__
-    if target.path is not None:
-        path = target.path
-        sys.argv[:] = target.command
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-        module.__file__ = path
-        module.__dict__["__cached__"] = None
-        module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-        return module, lambda: _compile(path)
-    sys.path[0] = os.getcwd()
-    sys.argv[:] = ["-m", *target.arguments]
-    spec = _find_module(str(target.module))
-    sys.argv[0] = str(spec.origin)
-    module.__file__ = str(spec.origin)
-    module.__spec__ = spec
-    module.__package__ = spec.parent
-    module.__loader__ = spec.loader
-    module.__dict__["__cached__"] = spec.cached
-    return module, lambda: spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+def _run_path(path: str, arguments: Sequence[str], module: ModuleType) -> None:
+    """As `python path` does: an absolute `__file__`, not tidied; the folder of the file that a link leads to."""
+    sys.argv[:] = [path, *arguments]
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    loader = importlib.machinery.SourceFileLoader("__main__", absolute)
+    vars(module).update(__file__=absolute, __cached__=None, __loader__=loader)
+    exec(compile(Path(absolute).read_bytes(), absolute, "exec", dont_inherit=True), vars(module))
 
 
-def _compile(path: str) -> CodeType:
-    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-
-
-def _find_module(name: str) -> importlib.machinery.ModuleSpec:
+def _run_module(name: str, arguments: Sequence[str]) -> None:
+    """As `python -m name` does, by the function that does it there: so the traceback is the same too."""
+    sys.argv[:] = ["-m", *arguments]
+    _set_first_path(os.getcwd())
     try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"no module named {error.name!r}", remedy=f"looked along sys.path from {os.getcwd()}") from None
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"cannot find the module {name!r}: {error}") from None
-    if spec is None:
-        raise UsageError(f"no module named {name!r}", remedy=f"looked along sys.path from {os.getcwd()}")
-    if spec.submodule_search_locations is not None:
-        return _find_module(f"{name}.__main__")
-    if spec.loader is None or not hasattr(spec.loader, "get_code"):
-        raise UsageError(f"{name} has no Python code to run")
-    return spec
+        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+    except SystemExit as stop:
+        if isinstance(stop.__context__, runpy._Error):  # type: ignore[attr-defined]
+            raise _NotThere(str(stop.__context__), remedy=f"looked along sys.path from {os.getcwd()}") from None
+        raise
+
+
+class _NotThere(UsageError):
+    """The module to run was not found: no line of the script has run."""
+
+
+def _set_first_path(folder: str) -> None:
+    """`sys.path[0]` is the script's place, unless Python was told to have none there (-P, PYTHONSAFEPATH)."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder

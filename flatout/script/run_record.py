@@ -21,6 +21,8 @@ class RunRecord:
     """Filled step by step; read by the live line and by the summary."""
 
     steps: int = 0
+    """Training steps, counted in hindsight; of the first no time is known."""
+    timed: int = 0
     samples: list[float] = field(default_factory=list)
     stride: int = 1
     rows: list[StepRow] = field(default_factory=list)
@@ -29,10 +31,10 @@ class RunRecord:
     """(step, resident bytes), thinned like the samples."""
 
     def add_step(self, seconds: float) -> None:
-        self.steps += 1
+        self.timed += 1
         previous = self.recent_seconds
         self.recent_seconds = seconds if previous is None else 0.95 * previous + 0.05 * seconds
-        if self.steps % self.stride == 0:
+        if self.timed % self.stride == 0:
             self.samples.append(seconds)
             if len(self.samples) >= MOST_SAMPLES:
                 self.samples = self.samples[::2]

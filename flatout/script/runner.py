@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from types import ModuleType
 
-from flatout.levers.applied import Applied
+from flatout.levers.applied import Applied, describe_error
 from flatout.levers.lever import Choice
 from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
@@ -33,6 +33,8 @@ class Runner:
         self.record = RunRecord()
         self.applied = Applied(self.watch.subject)
         self.threads_at_start: int | None = None
+        self.fault: str | None = None
+        """Why nothing could be watched: an error of ours, which must not become the script's."""
         self._choices = list(choices)
         self._early = [choice for choice in choices if choice.lever.switch != "live"]
         self._last_boundary: float | None = None
@@ -47,12 +49,26 @@ class Runner:
         ImportWatch({"torch": self._torch_imported}).install()
 
     def _torch_imported(self, torch: ModuleType) -> None:
-        self.threads_at_start = torch.get_num_threads()
-        self.watch.install(torch)
-        self.applied.set(self._early)
+        try:
+            self.threads_at_start = torch.get_num_threads()
+            self.watch.install(torch)
+            self.applied.set(self._early)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.fault = f"Flatout could not watch this script: {describe_error(error)}"
+        self.watch.uninstall()
 
     def _boundary(self) -> None:
+        try:
+            self._step_ended()
+        except Exception as error:
+            self._give_up(error)
+
+    def _step_ended(self) -> None:
         now = time.perf_counter()
+        self.record.steps = self.watch.finder.steps
         if self._last_boundary is None:
             if self.watch.finder.kind is None:
                 return

@@ -5,8 +5,12 @@ Rules, in this order:
    recently: in a GAN the generator's after the discriminator's, with several optimizers for one model the last one.
    A leader that has not stepped for many turns (a warm-up phase that ended) loses its place.
 2. manual updates: no optimizer has ever stepped, and the weights changed between two backward passes.
-3. bare gradients: no optimizer, and the weights cannot be followed (`torch.autograd.grad`, functional updates):
-   after several passes each one is a step.
+3. bare gradients: no optimizer, and the weights cannot be followed (`torch.autograd.grad`, functional updates that
+   make new leaves): after several passes each one is a step. Passes that only accumulate into the same unchanged
+   weights are not, unless there are hundreds of them: nobody accumulates that many.
+
+What a boundary meant is at times seen only later (a discriminator's first steps belonged to the generator's first
+turn); `steps` counts in hindsight, so it is right even where a boundary was not.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ from typing import Literal
 
 StepKind = Literal["optimizer", "manual", "gradient"]
 
-PATIENCE_TURNS = 64
-"""Optimizer turns without the leader after which another one takes its place (WGAN trains 5, at times 25, critics)."""
+PATIENCE_TURNS = 128
+"""Optimizer turns without the leader after which another one takes its place (WGAN trains 5, at times 100, critics)."""
 
 MANUAL_CONFIRMATIONS = 2
 GRADIENT_CONFIRMATIONS = 8
+ACCUMULATION_LIMIT = 512
 
 
 class StepFinder:
@@ -27,30 +32,45 @@ class StepFinder:
 
     def __init__(self) -> None:
         self.kind: StepKind | None = None
-        self._known: set[int] = set()
+        self.steps = 0
+        self._counted: dict[int, int] = {}  # optimizer: its steps that were counted
         self._leader: int | None = None
+        self._leader_steps = 0
         self._turns_without_leader = 0
         self._passes = 0
+        self._fresh_passes = 0
         self._manual_changes = 0
 
     @property
     def needs_weight_changes(self) -> bool:
         """True while it would help to know whether the weights change between backward passes."""
-        return self.kind is None and not self._known
+        return self.kind is None
 
     def optimizer_stepped(self, identity: int) -> bool:
+        if self.kind == "gradient":
+            self.steps = 0  # they only accumulated, for very long
         self.kind = "optimizer"
-        if identity not in self._known:
-            self._known.add(identity)
-            self._leader = identity
+        if identity not in self._counted:
+            self._counted[identity] = 0
+            self._lead(identity)
         if identity == self._leader:
             self._turns_without_leader = 0
+            self._leader_steps += 1
+            self._counted[identity] += 1
+            self.steps += 1
             return True
         self._turns_without_leader += 1
         if self._turns_without_leader > PATIENCE_TURNS:
-            self._leader, self._turns_without_leader = identity, 0
+            self.steps += self._turns_without_leader
+            self._lead(identity)
             return True
+        if self._leader_steps == 1 and self._counted[identity] <= PATIENCE_TURNS:
+            self.steps -= self._counted[identity]  # it takes turns with the leader: those were part of the first turn
+            self._counted[identity] = 0
         return False
+
+    def _lead(self, identity: int) -> None:
+        self._leader, self._leader_steps, self._turns_without_leader = identity, 0, 0
 
     def weights_changed(self) -> None:
         """The weights differ from what they were at the end of the last backward pass, and no optimizer stepped."""
@@ -58,10 +78,15 @@ class StepFinder:
         if self.kind is None and self._manual_changes >= MANUAL_CONFIRMATIONS:
             self.kind = "manual"
 
-    def backward_ended(self) -> bool:
+    def backward_ended(self, *, fresh: bool) -> bool:
+        """`fresh`: nothing was accumulated into a gradient that an earlier pass has seen."""
         if self.kind == "optimizer":
             return False
         self._passes += 1
-        if self.kind is None and self._passes >= GRADIENT_CONFIRMATIONS:
+        self._fresh_passes += fresh
+        if self.kind is None and (self._fresh_passes >= GRADIENT_CONFIRMATIONS or self._passes >= ACCUMULATION_LIMIT):
             self.kind = "gradient"
-        return self.kind is not None
+        if self.kind is None:
+            return False
+        self.steps = self._passes
+        return True

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+_IMPORT_MACHINERY = "<frozen importlib."
 
 
 def own_frames_removed(error: BaseException) -> BaseException:
@@ -29,12 +30,23 @@ def own_frames_removed(error: BaseException) -> BaseException:
 
 
 def _filtered(traceback: TracebackType | None) -> TracebackType | None:
-    frames = []
+    frames: list[TracebackType] = []
+    after_ours = False
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        file = traceback.tb_frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            after_ours = True
+            while frames and _of_import(frames[-1]):  # Python hides these too, but for our frame between them
+                frames.pop()
+        elif not (after_ours and _of_import(traceback)):
+            after_ours = False
             frames.append(traceback)
         traceback = traceback.tb_next
     rebuilt: TracebackType | None = None
     for entry in reversed(frames):
         rebuilt = TracebackType(rebuilt, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rebuilt
+
+
+def _of_import(traceback: TracebackType) -> bool:
+    return traceback.tb_frame.f_code.co_filename.startswith(_IMPORT_MACHINERY)

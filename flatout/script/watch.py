@@ -23,12 +23,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from flatout.levers.subject import Subject
+from flatout.levers.subject import Handles, Subject
 from flatout.script.patches import Patches
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
@@ -61,10 +61,10 @@ class Spans:
 
     def leave(self, entry: list[Any]) -> None:
         now = time.perf_counter()
-        while self._open:
-            top = self._open.pop()
-            if top is entry:
-                break
+        if not any(one is entry for one in self._open):
+            return  # it was opened before the window, or before the step that just ended
+        while self._open.pop() is not entry:
+            pass
         seconds = now - entry[1]
         self.parts[entry[0]] = self.parts.get(entry[0], 0.0) + seconds - entry[2]
         if self._open:
@@ -105,29 +105,32 @@ class Watch:
         self._optimizers_open: list[tuple[int, Any]] = []
         self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._last_loader: weakref.ref[Any] | None = None
-        self._without_weights: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._without_weights: Handles[Any] = Handles()
         self._main_thread = threading.get_ident()
         self._row_start = 0.0
         self._row_backwards = 0
         self._hooks: list[Any] = []
+        self._in_backward = False
+        self._compiling: Callable[[], bool] = lambda: False
         self._grad_enabled: Callable[[], bool] = lambda: True
         self._autocast_enabled: Callable[[str], bool] = lambda device: False
 
     def install(self, torch: ModuleType) -> None:
         """Patch torch's entry points. Call it right after torch has been imported."""
-        import torch.utils.data  # noqa: F401  (part of torch's own import; named for what follows)
+        import torch.utils.data
         from torch.optim import optimizer as optimizers
         from torch.utils.data import dataloader
 
         self.enabled = True
+        self._compiling = torch.compiler.is_compiling
         self._grad_enabled = torch.is_grad_enabled
         self._autocast_enabled = torch.is_autocast_enabled
         self._hooks = [
             optimizers.register_optimizer_step_pre_hook(self._optimizer_starts),
             optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
         ]
-        self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_backward(original, True))
-        self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_backward(original, False))
+        self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_pass(original, "tensors"))
+        self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_pass(original, "outputs"))
         self._patches.replace(torch.nn.Module, "__call__", self._wrap_module_call)
         self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", self._wrap_scale)
         self._patches.replace(dataloader.DataLoader, "__iter__", self._wrap_loader_iter)
@@ -160,7 +163,7 @@ class Watch:
         return self.enabled and threading.get_ident() == self._main_thread
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._here():
+        if self._compiling() or not self._here():  # torch.compile traces this call: it must see nothing but torch
             return
         identity = id(optimizer)
         if any(identity == known for known, _ in self._optimizers_open):
@@ -172,47 +175,66 @@ class Watch:
         self._optimizers_open.append((identity, self._spans.enter("optimizer") if self.rows is not None else None))
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._here() or not self._optimizers_open:
+        if self._compiling() or not self._here():
+            return
+        if not any(known == id(optimizer) for known, _ in self._optimizers_open):
             return
         identity, span = self._optimizers_open.pop()
+        while identity != id(optimizer):  # a step inside it was left by an exception
+            identity, span = self._optimizers_open.pop()
         if span is not None and self.rows is not None:
             self._spans.leave(span)
         if not self._optimizers_open and self.finder.optimizer_stepped(identity):
             self._boundary()
 
-    def _wrap_backward(self, original: Any, accumulates: bool) -> Any:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._here() or self.inside or kwargs.get("create_graph"):
-                return original(tensors, *args, **kwargs)
-            roots = _as_tuple(tensors)
-            if self.finder.needs_weight_changes and self._weights.changed(roots):
-                self.finder.weights_changed()
-            for callback in self.at_backward:
-                callback(roots)
-            run = original
-            for wrapper in self.subject.backward_wrappers if accumulates else ():
-                run = _wrapped_backward(wrapper, run)
-            span = self._spans.enter("backward") if self.rows is not None else None
-            try:
-                result = run(tensors, *args, **kwargs)
-            finally:
-                if span is not None and self.rows is not None:
-                    self._spans.leave(span)
-            self.backwards += 1
-            self._row_backwards += 1
-            if self.finder.needs_weight_changes:
-                self._weights.remember()
-            if not self._optimizers_open and self.finder.backward_ended():
-                self._boundary()
-            return result
+    def _wrap_pass(self, original: Any, first: str) -> Any:
+        """`first` names the roots: 'tensors' of `backward`, 'outputs' of `grad` (which accumulates nothing)."""
+        watch, accumulates = self, first == "tensors"
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if watch._compiling() or not watch._here() or watch.inside or watch._in_backward:
+                return original(*args, **kwargs)
+            if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
+                return original(*args, **kwargs)  # part of a loss that is still being formed
+            if not args and first not in kwargs:
+                return original(**kwargs)  # the mistake is torch's to explain
+            roots = args[0] if args else kwargs.pop(first)
+            return watch._pass(original, accumulates, roots, args[1:], kwargs)
 
         return backward
+
+    def _pass(self, run: Any, accumulates: bool, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(tensors, Sequence) and not hasattr(tensors, "grad_fn"):
+            tensors = tuple(tensors)
+        roots = _as_tuple(tensors)
+        probing = self.finder.needs_weight_changes and not self._optimizers_open
+        if probing and self._weights.changed(roots):
+            self.finder.weights_changed()
+        for callback in self.at_backward:
+            callback(roots)
+        for wrapper in self.subject.backward_wrappers if accumulates else ():
+            run = _wrapped_backward(wrapper, run)
+        span = self._spans.enter("backward") if self.rows is not None else None
+        self._in_backward = True
+        try:
+            result = run(tensors, *args, **kwargs)
+        finally:
+            self._in_backward = False
+            if span is not None and self.rows is not None:
+                self._spans.leave(span)
+        self.backwards += 1
+        self._row_backwards += 1
+        if probing:
+            self._weights.remember()
+        if not self._optimizers_open and self.finder.backward_ended(fresh=self._weights.fresh or not accumulates):
+            self._boundary()
+        return result
 
     def _wrap_module_call(self, original: Any) -> Any:
         watch = self
 
         def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch.inside:
+            if watch.inside or watch._compiling():
                 return original(module, *args, **kwargs)
             return watch._outermost(original, module, args, kwargs)
 
@@ -298,6 +320,8 @@ class Watch:
         return __next__
 
     def _boundary(self) -> None:
+        if self.steps == 0:
+            self._weights.forget()
         self.steps += 1
         if self.rows is not None:
             self._close_row()
@@ -318,7 +342,7 @@ class Watch:
 
 
 def _as_tuple(tensors: Any) -> tuple[Any, ...]:
-    return tuple(tensors) if isinstance(tensors, Iterable) and not hasattr(tensors, "backward") else (tensors,)
+    return tuple(tensors) if isinstance(tensors, Sequence) else (tensors,)
 
 
 def _wrapped_backward(wrapper: Any, inner: Any) -> Any:

@@ -17,6 +17,8 @@ class WeightProbe:
     """Remembers a few elements of a few leaves at the end of a pass, and compares them at the start of the next."""
 
     def __init__(self) -> None:
+        self.fresh = False
+        """True if the leaves of the last `changed` were all unknown to the pass before: the weights are made anew."""
         self._leaves: list[Any] = []
         self._values: list[Any] = []
 
@@ -24,10 +26,16 @@ class WeightProbe:
         """True if a leaf that had a gradient differs from what `remember` saw; also finds the leaves of `roots`."""
         before = list(zip(self._leaves, self._values, strict=False))
         self._leaves = graph_leaves(roots, WATCHED_LEAVES)
+        known = {id(leaf) for leaf, _ in before}
+        self.fresh = bool(self._leaves) and not any(id(leaf) in known for leaf in self._leaves)
         return any(not bool((_sample(leaf) == value).all()) for leaf, value in before)
 
     def remember(self) -> None:
         self._values = [_sample(leaf) for leaf in self._leaves]
+
+    def forget(self) -> None:
+        """Let go of the leaves: a script may drop its model and count on the memory."""
+        self._leaves, self._values = [], []
 
 
 def graph_leaves(roots: tuple[Any, ...], limit: int | None = None) -> list[Any]:
