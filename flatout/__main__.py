@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from flatout.cli import run
+    import flatout.cli.run as run
     from flatout.cli.command_line import asks_for_help
 
     if asks_for_help(arguments, run.OPTIONS):

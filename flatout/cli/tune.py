@@ -28,7 +28,9 @@ def tune(
         str, typer.Option(help="What may be tried: bit-same, rounding (and bit-same), reduced (everything).")
     ] = "reduced",
     output: Annotated[Path, typer.Option(help="Folder for flatout.toml and flatout-report.json.")] = Path("."),
-    logs: Annotated[Path | None, typer.Option(help="Keep what the script printed in its trials in this folder.")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep what the script printed in its trials in this folder.")
+    ] = None,
     isolation: Annotated[
         str, typer.Option(help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).")
     ] = "auto",

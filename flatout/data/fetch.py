@@ -96,7 +96,9 @@ def _probe_samples(dataset: Any) -> Strategy:
     needed = sum(tensor.nbytes for tensor in leaves(batch)) / len(picked) * count
     available = psutil.virtual_memory().available
     if needed > MEMORY_SHARE * available:
-        return Strategy(obstacle=f"its samples would take {needed / 2**30:.1f} GiB of {available / 2**30:.1f} available")
+        return Strategy(
+            obstacle=f"its samples would take {needed / 2**30:.1f} GiB of {available / 2**30:.1f} available"
+        )
     startup = seconds * count
     if startup > STARTUP_LIMIT_SECONDS:
         return Strategy(obstacle=f"computing all samples once would take {startup:.0f} s")
@@ -209,7 +211,8 @@ def batched_fetch(
     from torch.utils.data._utils import fetch as torch_fetch
 
     sources: weakref.WeakKeyDictionary[Any, _Batches | None] = weakref.WeakKeyDictionary()
-    original = torch_fetch._MapDatasetFetcher.fetch
+    fetcher_class: Any = torch_fetch._MapDatasetFetcher
+    original = fetcher_class.fetch
 
     def fetch(fetcher: Any, wanted: Any) -> Any:
         if not fetcher.auto_collation or torch_worker():
@@ -231,11 +234,11 @@ def batched_fetch(
             on_mismatch(f"a whole batch of {type(dataset).__name__} differed from the loader's own")
         return original(fetcher, wanted)
 
-    torch_fetch._MapDatasetFetcher.fetch = fetch
+    fetcher_class.fetch = fetch
     try:
         yield
     finally:
-        torch_fetch._MapDatasetFetcher.fetch = original
+        fetcher_class.fetch = original
 
 
 def _agrees(source: _Batches, batch: Any, fetcher: Any, wanted: Sequence[int], original: Callable[..., Any]) -> bool:

@@ -77,7 +77,7 @@ def _compile(module: Any, mode: str) -> Undo[Any] | None:
 
 def repeated_blocks(module: Any) -> list[Any]:
     """The modules of the class that stands most often side by side in one container, with weights of their own."""
-    best: tuple[int, type | None] = (1, None)
+    best: tuple[int, Any] = (1, None)
     for container in module.modules():
         counts = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
         for kind, count in counts.items():

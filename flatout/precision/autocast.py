@@ -32,7 +32,9 @@ def in_fp32(result: Any, dtype: Any) -> Any:
 
     if isinstance(result, torch.Tensor):
         return result.float() if result.dtype == dtype else result
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor, result)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor, result
+    )
 
 
 FIRST_SCALE = 2.0**16

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -15,7 +16,8 @@ def matmul_precision(value: str) -> Iterator[None]:
     """'highest' = fp32, 'high' = TF32 on CUDA, 'medium' = bf16 inside the product, until the context ends."""
     import torch
 
-    backends = [torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn] if value == "medium" else []
+    onednn: Any = torch.backends.mkldnn
+    backends = [onednn.conv, onednn.rnn] if value == "medium" else []
     before = torch.get_float32_matmul_precision()
     others = [backend.fp32_precision for backend in backends]
     torch.set_float32_matmul_precision(value)

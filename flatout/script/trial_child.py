@@ -88,12 +88,13 @@ def load_levers(source: str) -> Sequence[Lever]:
     place, _, name = source.rpartition(":")
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location("flatout_levers_from_file", place)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    return getattr(module, name)  # type: ignore[no-any-return]
+    return getattr(module, name)
 
 
 if __name__ == "__main__":

@@ -55,14 +55,10 @@ class Numerics:
         return len(self.norms)
 
     def same_bits(self, other: Numerics) -> bool:
-        return (
-            _equal(self.losses, other.losses) and _equal(self.norms, other.norms) and self.digest == other.digest
-        )
+        return _equal(self.losses, other.losses) and _equal(self.norms, other.norms) and self.digest == other.digest
 
 
-def judge(
-    plain: Numerics, again: Numerics, nudged: Numerics, candidate: Numerics, *, claimed: Exactness
-) -> Proof:
+def judge(plain: Numerics, again: Numerics, nudged: Numerics, candidate: Numerics, *, claimed: Exactness) -> Proof:
     """The verdict on `candidate`, whose levers claim to be `claimed` at worst."""
     found = _Differences.between(plain, candidate)
     floors = [_Differences.between(plain, again), _Differences.between(plain, nudged)]
@@ -254,7 +250,9 @@ def _norm(values: Sequence[float]) -> float:
 
 
 def _equal(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
-    return len(a) == len(b) and all(x == y or (x is not None and y is not None and x != x and y != y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x == y or (x is not None and y is not None and x != x and y != y) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _largest(values: Any) -> float | None:

@@ -1,7 +1,7 @@
 """Find the levers that help, one at a time, in one live process where that is possible.
 
-Order is the catalogue's: what changes no bit first. Each lever is switched on and off between windows of steps on top of
-what has been kept so far, and kept if it is significantly faster. Then pairs that interact are tried, and each kept
+Order is the catalogue's: what changes no bit first. Each lever is switched on and off between windows of steps on top
+of what has been kept so far, and kept if it is significantly faster. Then pairs that interact are tried, and each kept
 lever must show that it still earns its place. A failure takes the lever back, never the search.
 """
 
@@ -106,6 +106,7 @@ class Search:
 
     def _started(self, choices: Sequence[Choice]) -> TrialProcess:
         process = TrialProcess(self.setup, choices)
+        process.expected_step_seconds = self.state.first_observed.step_seconds
         try:
             process.start()
         except BaseException:
@@ -148,6 +149,7 @@ class Search:
             seen, compiled_in_script=described.compiled_in_script, autocast_in_script=described.autocast_in_script
         )
         self.state.first_observed = self.state.observed
+        self._main().expected_step_seconds = self.state.observed.step_seconds
 
     def _give_up(self, end: TrialEnded) -> None:
         raise explain_end(end, self.setup.target.name) from None
@@ -157,6 +159,7 @@ class Search:
         try:
             seen = self._main().breakdown(self._live(), steps=OBSERVED_STEPS // 2)
         except TrialError:
+            self.close()
             return
         self.state.observed = replace(
             self.state.observed, step_seconds=seen.step_seconds, breakdown_seconds=seen.breakdown_seconds
@@ -173,7 +176,7 @@ class Search:
     def _try_lever(self, lever: Lever) -> None:
         if self.limits.only is not None and lever.plan_field not in dict(self.limits.only):
             return
-        if EXACTNESS_ORDER.index(lever.exactness) > EXACTNESS_ORDER.index(self.limits.exactness):
+        if not self._exact_enough(lever):
             self._skip(lever.name, f"it is {lever.exactness}, and --exactness is {self.limits.exactness}")
             return
         verdict = lever.applies(self.machine, self.state.observed)
@@ -183,14 +186,18 @@ class Search:
         for value in self._allowed(lever, verdict.values):
             self._try(Choice(lever, value))
 
+    def _exact_enough(self, lever: Lever) -> bool:
+        return EXACTNESS_ORDER.index(lever.exactness) <= EXACTNESS_ORDER.index(self.limits.exactness)
+
     def _second_look(self) -> None:
         """What was too small a part of the plain step to bother with may be a large one of the faster step."""
         refused = {entry.label for entry in self.state.not_tried}
         for lever in self.levers:
-            if self.state.kept and lever.name in refused and lever.applies(self.machine, self.state.observed):
-                if EXACTNESS_ORDER.index(lever.exactness) <= EXACTNESS_ORDER.index(self.limits.exactness):
-                    self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != lever.name]
-                    self._try_lever(lever)
+            if not self.state.kept or lever.name not in refused or not self._exact_enough(lever):
+                continue
+            if lever.applies(self.machine, self.state.observed):
+                self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != lever.name]
+                self._try_lever(lever)
 
     def _skip(self, label: str, reason: str) -> None:
         self.state.not_tried.append(NotTried(label=label, reason=reason))
@@ -238,6 +245,7 @@ class Search:
                 if end.status != 0 or attempt == 2:
                     raise
                 self._note_length(end)
+                self.close()
             finally:
                 if other is not None:
                     other.close()
@@ -268,10 +276,10 @@ class Search:
         """Why a trial failed, as a reason to roll its lever back; the script's own failure ends the search."""
         if isinstance(error, RolledBackInside):
             return str(error)
+        self.close()
         if isinstance(error, TrialEnded):
             lines = error.error.strip().splitlines()
             return f"the script failed under it: {lines[-1] if lines else f'code {error.status}'}"
-        self.close()
         return str(error)
 
     def _record(
@@ -357,6 +365,7 @@ class Search:
                 main = self._main()
                 pairing = compare_arms(Arm(main, self._live()), Arm(main, self._live(without)), self._pace(choice))
             except TrialError:
+                self.close()
                 continue
             if pairing.comparison.verdict == "faster":
                 self.state.kept = without

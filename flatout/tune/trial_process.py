@@ -1,9 +1,9 @@
 """The parent's end of a trial: start the process, send it commands, notice that it hangs, dies or stops.
 
-    with TrialProcess(setup, choices=[]) as trial:
-        trial.start()                                     # until the script's first certain step
-        answer = trial.window([choice], settle=3, steps=20)
-        answer.seconds                                    # one figure a step
+with TrialProcess(setup, choices=[]) as trial:
+    trial.start()                                     # until the script's first certain step
+    answer = trial.window([choice], settle=3, steps=20)
+    answer.seconds                                    # one figure a step
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 
 START_TIMEOUT_SECONDS = 1800.0
+FIRST_STEPS_SECONDS = 900.0
+"""Patience with the first steps, when nobody knows how long one takes."""
 HANG_FACTOR = 20.0
 HANG_FLOOR_SECONDS = 30.0
 COMPILE_ALLOWANCE_SECONDS = 900.0
@@ -82,7 +84,8 @@ class TrialProcess:
         self.isolation: dict[str, Any] = {}
         self.step_kind = ""
         self.startup_seconds: float | None = None
-        self._step_seconds: float | None = None
+        self.expected_step_seconds: float | None = None
+        """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
 
@@ -133,11 +136,8 @@ class TrialProcess:
     def window(self, choices: Sequence[Choice], *, settle: int, steps: int) -> Window:
         command = {"do": "window", "levers": _json(choices), "settle": settle, "steps": steps}
         answer = self._ask(command, self._patience(settle + steps, choices))
-        seconds = tuple(answer["seconds"])
-        if seconds and not choices:
-            self._step_seconds = sorted(seconds)[len(seconds) // 2]
         return Window(
-            seconds=seconds,
+            seconds=tuple(answer["seconds"]),
             settle_seconds=tuple(answer["settle_seconds"]),
             apply_seconds=answer["apply_seconds"],
             resident_bytes=answer["resident_bytes"],
@@ -196,22 +196,24 @@ class TrialProcess:
         }
 
     def _environment(self) -> dict[str, str]:
-        return {name: value for choice in self.choices for name, value in choice.lever.environment(choice.value).items()}
+        return {
+            name: value for choice in self.choices for name, value in choice.lever.environment(choice.value).items()
+        }
 
     def _stdin(self) -> contextlib.AbstractContextManager[Any]:
         return open(self.setup.stdin_file or os.devnull, "rb")
 
     def _patience(self, steps: int, choices: Sequence[Choice]) -> float:
         """How long a command may take before the process counts as hanging."""
-        expected = (self._step_seconds or HANG_FLOOR_SECONDS) * steps
+        if self.expected_step_seconds is None:
+            return FIRST_STEPS_SECONDS
+        expected = HANG_FACTOR * self.expected_step_seconds * steps
         allowance = COMPILE_ALLOWANCE_SECONDS if any(choice.lever.compiles for choice in choices) else 0.0
-        return max(self.setup.hang_floor_seconds, HANG_FACTOR * expected) + allowance
+        return max(self.setup.hang_floor_seconds, expected) + allowance
 
     def _ask(self, command: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died: the answer says how
             os.write(self._command_write, (json.dumps(command) + "\n").encode())
-        except BrokenPipeError:
-            pass  # it died: the answer says how
         return self._answer(timeout_seconds)
 
     def _answer(self, timeout_seconds: float) -> dict[str, Any]:

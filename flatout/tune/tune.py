@@ -1,7 +1,7 @@
 """`flatout tune`: search, prove the winner in fresh processes, measure it against the plain script, make a plan.
 
-    result = tune(request, machine, progress=print)
-    result.plan, result.proof, result.comparison
+result = tune(request, machine, progress=print)
+result.plan, result.proof, result.comparison
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,7 +99,9 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
             only=request.only,
         )
         search = Search(setup, machine, load_levers(request.levers), limits, progress)
+        load = LoadWatch()
         state = search.run()
+        state.warnings += _busy(load, "the search")
         verifier = Verifier(setup, state, request.budget_seconds * PROOF_SHARE, progress)
         proof, final = verifier.run()
         return TuneResult(
@@ -216,12 +218,18 @@ class Verifier:
             self.warnings.append(f"the last comparison in fresh processes was cut short: {error}")
             return None
         finally:
-            found = load.read()
-            if found.contended:
-                self.warnings.append(
-                    f"others kept {found.others_cores:.1f} of {found.logical_cores} cores busy during the last "
-                    "comparison: tune again when the machine is quiet for sharper figures"
-                )
+            self.warnings += _busy(load, "the last comparison")
+
+
+def _busy(load: LoadWatch, when: str) -> list[str]:
+    """Levers that help on a machine that others use (fewer threads, say) need not help on a quiet one."""
+    found = load.read()
+    if found is None or not found.contended:
+        return []
+    return [
+        f"others kept {found.others_cores:.1f} of {found.logical_cores} cores busy during {when}: "
+        "this holds for such a machine; tune again when it is quiet"
+    ]
 
 
 def _plan(
