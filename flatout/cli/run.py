@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from flatout.cli.command_line import Option, parse_options
 from flatout.errors import FlatoutError, UsageError
-from flatout.script.entry import Target, execute
+from flatout.script.entry import Target, execute, show_uncaught
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-run.json"
 VERIFICATION_SECONDS = 120.0
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         raise
     except KeyboardInterrupt as interrupt:
         run.status = 128 + signal.SIGINT
-        sys.excepthook(type(interrupt), interrupt, interrupt.__traceback__)
+        show_uncaught(interrupt)
         _die_of_interrupt()
     return run.status
 

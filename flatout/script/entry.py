@@ -102,18 +102,18 @@ def execute(target: Target) -> int:
             _run_module(str(target.module), target.arguments)
     except SystemExit as stop:
         return _status_of(stop)
-    except KeyboardInterrupt as interrupt:
-        own_frames_removed(interrupt)
-        raise
-    except _NotThere:
+    except (KeyboardInterrupt, _NotThere):
         raise
     except BaseException as error:
-        return _show(own_frames_removed(error))
-    return 0
+        uncaught = error
+    else:
+        return 0
+    return show_uncaught(uncaught)  # out here: what a hook may raise has no context, as in Python
 
 
-def _show(error: BaseException) -> int:
+def show_uncaught(error: BaseException) -> int:
     """What Python does with an exception that nobody caught; returns the exit status."""
+    own_frames_removed(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     try:
         sys.excepthook(type(error), error, error.__traceback__)
