@@ -48,27 +48,23 @@ class Tuned:
         return self.goal is None or (self.speedup is not None and self.speedup >= self.goal)
 
 
-def first_of(document: Mapping[str, Any], *paths: str) -> Any:
-    """The value at the first dotted path that the document has."""
-    for path in paths:
-        value: Any = document
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
-            return value
-    return None
+def first_of(document: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
+    value: Any = document
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def read_levers(trials: Any) -> tuple[TriedLever, ...]:
-    entries = [entry for entry in trials or () if isinstance(entry, Mapping)]
     return tuple(
         TriedLever(
-            name=str(first_of(entry, "name", "lever", "lever.name", "change")),
-            kept=first_of(entry, "verdict", "outcome", "decision") == "kept" or entry.get("kept") is True,
-            ratio=first_of(entry, "comparison.ratio", "ratio", "speedup"),
-            reason=str(first_of(entry, "reason", "why") or ""),
+            name=entry["label"],
+            kept=entry["outcome"] == "kept",
+            ratio=first_of(entry, "comparison.ratio"),
+            reason=entry["reason"],
         )
-        for entry in entries
+        for entry in trials or ()
     )
 
 
@@ -82,18 +78,17 @@ def read_document(script: PublicScript, finished: Finished) -> Tuned:
     if finished.exit_code != 0:
         problem = problem or f"exit code {finished.exit_code}; stderr ends: {finished.stderr.strip()[-300:]}"
     body = document if isinstance(document, dict) else {}
-    body = body.get("report") or body.get("tune") or body.get("data") or body
-    low = first_of(body, "result.comparison.low", "result.low")
-    high = first_of(body, "result.comparison.high", "result.high")
+    low, high = first_of(body, "final.comparison.low"), first_of(body, "final.comparison.high")
+    nothing_kept = bool(body) and not body.get("kept")
     return Tuned(
         name=script.name,
         goal=script.goal,
         exit_code=finished.exit_code,
         seconds=finished.seconds,
-        speedup=first_of(body, "result.comparison.ratio", "result.ratio", "result.speedup", "speedup"),
+        speedup=1.0 if nothing_kept else first_of(body, "final.comparison.ratio"),
         speedup_interval=(low, high) if low is not None and high is not None else None,
-        levers=read_levers(first_of(body, "trials", "tried", "result.trials")),
-        numerics=first_of(body, "result.proof.verdict", "proof.verdict", "result.numerics.verdict", "numerics.verdict"),
+        levers=read_levers(body.get("trials")),
+        numerics="unchanged" if nothing_kept else first_of(body, "proof.verdict"),
         problem=problem,
         document=document if isinstance(document, dict) else None,
     )

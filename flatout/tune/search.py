@@ -320,7 +320,7 @@ class Search:
 
     def _try_pairs(self) -> None:
         """Two levers of which at least one was dropped for being slow may help together (bf16 with compile)."""
-        for first, second in INTERACTING if self.limits.only is None else ():
+        for first, second in INTERACTING:
             kept = {choice.field for choice in self.state.kept}
             if {first, second} <= kept:
                 continue

@@ -18,7 +18,8 @@ from flatout.tune.trial_process import TrialProcess, Window
 
 EARLY_PAIRS, EARLY_CONFIDENCE = 7, 0.98
 CONFIDENCE = 0.95
-LEAK_FLOOR_BYTES = 64 << 20
+LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
+"""32 MiB in a thousand steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +101,9 @@ def compare_arms(baseline: Arm, candidate: Arm, pace: Pace, choice: Choice | Non
         ours, theirs = (first, second) if order[0] is baseline else (second, first)
         _raise_if_rolled_back(theirs, choice)
         pairs.append((median(ours.seconds), median(theirs.seconds)))
-        before = first.resident_bytes if order[0] is baseline else None
-        if before is not None:
-            resident.append((before, theirs.resident_bytes))
+        resident.append((ours.resident_bytes, theirs.resident_bytes))
         if _decided(pairs, pace, time.monotonic() - began):
             break
-    steps_per_window = pace.steps + pace.settle
     return Pairing(
         comparison=_compare(pairs, pace.least_gain, CONFIDENCE),
         baseline_seconds=median([pair[0] for pair in pairs]),
@@ -113,7 +111,7 @@ def compare_arms(baseline: Arm, candidate: Arm, pace: Pace, choice: Choice | Non
         startup_seconds=startup,
         baseline_medians=tuple(pair[0] for pair in pairs),
         candidate_medians=tuple(pair[1] for pair in pairs),
-        leak_bytes_per_step=_leak(resident, steps_per_window, same=baseline.process is candidate.process),
+        leak_bytes_per_step=_leak(resident, pace.steps + pace.settle),
         pairs=len(pairs),
     )
 
@@ -135,20 +133,20 @@ def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -
     return early.verdict != "not significant" or early.high < 1 + pace.least_gain
 
 
-def _leak(resident: Sequence[tuple[int, int]], steps: int, *, same: bool) -> float:
-    """Bytes that each step under the candidate adds for good: the median growth within its windows.
+def _leak(resident: Sequence[tuple[int, int]], steps: int) -> float:
+    """Bytes that each step under the candidate adds for good, beyond what the plain script adds; 0 if none.
 
-    `resident` holds, for each pair that began with the baseline, the memory after its window and after the
-    candidate's, so growth within the candidate's window alone. With a process each there is no such pair.
+    `resident` holds the memory after each pair's windows (baseline, candidate). As the order alternates, A B, B A,
+    A B, two windows of one arm follow each other between pairs: only there growth is the arm's own, because a lever
+    that is switched may take and give memory by the switching.
     """
-    if not same or len(resident) < 3:
+    ours = [resident[i + 1][0] - resident[i][0] for i in range(1, len(resident) - 1, 2)]
+    theirs = [resident[i + 1][1] - resident[i][1] for i in range(0, len(resident) - 1, 2)]
+    if len(theirs) < 2 or not ours:
         return 0.0
-    growth = [after - before for before, after in resident]
-    positive = sum(change > 0 for change in growth)
-    total = sum(growth)
-    if total < LEAK_FLOOR_BYTES or positive < 0.8 * len(growth):
-        return 0.0
-    return median([float(change) for change in growth]) / steps
+    growth = (median([float(g) for g in theirs]) - median([float(g) for g in ours])) / steps
+    steady = min(theirs) > 0
+    return growth if steady and growth > LEAK_FLOOR_BYTES_PER_STEP else 0.0
 
 
 def _raise_if_rolled_back(window: Window, candidate: Choice | None) -> None:
