@@ -37,7 +37,7 @@ class RunRecord:
         if self.timed % self.stride == 0:
             self.samples.append(seconds)
             if len(self.samples) >= MOST_SAMPLES:
-                self.samples = self.samples[::2]
+                self.samples = self.samples[1::2]  # what the new stride would have kept
                 self.stride *= 2
 
     def add_rows(self, rows: Sequence[StepRow]) -> None:

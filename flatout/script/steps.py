@@ -49,6 +49,8 @@ class StepFinder:
     def optimizer_stepped(self, identity: int) -> bool:
         if self.kind == "gradient":
             self.steps = 0  # they only accumulated, for very long
+        elif self.kind == "manual":
+            self.steps -= 1  # the last pass was this step's
         self.kind = "optimizer"
         if identity not in self._counted:
             self._counted[identity] = 0

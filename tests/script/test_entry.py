@@ -48,7 +48,7 @@ SCRIPTS = {
             raise ValueError('worse') from error
     """,
     "group": "raise ExceptionGroup('several', [ValueError(1), TypeError(2)])",
-    "own hook": "import sys; sys.excepthook = lambda kind, error, trace: print('hook', kind, error); raise ValueError(1)",
+    "own hook": "import sys; sys.excepthook = lambda kind, error, trace: print('hook', error); raise ValueError(1)",
     "hook that fails": """
         import sys
         def hook(kind, error, trace):

@@ -1,0 +1,88 @@
+"""Patches come off without a trace; an import watch calls back once, after the package's own code."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flatout.script.patches import ImportWatch, Patches
+
+
+class Base:
+    def method(self, x: int) -> int:
+        """Its doc."""
+        return x
+
+
+class Derived(Base):
+    pass
+
+
+def test_replace_and_undo() -> None:
+    patches, before = Patches(), dict(vars(Base))
+    owner = SimpleNamespace(f=len)
+    patches.replace(Base, "method", lambda original: lambda self, x: original(self, x) + 1)
+    patches.replace(Base, "method", lambda original: lambda self, x: original(self, x) * 10)
+    patches.replace(Derived, "method", lambda original: lambda self, x: -original(self, x))
+    patches.replace(owner, "f", lambda original: lambda x: 7)
+    assert (Base().method(1), Derived().method(1), owner.f([])) == (20, -20, 7)
+    assert Base.method.__doc__ == "Its doc."
+    assert list(inspect.signature(Base.method).parameters) == ["self", "x"]
+    assert isinstance(pickle.loads(pickle.dumps(Derived())), Base)
+    assert len(patches) == 4
+    patches.undo()
+    assert dict(vars(Base)) == before
+    assert "method" not in vars(Derived)
+    assert owner.f is len
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "watched_package").mkdir()
+    (tmp_path / "watched_package" / "__init__.py").write_text("ready = True\nfrom watched_package import inner\n")
+    (tmp_path / "watched_package" / "inner.py").write_text("import watched_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "watched_package"  # type: ignore[misc]
+    for name in ("watched_package", "watched_package.inner"):
+        sys.modules.pop(name, None)
+
+
+def test_an_import_is_seen_once_it_is_complete(package: str) -> None:
+    seen: list[Any] = []
+
+    def callback(module: ModuleType) -> None:
+        seen.append((module.__name__, module.ready, "watched_package.inner" in sys.modules))
+
+    watch = ImportWatch({package: callback, "never_imported": callback})
+    watch.install()
+    try:
+        assert seen == []
+        module = __import__(package)
+        __import__(package)
+        assert seen == [(package, True, True)]
+        assert "exec_module" not in vars(module.__loader__)
+        assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
+    finally:
+        watch.remove()
+    assert watch not in sys.meta_path
+    late = ImportWatch({package: callback})
+    late.install()
+    late.remove()
+    assert len(seen) == 2
+
+
+def test_a_package_that_is_not_there_is_waited_for(package: str) -> None:
+    watch = ImportWatch({"not_there_yet": lambda module: None})
+    watch.install()
+    try:
+        for _ in range(2):
+            with pytest.raises(ModuleNotFoundError):
+                __import__("not_there_yet")
+    finally:
+        watch.remove()

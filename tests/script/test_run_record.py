@@ -1,0 +1,47 @@
+"""A run's memory of itself stays bounded, and stays fair to all of the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.script.run_record import MOST_ROWS, MOST_SAMPLES, RunRecord
+from flatout.script.watch import StepRow
+
+
+def test_a_million_steps_cost_what_a_few_thousand_do() -> None:
+    record = RunRecord()
+    for step in range(1_000_000):
+        record.add_step(float(step))
+    for _ in range(100):
+        record.add_rows([StepRow(seconds=1.0)] * 30)
+    for step in range(20_000):
+        record.steps = step
+        record.add_resident(step)
+    assert record.timed == 1_000_000
+    assert len(record.samples) < MOST_SAMPLES
+    assert len(record.rows) == MOST_ROWS
+    assert len(record.resident) < MOST_SAMPLES
+    assert record.median_seconds == pytest.approx(500_000, rel=0.01)  # thinned evenly
+    gaps = {b - a for a, b in zip(record.samples, record.samples[1:], strict=False)}
+    assert gaps == {float(record.stride)}
+    assert record.recent_seconds == pytest.approx(1_000_000, rel=0.01)
+
+
+def test_growth_is_seen_in_the_later_half() -> None:
+    record = RunRecord()
+    assert record.growth_bytes_per_step() is None
+    for step in range(0, 1000, 10):
+        record.steps = step
+        record.add_resident(5_000_000 if step < 300 else 9_000_000 + 64 * step)
+    assert record.growth_bytes_per_step() == pytest.approx(64)
+    flat = RunRecord()
+    for step in range(100):
+        flat.steps = step
+        flat.add_resident(1000 if step < 50 else 9000)
+    assert flat.growth_bytes_per_step() == 0
+
+
+def test_nothing_seen_is_none() -> None:
+    record = RunRecord()
+    assert record.median_seconds is None
+    assert record.recent_seconds is None

@@ -1,0 +1,92 @@
+"""What a sequence of calls means as training steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.script.steps import (
+    ACCUMULATION_LIMIT,
+    GRADIENT_CONFIRMATIONS,
+    MANUAL_CONFIRMATIONS,
+    PATIENCE_TURNS,
+    StepFinder,
+)
+
+
+def feed(finder: StepFinder, calls: str) -> list[bool]:
+    """'b' is a backward pass, 'f' one into fresh weights, 'w' a change of weights; any other letter an optimizer."""
+    answers = []
+    for call in calls:
+        if call == "w":
+            finder.weights_changed()
+        elif call in "bf":
+            answers.append(finder.backward_ended(fresh=call == "f"))
+        else:
+            answers.append(finder.optimizer_stepped(ord(call)))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("calls", "steps"),
+    [
+        ("bA" * 50, 50),
+        ("bbbbA" * 20, 20),
+        (("b" * 40 + "A") * 20, 20),
+        ("bDbG" * 30, 30),
+        ("bABC" * 30, 30),
+        (("bD" * 5 + "bG") * 20, 20),
+        (("bD" * 100 + "bG") * 3, 3),
+        ("bA" * 50 + "bB" * 50, 100),
+        ("bA" * 50 + "bBC" * 50, 100),
+        ("bA" * 3 + "bB" * 300 + "bA" * 300, 603),
+        ("bA", 1),
+        ("bwbwbw" + "bA" * 10, 13),
+        ("", 0),
+        ("b" * GRADIENT_CONFIRMATIONS, 0),
+    ],
+    ids=lambda value: f"{value[:8]}" if isinstance(value, str) else str(value),
+)
+def test_steps_are_counted_in_hindsight(calls: str, steps: int) -> None:
+    finder = StepFinder()
+    feed(finder, calls)
+    assert finder.steps == steps
+
+
+def test_the_last_of_several_optimizers_ends_the_step() -> None:
+    finder = StepFinder()
+    feed(finder, "DG")
+    assert feed(finder, "DGDG") == [False, True, False, True]
+    assert finder.kind == "optimizer"
+
+
+def test_a_leader_that_left_is_replaced() -> None:
+    finder = StepFinder()
+    feed(finder, "AABB")  # B leads
+    assert feed(finder, "A" * PATIENCE_TURNS) == [False] * PATIENCE_TURNS
+    assert feed(finder, "AAA") == [True] * 3
+    assert finder.steps == 4 + PATIENCE_TURNS + 3
+
+
+def test_manual_updates() -> None:
+    finder = StepFinder()
+    assert finder.needs_weight_changes
+    assert feed(finder, "b" + "wb" * (MANUAL_CONFIRMATIONS - 1)) == [False] * MANUAL_CONFIRMATIONS
+    assert feed(finder, "wb") == [True]
+    assert (finder.kind, finder.steps) == ("manual", MANUAL_CONFIRMATIONS + 1)
+    assert not finder.needs_weight_changes
+    assert feed(finder, "bb") == [True, True]
+
+
+def test_functional_updates() -> None:
+    finder = StepFinder()
+    assert feed(finder, "f" * GRADIENT_CONFIRMATIONS) == [False] * (GRADIENT_CONFIRMATIONS - 1) + [True]
+    assert (finder.kind, finder.steps) == ("gradient", GRADIENT_CONFIRMATIONS)
+
+
+def test_long_accumulation_is_no_step_but_hundreds_of_passes_are() -> None:
+    finder = StepFinder()
+    assert not any(feed(finder, "b" * (ACCUMULATION_LIMIT - 1)))
+    assert feed(finder, "b") == [True]
+    assert finder.kind == "gradient"
+    feed(finder, "bAbA")
+    assert (finder.kind, finder.steps) == ("optimizer", 2)
