@@ -25,8 +25,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
 from flatout.script.patches import Patches
@@ -80,6 +80,14 @@ class Spans:
         return parts
 
 
+class OpenStep(NamedTuple):
+    """An optimizer's step that has begun; `frame` is that of torch's wrapper around it."""
+
+    identity: int
+    frame: FrameType
+    span: list[Any] | None
+
+
 class Watch:
     """The observer. Callbacks: `at_boundary()` after each step, `at_backward(tensors)` before each backward pass,
     `before_optimizer(optimizer)` before each optimizer step, `on_forward_failure(error) -> bool` when the model's
@@ -102,7 +110,7 @@ class Watch:
         self._spans = Spans()
         self._patches = Patches()
         self._weights = WeightProbe()
-        self._optimizers_open: list[tuple[int, Any]] = []
+        self._optimizers_open: list[OpenStep] = []
         self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._last_loader: weakref.ref[Any] | None = None
         self._without_weights: Handles[Any] = Handles()
@@ -165,26 +173,27 @@ class Watch:
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._compiling() or not self._here():  # torch.compile traces this call: it must see nothing but torch
             return
-        identity = id(optimizer)
-        if any(identity == known for known, _ in self._optimizers_open):
-            self._optimizers_open.clear()
+        caller = sys._getframe(1)
+        if self._optimizers_open and not _is_running(self._optimizers_open[-1].frame, caller):
+            self._optimizers_open.clear()  # an exception left them
         if not self._optimizers_open:
             self.subject.optimizers.add(optimizer)
             for callback in self.before_optimizer:
                 callback(optimizer)
-        self._optimizers_open.append((identity, self._spans.enter("optimizer") if self.rows is not None else None))
+        span = self._spans.enter("optimizer") if self.rows is not None else None
+        self._optimizers_open.append(OpenStep(id(optimizer), caller, span))
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._compiling() or not self._here():
             return
-        if not any(known == id(optimizer) for known, _ in self._optimizers_open):
+        if not any(step.identity == id(optimizer) for step in self._optimizers_open):
             return
-        identity, span = self._optimizers_open.pop()
-        while identity != id(optimizer):  # a step inside it was left by an exception
-            identity, span = self._optimizers_open.pop()
-        if span is not None and self.rows is not None:
-            self._spans.leave(span)
-        if not self._optimizers_open and self.finder.optimizer_stepped(identity):
+        step = self._optimizers_open.pop()
+        while step.identity != id(optimizer):  # one inside it was left by an exception
+            step = self._optimizers_open.pop()
+        if step.span is not None and self.rows is not None:
+            self._spans.leave(step.span)
+        if not self._optimizers_open and self.finder.optimizer_stepped(step.identity):
             self._boundary()
 
     def _wrap_pass(self, original: Any, first: str) -> Any:
@@ -282,7 +291,7 @@ class Watch:
     def _see_module(self, module: Any) -> None:
         if module in self.subject.modules or module in self._without_weights:
             return
-        if any(parameter.requires_grad for parameter in module.parameters()):
+        if _has_weights(module):
             self.subject.modules.add(module)
             loader = self._last_loader() if self._last_loader is not None else None
             if loader is not None:
@@ -339,6 +348,19 @@ class Watch:
         parts["other"] = max(0.0, seconds - sum(parts.values()))
         self.rows.append(StepRow(seconds=seconds, parts=parts, backwards=self._row_backwards))
         self._row_backwards = 0
+
+
+def _is_running(frame: FrameType, inner: FrameType | None) -> bool:
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is not None
+
+
+def _has_weights(module: Any) -> bool:
+    try:
+        return any(parameter.requires_grad for parameter in module.parameters())
+    except Exception:  # a stranger's module may answer in any way, and is called all the same
+        return False
 
 
 def _as_tuple(tensors: Any) -> tuple[Any, ...]:

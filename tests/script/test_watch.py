@@ -1,0 +1,455 @@
+"""Loops as strangers write them: which steps are found in them, and that watching changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flatout.script.describe import breakdown, observe
+from flatout.script.runner import Runner
+from flatout.script.watch import KINDS, Spans
+
+
+def net(width: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(5, 3)
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    """Watches this process's torch, until the test ends."""
+    before = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad, DataLoader.__iter__
+    runner = Runner()
+    runner._torch_imported(torch)
+    yield runner
+    assert runner.fault is None
+    runner.watch.uninstall()
+    assert (nn.Module.__call__, torch.autograd.backward, torch.autograd.grad, DataLoader.__iter__) == before
+
+
+def optimizer_loop(steps: int) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        loss = model(batch()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+
+def endless(steps: int) -> None:
+    model, done = net(), 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    while True:
+        model(batch()).mean().backward()
+        optimizer.step()
+        done += 1
+        if done == steps:
+            break
+
+
+def accumulation(steps: int, passes: int = 12) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        for _ in range(passes):
+            (model(batch()).mean() / passes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gan(steps: int, critics: int = 1) -> None:
+    generator, critic = net(), net(1)
+    of_generator = torch.optim.Adam(generator.parameters())
+    of_critic = torch.optim.RMSprop(critic.parameters())
+    for _ in range(steps):
+        for _ in range(critics):
+            of_critic.zero_grad()
+            fake = generator(batch()).detach()
+            real = torch.randn(5, 1, requires_grad=True)
+            (slope,) = torch.autograd.grad(
+                outputs=critic(real), inputs=real, grad_outputs=torch.ones(5, 1), create_graph=True, retain_graph=True
+            )
+            (critic(fake).mean() - critic(real).mean() + (slope.norm() - 1) ** 2).backward()
+            of_critic.step()
+            with torch.no_grad():
+                for weight in critic.parameters():
+                    weight.clamp_(-1, 1)
+        of_generator.zero_grad()
+        (-critic(generator(batch())).mean()).backward()
+        of_generator.step()
+
+
+def several_optimizers(steps: int) -> None:
+    model = net()
+    optimizers = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
+    for _ in range(steps):
+        model(batch()).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def lbfgs(steps: int) -> None:
+    model, x = net(), batch()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As closure-style frameworks wrap: an Optimizer around another one, whose closure runs the pass."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def wrapped_optimizer(steps: int) -> None:
+    model = net()
+    optimizer = Wrapping(torch.optim.Adam(model.parameters()))
+    for _ in range(steps):
+
+        def closure() -> torch.Tensor:
+            optimizer.inner.zero_grad()
+            loss = model(batch()).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def two_phases(steps: int) -> None:
+    model = net()
+    for rate in (0.1, 0.01):
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        for _ in range(steps // 2):
+            model(batch()).mean().backward()
+            optimizer.step()
+        del optimizer
+
+
+def manual_data(steps: int) -> None:
+    model = net()
+    for _ in range(steps):
+        model.zero_grad()
+        model(batch()).mean().backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+
+
+def manual_no_grad(steps: int) -> None:
+    w, b = torch.zeros(3, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    for _ in range(steps):
+        loss = (batch() @ w + b - 1).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for weight in (w, b):
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+
+
+def manual_makemore(steps: int) -> None:
+    weights = [torch.randn(3, 2, requires_grad=True), torch.randn(2, requires_grad=True)]
+    for _ in range(steps):
+        for p in weights:
+            p.grad = None
+        (batch() @ weights[0] + weights[1]).square().mean().backward()
+        for p in weights:
+            p.data += -0.1 * p.grad
+
+
+def functional(steps: int) -> None:
+    w = torch.zeros(3, 1, requires_grad=True)
+    for _ in range(steps):
+        (slope,) = torch.autograd.grad((batch() @ w - 1).square().mean(), w)
+        w = (w - 0.1 * slope).detach().requires_grad_()
+
+
+def functional_backward(steps: int) -> None:
+    w = torch.zeros(3, 1, requires_grad=True)
+    for _ in range(steps):
+        (batch() @ w - 1).square().mean().backward()
+        w = (w - 0.1 * w.grad).detach().requires_grad_()
+
+
+def checkpointed(steps: int) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = net()
+    for _ in range(steps):
+        model.zero_grad()
+        x = batch().requires_grad_()
+        checkpoint(model, x, use_reentrant=True).mean().backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+
+
+def exception_inside_a_step(steps: int) -> None:
+    first, second = net(), net()
+    optimizer = torch.optim.SGD(first.parameters(), 0.1)
+
+    def fails() -> float:
+        raise RuntimeError("once")
+
+    with pytest.raises(RuntimeError, match="once"):
+        optimizer.step(fails)
+    del optimizer
+    gc.collect()
+    other = torch.optim.SGD(second.parameters(), 0.1)
+    for _ in range(steps):
+        second(batch()).mean().backward()
+        other.step()
+
+
+def never_trains(steps: int) -> None:
+    model = net()
+    with torch.no_grad():
+        for _ in range(steps):
+            model(batch())
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind"),
+    [
+        (optimizer_loop, "optimizer"),
+        (endless, "optimizer"),
+        (accumulation, "optimizer"),
+        (gan, "optimizer"),
+        (lambda steps: gan(steps, critics=5), "optimizer"),
+        (several_optimizers, "optimizer"),
+        (lbfgs, "optimizer"),
+        (wrapped_optimizer, "optimizer"),
+        (two_phases, "optimizer"),
+        (exception_inside_a_step, "optimizer"),
+        (manual_data, "manual"),
+        (manual_no_grad, "manual"),
+        (manual_makemore, "manual"),
+        (checkpointed, "gradient"),  # the weights are hidden from the outer pass; its passes still count
+        (functional, "gradient"),
+        (functional_backward, "gradient"),
+    ],
+)
+def test_steps_of_a_loop(runner: Runner, loop: Callable[[int], None], kind: str) -> None:
+    loop(30)
+    assert (runner.watch.finder.kind, runner.record.steps) == (kind, 30)
+
+
+def test_a_script_that_never_trains_has_no_step(runner: Runner) -> None:
+    never_trains(5)
+    assert (runner.watch.finder.kind, runner.record.steps) == (None, 0)
+    assert len(runner.watch.subject.modules) == 0
+
+
+def test_a_window_tells_where_the_time_goes(runner: Runner) -> None:
+    data = DataLoader(TensorDataset(torch.randn(200, 3)), batch_size=5, shuffle=True)
+    held_out = DataLoader(TensorDataset(torch.randn(10, 3)), batch_size=5)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for (x,) in data:
+        model(x).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for (y,) in held_out:
+                model(y)
+    rows = [*runner.record.rows, *runner.watch.close_window()]
+    assert rows
+    for row in rows:
+        assert set(row.parts) == {"data", "forward", "backward", "optimizer", "evaluation", "other"}
+        assert sum(row.parts.values()) == pytest.approx(row.seconds)
+        assert row.backwards == 1
+        assert all(seconds >= 0 for seconds in row.parts.values())
+    parts = breakdown(rows)
+    assert set(parts) == set(KINDS)
+    seen = observe(runner.watch, threads_at_start=None, rows=rows)
+    assert [loader.samples for loader in seen.loaders] == [200]  # the one that feeds training
+    assert (seen.modules[0].linears, seen.optimizers[0].kind, seen.step_kind) == (2, "SGD", "optimizer")
+
+
+def test_losses_and_random_numbers_are_the_same() -> None:
+    def train() -> list[Any]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        losses = []
+        for _ in range(3):
+            for (x,) in DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4, shuffle=True):
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return [*losses, *torch.get_rng_state().tolist()]
+
+    plain = train()
+    runner = Runner()
+    runner._torch_imported(torch)
+    watched = train()
+    runner.watch.uninstall()
+    assert runner.record.steps == 30
+    assert watched == plain
+
+
+def test_calls_and_mistakes_are_passed_on(runner: Runner) -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(outputs=x.sum(), inputs=x)[0].tolist() == [1, 1]
+    torch.autograd.backward(tensors=[x.sum(), x.prod()], grad_tensors=[None, None])
+    torch.autograd.backward(root for root in [x.sum()])
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(x * 2), torch.ones(2))
+    assert x.grad is not None
+    assert x.grad.tolist() == [5, 5]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'tensors'"):
+        torch.autograd.backward()  # type: ignore[call-arg]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).backward()
+    assert isinstance(net(), nn.Module)
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+def test_a_module_that_compares_by_value_works(runner: Runner) -> None:
+    @dataclasses.dataclass
+    class Scale(nn.Module):
+        factor: float
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Scale.__new__(Scale))
+    assert Scale(2.0)(torch.ones(1)).item() == 2.0
+
+
+def test_a_model_that_is_dropped_is_freed(runner: Runner) -> None:
+    for loop in (optimizer_loop, manual_no_grad):
+        loop(5)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(batch()).mean().backward()
+        optimizer.step()
+    gone = [weakref.ref(model), weakref.ref(next(model.parameters())), weakref.ref(optimizer)]
+    copied = copy.deepcopy(model)
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+    assert len(runner.watch.subject.modules) == 0
+    assert copied(batch()).shape == (5, 1)
+
+
+def test_other_threads_are_left_alone(runner: Runner) -> None:
+    def work() -> None:
+        torch.set_grad_enabled(True)
+        optimizer_loop(5)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert runner.watch.steps == 0
+    optimizer_loop(5)
+    assert runner.watch.steps == 5
+
+
+def test_compiled_code_is_traced_as_if_nobody_watched(runner: Runner) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).relu()
+
+    model = Inner()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own code
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            return model(x).mean()
+
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(4):
+            (loss_of(batch()) + whole(batch()).mean()).backward()
+            optimizer.step()
+        stepping = torch.compile(optimizer.step, backend="eager")
+        model(batch()).mean().backward()
+        stepping()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+        assert not [reason for reason in torch._dynamo.utils.counters["graph_break"] if "flatout" in reason]
+        assert not [reason for reason in torch._dynamo.utils.counters["graph_break"] if "get_ident" in reason]
+        torch._dynamo.reset()
+    assert runner.record.steps >= 4
+
+
+def test_an_error_of_ours_is_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    runner._torch_imported(torch)
+
+    def fail(seconds: float) -> None:
+        raise ZeroDivisionError("a defect of ours")
+
+    monkeypatch.setattr(runner.record, "add_step", fail)
+    optimizer_loop(5)
+    assert runner.fault == "Flatout could not watch this script: ZeroDivisionError: a defect of ours"
+    assert not runner.watch.enabled
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
+
+
+def test_spans_give_each_kind_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 4.0, 10.0, 11.0, 12.0])
+    monkeypatch.setattr("flatout.script.watch.time.perf_counter", lambda: next(clock))
+    spans = Spans()
+    outer = spans.enter("optimizer")
+    inner = spans.enter("forward")
+    spans.leave(inner)
+    spans.leave(outer)
+    assert spans.take() == {"optimizer": 7.0, "forward": 3.0}
+    left_over = spans.enter("data")
+    spans.take()
+    spans.leave(left_over)  # it began before the step that just ended
+    assert spans.take() == {}
+
+
+def test_spans_left_by_an_exception_close_with_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 5.0])
+    monkeypatch.setattr("flatout.script.watch.time.perf_counter", lambda: next(clock))
+    spans = Spans()
+    outer = spans.enter("backward")
+    spans.enter("forward")
+    spans.leave(outer)
+    assert spans.take() == {"backward": 5.0}
+    spans.parts["pending"] = 2.0
+    spans.move("pending", "data")
+    spans.move("pending", "data")
+    assert spans.take() == {"data": 2.0}
