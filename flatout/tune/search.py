@@ -25,7 +25,11 @@ from flatout.tune.windows import Arm, Pace, Pairing, RolledBackInside, compare_a
 from flatout.units import format_bytes, format_seconds
 
 OBSERVED_STEPS = 30
-MOST_RESTARTS = 40
+FEWEST_STEPS = 12
+"""A script with fewer cannot be compared with anything."""
+MOST_RESTARTS = 60
+ATTEMPTS = 6
+"""So often a short script is started again within one comparison."""
 LEVER_SECONDS = 25.0
 CONFLICTS = {"loader_workers": ("fetch", "data_device"), "fetch": ("loader_workers",), "data_device": ("pin_memory",)}
 """Choices that cannot stand beside each other: the newer one replaces the older."""
@@ -127,32 +131,42 @@ class Search:
 
     def _observe(self) -> None:
         self._progress("starting the script")
+        steps = OBSERVED_STEPS
         try:
-            process = self._main()
-            self.state.isolation = process.isolation
-            self.state.startup_seconds = process.startup_seconds
-            described = process.describe()
-            self._progress(f"watching {OBSERVED_STEPS} plain steps")
-            process.window([], settle=3, steps=3)
-            seen = process.breakdown([], steps=OBSERVED_STEPS)
-            self.state.flops_per_step = process.flops()
-            process.window([], settle=1, steps=2)
+            seen, described = self._watch_plain(steps)
         except TrialEnded as end:
-            self._give_up(end)
-        except TrialStopped as stop:
-            raise ScriptError(
-                f"{self.setup.target.name}: {stop}",
-                limit="copy-on-write is refused here, so a trial may not go on",
-                remedy=str(self.state.isolation.get("reason", "")),
-            ) from None
+            if end.status != 0 or end.steps < FEWEST_STEPS:
+                raise explain_end(end, self.setup.target.name) from None
+            self._note_length(end)
+            self.close()
+            try:
+                seen, described = self._watch_plain(max(2, end.steps - 10))
+            except TrialEnded as again:
+                raise explain_end(again, self.setup.target.name) from None
         self.state.observed = replace(
             seen, compiled_in_script=described.compiled_in_script, autocast_in_script=described.autocast_in_script
         )
         self.state.first_observed = self.state.observed
         self._main().expected_step_seconds = self.state.observed.step_seconds
 
-    def _give_up(self, end: TrialEnded) -> None:
-        raise explain_end(end, self.setup.target.name) from None
+    def _watch_plain(self, steps: int) -> tuple[Observed, Observed]:
+        """(what `steps` plain steps showed, what was there before anything of ours ran); also counts FLOPs."""
+        try:
+            process = self._main()
+            self.state.isolation = process.isolation
+            self.state.startup_seconds = process.startup_seconds
+            described = process.describe()
+            self._progress(f"watching {steps} plain steps")
+            process.window([], settle=2, steps=1)
+            seen = process.breakdown([], steps=min(steps, OBSERVED_STEPS))
+            self.state.flops_per_step = process.flops()
+            return seen, described
+        except TrialStopped as stop:
+            raise ScriptError(
+                f"{self.setup.target.name}: {stop}",
+                limit="copy-on-write is refused here, so a trial may not go on",
+                remedy=str(self.state.isolation.get("reason", "")),
+            ) from None
 
     def _look_again(self) -> None:
         """After a lever was kept the shares of a step are others: a loader lever may now have nothing left to win."""
@@ -232,7 +246,8 @@ class Search:
         return [choice for choice in self.state.kept if choice.field not in replaced] + list(choices)
 
     def _compare(self, wanted: Sequence[Choice], choice: Choice) -> Pairing:
-        for attempt in range(3):
+        collected: list[tuple[float, float]] = []
+        for attempt in range(ATTEMPTS):
             main = self._main()
             other: TrialProcess | None = None
             try:
@@ -240,11 +255,15 @@ class Search:
                     other = self._started(self._from_start(wanted))
                 baseline = Arm(main, self._live())
                 candidate = Arm(other or main, self._live(wanted))
-                return compare_arms(baseline, candidate, self._pace(choice), choice)
+                return compare_arms(baseline, candidate, self._pace(choice), choice, collected)
             except TrialEnded as end:
-                if end.status != 0 or attempt == 2:
+                if end.status != 0 or attempt == ATTEMPTS - 1:
                     raise
                 self._note_length(end)
+                self.close()
+            except TrialStopped:
+                if attempt == ATTEMPTS - 1:
+                    raise
                 self.close()
             finally:
                 if other is not None:

@@ -256,7 +256,8 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
     """What to tell a person whose script ended before it could be tuned."""
     lines = [line for line in end.error.strip().splitlines() if line.strip()]
     if end.status != 0 and lines:
-        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", remedy="\n" + "\n".join(lines))
+        trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
+        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", remedy=trace)
     if end.status != 0:
         return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
     if end.steps == 0:

@@ -86,13 +86,23 @@ def warm_up(arm: Arm, pace: Pace, candidate: Choice | None) -> tuple[float, floa
     return max(0.0, spent - usual * len(window.settle_seconds)), usual
 
 
-def compare_arms(baseline: Arm, candidate: Arm, pace: Pace, choice: Choice | None = None) -> Pairing:
-    """Pairs of windows until the verdict is clear, or the time or the pairs are used up."""
+def compare_arms(
+    baseline: Arm,
+    candidate: Arm,
+    pace: Pace,
+    choice: Choice | None = None,
+    collected: list[tuple[float, float]] | None = None,
+) -> Pairing:
+    """Pairs of windows until the verdict is clear, or the time or the pairs are used up.
+
+    Each pair goes into `collected` as well, so that a script which ends half-way can be started again and the
+    comparison go on with what it has.
+    """
     began = time.monotonic()
     startup, _ = warm_up(candidate, pace, choice)
     if baseline.process is not candidate.process:
         warm_up(baseline, pace, None)
-    pairs: list[tuple[float, float]] = []
+    pairs = collected if collected is not None else []
     resident: list[tuple[int, int]] = []
     while True:
         order = (baseline, candidate) if len(pairs) % 2 == 0 else (candidate, baseline)

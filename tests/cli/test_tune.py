@@ -1,0 +1,97 @@
+"""`flatout tune` as a stranger meets it: bad input, interruption, and a script's files afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LOOP = """
+import sys, torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    {body}
+    optimizer.zero_grad()
+    loss = (model(torch.randn(8, 4)) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def tune(folder: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flatout", "tune", "--budget", "8s", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, input=stdin, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["missing.py"], 2, "no such script: missing.py"),
+        (["-m", "no.such.module"], 1, "No module named"),
+        (["--budget", "soon", "train.py"], 2, "soon"),
+        (["--exactness", "perhaps", "train.py"], 2, "bit-same, rounding, reduced"),
+        (["--steps", "0", "train.py"], 2, "at least 1"),
+        (["--output", "nowhere", "train.py"], 2, "cannot write to"),
+        (["syntax.py"], 1, "syntax.py, line 2: SyntaxError"),
+        (["idle.py"], 1, "idle.py never trains"),
+        (["raises.py"], 1, "ValueError: at step 7"),
+        (["stdin.py"], 1, "EOFError"),
+        (["short.py"], 1, "short.py ended after 5 steps"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: str) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(steps=10, body="pass"))
+    (tmp_path / "syntax.py").write_text("x = 1\ny = = 2\n")
+    (tmp_path / "idle.py").write_text("import torch\ntorch.zeros(3) + 1\n")
+    (tmp_path / "raises.py").write_text(LOOP.format(steps=90, body="if step == 6: raise ValueError('at step 7')"))
+    (tmp_path / "stdin.py").write_text(LOOP.format(steps=90, body="input()"))
+    (tmp_path / "short.py").write_text(LOOP.format(steps=5, body="pass"))
+    before = sorted(tmp_path.iterdir())
+    result = tune(tmp_path, *words)
+    assert result.returncode == code, result.stderr
+    assert said in result.stderr
+    assert "flatout/" not in result.stderr  # no traceback of ours
+    assert result.stdout == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_path: Path) -> None:
+    body = "line = sys.stdin.readline() if step < 2 else ''; open('log.txt', 'a').write('x'); open('new.txt', 'w')"
+    (tmp_path / "my train.py").write_text(LOOP.format(steps=10_000_000, body=body))
+    (tmp_path / "log.txt").write_text("mine")
+    result = tune(tmp_path, "--exactness", "bit-same", "--json", "my train.py", "--name", "two words", stdin="a\nb\n")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["flatout"]["document"] == "tune"
+    assert report["script"]["arguments"] == ["--name", "two words"]
+    assert {trial["exactness"] for trial in report["trials"]} <= {"bit-same"}
+    assert (tmp_path / "log.txt").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["flatout-report.json", "flatout.toml", "log.txt", "my train.py"]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, seconds: float) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(steps=10_000_000, body="import time; time.sleep(0.03)"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", "tune", "--budget", "60s", "train.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert b"Traceback" not in stderr or seconds < 1  # Python itself may still have been starting
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+    assert subprocess.run(["pgrep", "-f", f"trial_child.*{process.pid}"], capture_output=True).stdout == b""
