@@ -57,8 +57,7 @@ class Handles(Generic[T]):
         undos: list[tuple[weakref.ref[T], Undo[T]]] = []
         entry = (visit, undos)
         try:
-            for item in self:
-                self._visit(item, visit, undos)
+            self._visit_all(visit, undos)
             self._visitors.append(entry)
             yield
         finally:
@@ -68,6 +67,11 @@ class Handles(Generic[T]):
                 alive = reference()
                 if alive is not None:
                     undo(alive)
+
+    def _visit_all(self, visit: Visit[T], undos: list[tuple[weakref.ref[T], Undo[T]]]) -> None:
+        """A function of its own: its loop must not hold the last handle for as long as the context lasts."""
+        for item in self:
+            self._visit(item, visit, undos)
 
     @staticmethod
     def _visit(item: T, visit: Visit[T], undos: list[tuple[weakref.ref[T], Undo[T]]]) -> None:

@@ -49,6 +49,7 @@ class ImportWatch:
 
     def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
         self._waiting = dict(callbacks)
+        self._searching = False
 
     def install(self) -> None:
         for name in list(self._waiting):
@@ -61,12 +62,14 @@ class ImportWatch:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        callback = self._waiting.pop(name, None)
-        if callback is None:
+        if name not in self._waiting or self._searching:
             return None
-        spec = importlib.util.find_spec(name)
+        self._searching = True  # the search below asks us again
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
         if spec is None or spec.loader is None:
-            self._waiting[name] = callback
             return None
         loader = spec.loader
         original = loader.exec_module
@@ -74,7 +77,9 @@ class ImportWatch:
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             original(module)
-            callback(module)
+            callback = self._waiting.pop(name, None)  # only now: many look for a package and never load it
+            if callback is not None:
+                callback(module)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

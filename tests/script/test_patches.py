@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import pickle
 import sys
@@ -62,6 +63,7 @@ def test_an_import_is_seen_once_it_is_complete(package: str) -> None:
     watch = ImportWatch({package: callback, "never_imported": callback})
     watch.install()
     try:
+        assert importlib.util.find_spec(package) is not None  # to look is not to load
         assert seen == []
         module = __import__(package)
         __import__(package)

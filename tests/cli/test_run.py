@@ -1,0 +1,443 @@
+"""`flatout run`, whole: documents, plans, terminals, places that cannot be written."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.plan import Plan
+
+TRAIN = """
+    import os
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import sys, torch
+    from torch.utils.data import DataLoader, TensorDataset
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    def epoch(workers):
+        for (x,) in DataLoader(TensorDataset(torch.randn(80, 3)), batch_size=4, shuffle=True, num_workers=workers):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item().hex())
+    if __name__ == "__main__":
+        for workers in (0, 1):
+            epoch(workers)
+        print(torch.get_num_threads(), torch.get_rng_state().sum().item(), sorted(model.state_dict()))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run(source, *options)`: `flatout run OPTIONS train.py` in a folder of its own; source None: by Python alone."""
+
+    def run(
+        source: str, *options: str, flatout: bool = True, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(textwrap.dedent(source))
+        environment = {**os.environ, "FLATOUT_CACHE_DIR": str(tmp_path / ".cache"), **(env or {})}
+        prefix = ["-m", "flatout", "run", *options] if flatout else []
+        command = [sys.executable, *prefix, "train.py"]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+
+    return run
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def document(folder: Path, name: str = "flatout-run.json") -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path) -> None:
+    plain, watched = run(TRAIN, flatout=False), run(TRAIN)
+    assert plain.returncode == 0
+    assert (watched.returncode, watched.stdout, watched.stderr) == (0, plain.stdout, plain.stderr)
+    seen = document(tmp_path)
+    assert (seen["steps"], seen["script"]) == (40, {"name": "train.py", "arguments": [], "status": 0})
+    assert seen["observed"]["step_kind"] == "optimizer"
+    assert seen["observed"]["breakdown_seconds"].keys() >= {"data", "forward", "backward", "optimizer", "other"}
+    assert len(seen["measurement"]["samples_seconds"]) == 39
+    assert (seen["applied"], seen["rolled_back"], seen["plan_notes"]) == ([], [], [])
+    assert seen["machine"]["versions"]["torch"]
+
+
+def test_a_script_that_never_trains_is_told_so(run: Run, tmp_path: Path) -> None:
+    assert run("print('hello')").stdout == "hello\n"
+    seen = document(tmp_path)
+    assert (seen["steps"], seen["observed"]) == (0, None)
+    assert [finding["name"] for finding in seen["findings"]] == ["no-step"]
+    assert "measurement" not in seen
+
+
+def test_exceptions_that_pass_through_our_wrappers_show_none_of_them(run: Run) -> None:
+    source = """
+        import torch
+        from torch.utils.data import DataLoader
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                raise ValueError("forward")
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(context, x):
+                return x.clone()
+            @staticmethod
+            def backward(context, gradient):
+                raise ValueError("backward")
+        class Data:
+            def __len__(self):
+                return 3
+            def __getitem__(self, index):
+                raise ValueError("data")
+        def closure():
+            raise ValueError("closure")
+        w = torch.ones(1, requires_grad=True)
+        torch.optim.SGD([w], 0.1).step()
+        try:
+            torch.nn.Sequential(Model())(w)
+        except ValueError:
+            try:
+                Function.apply(w).backward()
+            except ValueError:
+                try:
+                    torch.autograd.grad(Function.apply(w), w)
+                except ValueError:
+                    try:
+                        for batch in DataLoader(Data()):
+                            pass
+                    except ValueError:
+                        torch.optim.SGD([w], 0.1).step(closure)
+    """
+    plain, watched = run(source, flatout=False), run(source)
+    assert (watched.returncode, watched.stderr) == (plain.returncode, plain.stderr)
+    assert watched.stderr.count("Traceback") == 5
+    assert "flatout" not in watched.stderr
+
+
+def test_only_the_first_of_several_ranks_reports(run: Run, tmp_path: Path) -> None:
+    assert run("print(1)", env={"RANK": "1"}).stdout == "1\n"
+    assert not (tmp_path / "flatout-run.json").exists()
+    assert run("print(1)", env={"RANK": "0"}).stdout == "1\n"
+    assert (tmp_path / "flatout-run.json").exists()
+
+
+CONVOLUTION = """
+    import torch
+    torch.manual_seed(0)
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = torch.nn.Conv2d(3, 4, 3)
+            self.head = torch.nn.Linear(4 * 6 * 6, 1)
+        def forward(self, x):
+            return self.head(self.convolution(x).view(-1, 4 * 6 * 6))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(6):
+        loss = model(torch.randn(2, 3, 8, 8)).mean()
+        loss.backward()
+        optimizer.step()
+        print(loss.item().hex())
+    print(model.convolution.weight.stride())
+"""
+
+
+def test_a_lever_that_breaks_the_forward_is_taken_back(run: Run, tmp_path: Path) -> None:
+    plain = run(CONVOLUTION, flatout=False)
+    (tmp_path / "flatout.toml").write_text(Plan(memory_format="channels_last").to_toml())
+    planned = run(CONVOLUTION, "--trust-plan")
+    assert (planned.returncode, planned.stdout, planned.stderr) == (0, plain.stdout, "")
+    seen = document(tmp_path)
+    assert [entry["label"] for entry in seen["rolled_back"]] == ["channels_last"]
+    assert "the model's forward failed: RuntimeError: view size is not compatible" in seen["rolled_back"][0]["reason"]
+    assert seen["applied"] == []
+    assert "rolled-back" in [finding["name"] for finding in seen["findings"]]
+
+
+def test_the_users_own_error_is_theirs_with_a_plan_too(run: Run, tmp_path: Path) -> None:
+    source = CONVOLUTION.replace("optimizer.step()", "optimizer.step(); x = torch.randn(1, 9, 9); model(x)")
+    (tmp_path / "flatout.toml").write_text(Plan(memory_format="channels_last").to_toml())
+    plain, planned = run(source, flatout=False), run(source, "--trust-plan")
+    assert (planned.returncode, planned.stderr) == (1, plain.stderr)
+
+
+NET = "import torch\nclass Net(torch.nn.Sequential):\n    pass\n"
+SAVING = """
+    import copy, functools, torch
+    from net import Net
+    torch.compile = functools.partial(torch.compile, backend="eager")  # without a C++ compiler, and quick
+    torch.manual_seed(0)
+    model = Net(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    average = copy.deepcopy(model)
+    for _ in range(5):
+        model(torch.randn(6, 3)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copied = copy.deepcopy(model)
+        for mean, weight in zip(average.parameters(), copied.parameters()):
+            mean.data.lerp_(weight.data, 0.1)
+    average(torch.randn(2, 3))
+    print(list(model.state_dict()), type(model).__name__, isinstance(model, torch.nn.Sequential))
+    groups = optimizer.state_dict()["param_groups"]
+    print([{name: group[name] for name in ("fused", "foreach")} for group in groups])
+    torch.save([model, average, copied, optimizer, optimizer.state_dict()], "saved.pt")
+"""
+LOADING = """
+    import sys, torch
+    model, average, copied, optimizer, state = torch.load("saved.pt", weights_only=False)
+    assert "flatout" not in sys.modules
+    torch.optim.AdamW(model.parameters()).load_state_dict(state)
+    with torch.no_grad():
+        assert model(torch.ones(1, 3)).equal(copied(torch.ones(1, 3)))
+    print("as saved", *vars(model).keys())
+"""
+
+
+def test_what_a_planned_run_saves_is_what_a_plain_one_saves(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    plain = run(SAVING, flatout=False)
+    loaded = run(LOADING, flatout=False)
+    assert loaded.returncode == 0
+    (tmp_path / "flatout.toml").write_text(Plan(compile="default", optimizer="fused").to_toml())
+    planned = run(SAVING, "--trust-plan")
+    assert (planned.returncode, planned.stdout) == (0, plain.stdout)
+    assert document(tmp_path)["applied"] == ["fused optimizer", "torch.compile"]
+    assert run(LOADING, flatout=False).stdout == loaded.stdout
+
+
+def test_a_plan_for_another_script_is_left_alone(run: Run, tmp_path: Path) -> None:
+    plan = Plan(script="other.py", optimizer="fused")
+    (tmp_path / "flatout.toml").write_text(plan.to_toml())
+    assert run("print(1)").stdout == "1\n"
+    notes = document(tmp_path)["plan_notes"]
+    assert len(notes) == 1
+    assert notes[0].startswith("flatout.toml is for other.py: not applied")
+    for same in ("train.py", "./train.py", str(tmp_path / "train.py")):
+        (tmp_path / "flatout.toml").write_text(Plan(script=same, optimizer="fused").to_toml())
+        run("print(1)", "--trust-plan")
+        assert document(tmp_path)["plan_notes"] == []
+        assert document(tmp_path)["plan"] == {"optimizer": "fused"}
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[plan\n", "flatout.toml"),
+        ("[plan]\nprecison = 'bf16'\n", "precision"),
+        ("[plan]\ncompile = 'fast'\n", "fast"),
+    ],
+)
+def test_a_malformed_plan_stops_before_the_script(run: Run, tmp_path: Path, toml: str, message: str) -> None:
+    (tmp_path / "flatout.toml").write_text(toml)
+    stopped = run("print('started')")
+    assert (stopped.returncode, stopped.stdout) == (2, "")
+    assert stopped.stderr.startswith("error: ")
+    assert message in stopped.stderr
+    assert stopped.stderr.count("\n") == 1
+    assert not (tmp_path / "flatout-run.json").exists()
+    assert run("print('started')", "--no-plan").stdout == "started\n"
+
+
+@pytest.mark.parametrize("place", ["missing/run.json", ".", "train.py/run.json"])
+def test_a_report_that_cannot_be_is_refused_first(run: Run, place: str) -> None:
+    refused = run("print('started')", "--report", place)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: cannot write /")
+
+
+def test_where_the_report_goes(run: Run, tmp_path: Path) -> None:
+    run("import os; os.mkdir('elsewhere'); os.chdir('elsewhere')", "--report", "r.json")
+    assert document(tmp_path, "r.json")["steps"] == 0
+    run("print(1)", "--no-report")
+    assert not (tmp_path / "flatout-run.json").exists()
+
+
+def test_a_report_that_cannot_be_written_after_all_harms_nothing(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "flatout-run.json").mkdir()
+    done = run("import sys; print(1); sys.exit(4)")
+    assert (done.returncode, done.stdout, done.stderr) == (4, "1\n", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flatout-run.json", "train.py"]
+
+
+# on a terminal
+
+TICKING = """
+    import os, sys, time, torch
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], 0.1)
+    print("first line")
+    sys.stdout.write("no line end")
+    sys.stdout.flush()
+    step = 0
+    while not os.path.exists("enough"):
+        w.sum().backward()
+        optimizer.step()
+        time.sleep(0.01)
+        step += 1
+    print(" and its rest")
+    for step in range(3):
+        sys.stdout.write(f"\\rprogress {step}")
+        sys.stdout.flush()
+    print("\\nlast line")
+    sys.exit(3)
+"""
+
+
+class Terminal:
+    """Just enough of a terminal to tell what a person would see: [rows] of text."""
+
+    SEQUENCE = re.compile(r"\x1b(?:\[([\d;]*)([A-Za-z])|([78D]))|([\r\n])|([^\x1b\r\n])")
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.grid = [[" "] * columns for _ in range(rows)]
+        self.row = self.column = 0
+        self.bottom = rows - 1
+        self.saved = (0, 0)
+
+    def feed(self, text: str) -> list[str]:
+        for numbers, command, escape, control, letter in self.SEQUENCE.findall(text):
+            if letter:
+                self.grid[self.row][self.column] = letter
+                self.column += 1
+            elif control:
+                self.column = 0 if control == "\r" else self.column
+                self._down() if control == "\n" else None
+            elif escape == "D":
+                self._down()
+            elif escape == "7":
+                self.saved = (self.row, self.column)
+            elif escape == "8":
+                self.row, self.column = self.saved
+            else:
+                getattr(self, f"_{command}")([int(number) for number in numbers.split(";") if number])
+        return ["".join(row).rstrip() for row in self.grid]
+
+    def _down(self) -> None:
+        if self.row == self.bottom:
+            self.grid[: self.bottom + 1] = [*self.grid[1 : self.bottom + 1], [" "] * len(self.grid[0])]
+        elif self.row < len(self.grid) - 1:
+            self.row += 1
+
+    def _r(self, numbers: list[int]) -> None:
+        self.bottom = (numbers[1] if numbers else len(self.grid)) - 1
+        self.row = self.column = 0
+
+    def _H(self, numbers: list[int]) -> None:
+        self.row, self.column = numbers[0] - 1, numbers[1] - 1
+
+    def _A(self, numbers: list[int]) -> None:
+        self.row -= numbers[0]
+
+    def _K(self, numbers: list[int]) -> None:
+        self.grid[self.row] = [" "] * len(self.grid[0])
+
+    def _m(self, numbers: list[int]) -> None:
+        """Colours: not followed."""
+
+
+class Session:
+    """`flatout run OPTIONS train.py` on a pseudo terminal."""
+
+    def __init__(self, folder: Path, *options: str, size: tuple[int, int] = (24, 100)) -> None:
+        (folder / "train.py").write_text(textwrap.dedent(TICKING))
+        self.folder, self.output = folder, ""
+        self.master, slave = pty.openpty()
+        self.resize(*size)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flatout", "run", *options, "train.py"],
+            cwd=folder, stdin=slave, stdout=slave, stderr=slave, close_fds=True,
+            env={**os.environ, "FLATOUT_CACHE_DIR": str(folder / ".cache"), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        os.close(slave)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def read_until(self, wanted: str | None) -> None:
+        """Read until `wanted` stands in the output; None: until the program has ended."""
+        while wanted is None or wanted not in self.output:
+            ready, _, _ = select.select([self.master], [], [], 60)
+            assert ready, f"{wanted!r} did not come; so far: {self.output!r}"
+            try:
+                data = os.read(self.master, 65536)
+            except OSError:  # Linux's way to say that nobody has the other end any more
+                data = b""
+            if not data:
+                assert wanted is None, f"ended before {wanted!r} came: {self.output!r}"
+                break
+            self.output += data.decode()
+
+    def finish(self) -> int:
+        (self.folder / "enough").touch()
+        self.read_until(None)
+        os.close(self.master)
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    started: list[Session] = []
+
+    def start(*options: str, size: tuple[int, int] = (24, 100)) -> Session:
+        started.append(Session(tmp_path, *options, size=size))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_a_terminal_shows_the_line_and_then_the_summary(session: Callable[..., Session]) -> None:
+    on = session(size=(24, 200))
+    on.read_until(" steps/s")
+    during = Terminal(24, 200).feed(on.output)
+    assert during[:2] == ["first line", "no line end"]
+    assert re.match(r" flatout · step [\d,]+ · [\d.]+ ms · ", during[-1])
+    assert on.finish() == 3
+    after = Terminal(24, 200).feed(on.output)
+    assert after[:5] == ["first line", "no line end and its rest", "progress 2", "last line", ""]
+    assert after[-1] == ""
+    labels = [row.split()[0] for row in after[5:] if row[:1].strip()]
+    assert labels[:5] == ["script", "step", "ceiling", "memory", "plan"]
+    assert labels[-1] == "report"
+    assert "train.py · " in after[5]
+
+
+def test_a_small_terminal_that_is_resized_keeps_the_scripts_text(session: Callable[..., Session]) -> None:
+    on = session("--no-report", size=(6, 60))
+    on.read_until("\x1b[1;5r")
+    on.resize(12, 80)
+    on.read_until("\x1b[1;11r")
+    on.resize(2, 80)  # no room: the line waits
+    on.resize(10, 70)
+    on.read_until("\x1b[1;9r")
+    assert on.finish() == 3
+    assert "progress 2" in on.output
+    assert on.output.rindex("\x1b[r") > on.output.rindex("\x1b[1;9r")
+
+
+def test_quiet_is_quiet_on_a_terminal_too(session: Callable[..., Session], tmp_path: Path) -> None:
+    on = session("--quiet")
+    assert on.finish() == 3
+    assert "\x1b" not in on.output
+    assert on.output.endswith("last line\r\n")
+    assert document(tmp_path)["script"]["status"] == 3
