@@ -31,12 +31,12 @@ def _described(name: str, command: Any) -> list[str]:
     options = [_option(param) for param in command.params if param.param_type_name == "option"]
     if isinstance(command, main.RunCommand):
         options = [f"  {option.name} {option.value}  {option.meaning}" for option in main._run_options()]
-    arguments = [f" {param.human_readable_name}" for param in command.params if param.param_type_name == "argument"]
+    arguments = [f" {param.name.upper()}" for param in command.params if param.param_type_name == "argument"]
     return [f"{name}{''.join(arguments)}: {_first_line(command.help)}", *options]
 
 
 def _option(param: Any) -> str:
-    kind = "" if param.is_flag else f" {param.metavar or param.type.name}"
+    kind = "" if param.is_flag else f" {param.metavar}"
     default = "" if param.default is None or param.is_flag else f" [{param.default}]"
     return f"  {'/'.join([*param.opts, *param.secondary_opts])}{kind}{default}  {_first_line(param.help)}"
 

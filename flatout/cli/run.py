@@ -228,6 +228,7 @@ class Run:
         if record.steps:
             observed = observe(watch, threads_at_start=self.runner.threads_at_start, rows=record.rows, loaders=False)
         rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
+        rolled_back += tuple(("batched fetch", incident) for incident in watch.subject.incidents)
         used = resource.getrusage(resource.RUSAGE_SELF)
         facts = RunFacts(
             observed=observed,

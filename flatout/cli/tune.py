@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,17 +22,30 @@ STDIN_LIMIT_BYTES = 64 << 20
 
 def tune(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
-    budget: Annotated[str, typer.Option(help="How long the search may take, proof included: 90s, 10m, 1h.")] = "10m",
-    steps: Annotated[int | None, typer.Option(help="How many steps the real run will have (for break-even).")] = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="How long the search may take, proof included: 90s, 10m, 1h.")
+    ] = "10m",
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="How many steps the real run will have (for break-even).")
+    ] = None,
     exactness: Annotated[
-        str, typer.Option(help="What may be tried: bit-same, rounding (and bit-same), reduced (everything).")
+        str,
+        typer.Option(
+            metavar="LEVEL", help="What may be tried: bit-same, rounding (and bit-same), reduced (everything)."
+        ),
     ] = "reduced",
-    output: Annotated[Path, typer.Option(help="Folder for flatout.toml and flatout-report.json.")] = Path("."),
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for flatout.toml and flatout-report.json.")
+    ] = Path("."),
     logs: Annotated[
-        Path | None, typer.Option(help="Keep what the script printed in its trials in this folder.")
+        Path | None, typer.Option(metavar="FOLDER", help="Keep what the script printed in its trials in this folder.")
     ] = None,
     isolation: Annotated[
-        str, typer.Option(help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).")
+        str,
+        typer.Option(
+            metavar="MODE",
+            help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).",
+        ),
     ] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
@@ -40,8 +53,9 @@ def tune(
 
     The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned.
     """
-    from flatout.plan import write_plan
-    from flatout.report.document import to_text, write_document
+    from dataclasses import replace
+
+    from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.script.entry import Target
     from flatout.tune.tune import TuneRequest
@@ -60,20 +74,26 @@ def tune(
     _check_writable(output)
     with _progress_line() as progress, _stdin_copy() as stdin_file:
         machine = _machine_with_ceilings(progress)
-        from dataclasses import replace
-
         result = tune_script(replace(request, stdin_file=stdin_file), machine, progress)
     document = tune_document(result)
     print(to_text(document) if json else tune_text(result))
+    _save(result, document, output)
+    if not json:
+        print(_saved(result, output))
+    return 0
+
+
+def _save(result: TuneResult, document: dict[str, Any], output: Path) -> None:
+    """Write plan and report; minutes of work must not be lost to a disk that is full by now."""
+    from flatout.plan import write_plan
+    from flatout.report.document import write_document
+
     try:
         write_plan(output / PLAN_NAME, result.plan)
         write_document(output / REPORT_NAME, document)
     except Exception:
         sys.stderr.write(f"the plan could not be saved; here it is:\n\n{result.plan.to_toml()}\n")
         raise
-    if not json:
-        print(_saved(result, output))
-    return 0
 
 
 def _saved(result: TuneResult, output: Path) -> str:

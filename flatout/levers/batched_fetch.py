@@ -36,7 +36,8 @@ class BatchedFetch(Lever):
         return offer(value, reason=f"the data fit in memory ({observed.loaders[0].dataset})")
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        return batched_fetch({"batched", "cached"} if value == "cached" else {"batched"})
+        kinds = {"batched", "cached"} if value == "cached" else {"batched"}
+        return batched_fetch(kinds, on_mismatch=subject.incidents.append)
 
     def label(self, value: Any) -> str:
         return "batched fetch" if value == "batched" else "batched fetch of kept samples"

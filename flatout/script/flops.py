@@ -43,7 +43,9 @@ def _recurrent_formulas(aten: Any) -> dict[Any, Any]:
         "_thnn_fused_lstm_cell": lambda *_, **__: 0,  # elementwise: its products are dispatched by themselves
     }
     return {
-        getattr(aten, name): _shaped(formula) for name, formula in formulas.items() if getattr(aten, name, None) is not None
+        getattr(aten, name): _shaped(formula)
+        for name, formula in formulas.items()
+        if getattr(aten, name, None) is not None
     }
 
 

@@ -18,6 +18,4 @@ def seed_in_trials(seed: int, on_torch: list[object]) -> ImportWatch:
         for callback in on_torch:
             callback(torch)  # type: ignore[operator]
 
-    return ImportWatch(
-        {"torch": torch_imported, "numpy": lambda numpy: numpy.random.seed((UNSEEDED + seed) % 2**32)}
-    )
+    return ImportWatch({"torch": torch_imported, "numpy": lambda numpy: numpy.random.seed((UNSEEDED + seed) % 2**32)})

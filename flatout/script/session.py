@@ -16,6 +16,7 @@ processes, can be interleaved. Between commands nothing of the script runs: its 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -123,7 +124,7 @@ class Session:
             if len(marks) <= settle + steps:
                 return False
             device.synchronize()
-            seconds = [device.elapsed_seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+            seconds = [device.elapsed_seconds(a, b) for a, b in itertools.pairwise(marks)]
             self._write(
                 {
                     "event": "window",

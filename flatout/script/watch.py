@@ -29,6 +29,7 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
+from flatout.script.device_calls import DeviceCalls
 from flatout.script.patches import Patches
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
@@ -107,6 +108,7 @@ class Watch:
         self.on_forward_failure: Callable[[Exception], bool] | None = None
         self.saw_autocast = False
         self.saw_scaler = False
+        self.device_calls: DeviceCalls | None = None
         self._spans = Spans()
         self._patches = Patches()
         self._weights = WeightProbe()
@@ -159,11 +161,24 @@ class Watch:
         self.rows = []
         self._spans.take()
         self._row_backwards = 0
+        if self.device_calls is None and self._on_device():
+            self.device_calls = DeviceCalls(self._enter_device_call, self._spans.leave)
+            self.device_calls.install(sys.modules["torch"])
         self._row_start = time.perf_counter()
 
     def close_window(self) -> list[StepRow]:
+        if self.device_calls is not None:
+            self.device_calls.uninstall()
+            self.device_calls = None
         rows, self.rows = self.rows or [], None
         return rows
+
+    def _on_device(self) -> bool:
+        parameters = (next(module.parameters(), None) for module in self.subject.modules)
+        return any(parameter is not None and parameter.device.type != "cpu" for parameter in parameters)
+
+    def _enter_device_call(self, kind: str) -> list[Any] | None:
+        return self._spans.enter(kind) if self.rows is not None and self._here() else None
 
     # what the patched entry points call
 
@@ -345,6 +360,7 @@ class Watch:
         self._spans.move("pending", "data")
         parts = self._spans.take()
         seconds = now - self._row_start
+        parts.pop("other", None)  # a device call that turned out to be none
         parts["other"] = max(0.0, seconds - sum(parts.values()))
         self.rows.append(StepRow(seconds=seconds, parts=parts, backwards=self._row_backwards))
         self._row_backwards = 0

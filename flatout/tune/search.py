@@ -81,12 +81,15 @@ class Search:
         self._progress = progress
         self._process: TrialProcess | None = None
         self._restarts = 0
+        self._levers_left = 1
         self._deadline = time.monotonic() + limits.seconds
 
     def run(self) -> SearchState:
         try:
             self._observe()
-            for lever in self.levers:
+            for index, lever in enumerate(self.levers):
+                rest = self.levers[index:]
+                self._levers_left = sum(bool(one.applies(self.machine, self.state.observed)) for one in rest)
                 self._try_lever(lever)
             self._second_look()
             self._try_pairs()
@@ -271,7 +274,7 @@ class Search:
         raise AssertionError
 
     def _pace(self, choice: Choice) -> Pace:
-        seconds = min(LEVER_SECONDS, max(5.0, self._remaining() / 4))
+        seconds = min(LEVER_SECONDS, max(3.0, self._remaining() / (self._levers_left + 2)))
         return Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=seconds)
 
     def _note_length(self, end: TrialEnded) -> None:

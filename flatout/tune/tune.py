@@ -138,7 +138,23 @@ class Verifier:
         if not self.state.kept:
             return None, None
         final = self._final_comparison()
+        if final is not None and final.comparison.verdict != "faster":
+            self._progress("not clear yet; measuring once more")
+            final = self._final_comparison() or final
+        if final is not None and final.comparison.verdict != "faster":
+            self._give_all_back(final)
+            return None, None
         return proof, final
+
+    def _give_all_back(self, final: Pairing) -> None:
+        """Nothing that could not be shown in fresh processes goes into a plan."""
+        found = final.comparison
+        reason = f"faster in the search, but the whole was not in fresh processes (x{found.ratio:.2f}, {found.verdict})"
+        self.state.kept = []
+        self.state.trials = [
+            replace(trial, outcome="dropped", reason=reason) if trial.outcome == "kept" else trial
+            for trial in self.state.trials
+        ]
 
     def _steps(self) -> int:
         """As many as fit into the time kept back: four runs, plain speed, recording makes them a little slower."""
@@ -205,7 +221,7 @@ class Verifier:
         live = [choice for choice in self.state.kept if choice.lever.switch == "live"]
         from_start = [choice for choice in self.state.kept if choice.lever.switch != "live"]
         pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=max(5.0, 0.15 * self.seconds))
-        pace = replace(pace, most_pairs=25, least_pairs=8)
+        pace = replace(pace, most_pairs=25, least_pairs=8, stop_when_futile=False)
         try:
             with (
                 TrialProcess(self.setup, label="plain") as plain,

@@ -16,6 +16,8 @@ from flatout.levers.lever import Choice
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.tune.trial_process import TrialProcess, Window
 
+FUTILE_PAIRS, FUTILE_RATIOS = 5, (0.97, 1.005)
+"""After so many pairs an estimate in this range will hardly become a gain that counts: the time is better spent."""
 EARLY_PAIRS, EARLY_CONFIDENCE = 7, 0.98
 CONFIDENCE = 0.95
 LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
@@ -34,14 +36,15 @@ class Pace:
     seconds: float = 60.0
     """A comparison stops after this time, if it has its least number of pairs."""
     least_gain: float = 0.01
+    stop_when_futile: bool = True
 
     @classmethod
     def for_step(cls, step_seconds: float, *, seconds: float) -> Pace:
         """Windows of about 0.15 s: long against a stall of the scheduler, short against the machine's drift."""
-        steps = max(2, min(60, round(0.15 / max(step_seconds, 1e-6))))
+        steps = max(2 if step_seconds < 0.5 else 1, min(60, round(0.15 / max(step_seconds, 1e-6))))
         return cls(
             steps=steps,
-            settle=1 if step_seconds > 0.2 else 2,
+            settle=1 if step_seconds > 0.05 else 2,
             warm_steps=2 if step_seconds > 1.0 else 4,
             least_pairs=6,
             seconds=seconds,
@@ -137,6 +140,10 @@ def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -
         return True
     if seconds > 3 * pace.seconds and len(pairs) >= 3:
         return True  # steps far slower than planned for: what there is must do
+    if len(pairs) >= FUTILE_PAIRS and pace.stop_when_futile:
+        low, high = FUTILE_RATIOS
+        if low < _compare(pairs, pace.least_gain, CONFIDENCE).ratio < high:
+            return True
     if len(pairs) < max(EARLY_PAIRS, pace.least_pairs):
         return False
     early = _compare(pairs, pace.least_gain, EARLY_CONFIDENCE)

@@ -75,7 +75,12 @@ def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_pa
     assert report["script"]["arguments"] == ["--name", "two words"]
     assert {trial["exactness"] for trial in report["trials"]} <= {"bit-same"}
     assert (tmp_path / "log.txt").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["flatout-report.json", "flatout.toml", "log.txt", "my train.py"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "flatout-report.json",
+        "flatout.toml",
+        "log.txt",
+        "my train.py",
+    ]
 
 
 @pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])

@@ -10,7 +10,7 @@ from flatout.machine.detect import detect
 from flatout.script.entry import Target
 from flatout.tune.tune import TuneRequest, TuneResult, tune
 
-SCRIPT = '''
+SCRIPT = """
 import time
 import torch
 torch.set_num_threads(1)
@@ -25,7 +25,7 @@ while True:
     loss.backward()
     optimizer.step()
     time.sleep(0.004)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> TuneResult:
         ("helps", "kept", "faster"),
     ],
 )
-def test_each_planted_lever_goes_for_its_own_reason(
-    result: TuneResult, label: str, outcome: str, reason: str
-) -> None:
+def test_each_planted_lever_goes_for_its_own_reason(result: TuneResult, label: str, outcome: str, reason: str) -> None:
     trial = next(trial for trial in result.state.trials if trial.label == label)
     assert (trial.outcome, reason in trial.reason) == (outcome, True), trial.reason
 

@@ -1,0 +1,66 @@
+"""Time that the script's own thread spends copying to a device and waiting for it.
+
+Only where the weights are on a device, and only in a window: `.to`, `.cuda` that cross from the host count as
+transfer; whatever asks for a value (`.item`, `.tolist`, `.cpu`, `bool(tensor)`, `torch.cuda.synchronize`) as sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from flatout.script.patches import Patches
+
+ASKING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
+MOVING = ("to", "cuda")
+
+
+class DeviceCalls:
+    """Patches on methods of torch.Tensor between `install` and `uninstall`.
+
+    `enter(kind)` opens a span or returns None outside of windows; `leave(span)` closes it. A span is a list whose first
+    element is its kind, which may still be changed.
+    """
+
+    def __init__(self, enter: Callable[[str], list[Any] | None], leave: Callable[[list[Any]], None]) -> None:
+        self._enter, self._leave = enter, leave
+        self._patches = Patches()
+
+    def install(self, torch: ModuleType) -> None:
+        for name in ASKING:
+            self._patches.replace(torch.Tensor, name, lambda original: self._timed(original, "sync"))
+        for name in MOVING:
+            self._patches.replace(torch.Tensor, name, self._moved)
+        if torch.cuda.is_available():
+            self._patches.replace(torch.cuda, "synchronize", lambda original: self._timed(original, "sync"))
+
+    def uninstall(self) -> None:
+        self._patches.undo()
+
+    def _timed(self, original: Any, kind: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            span = self._enter(kind)
+            if span is None:
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._leave(span)
+
+        return call
+
+    def _moved(self, original: Any) -> Any:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self._enter("other")
+            if span is None:
+                return original(tensor, *args, **kwargs)
+            try:
+                result = original(tensor, *args, **kwargs)
+                if result.device != tensor.device:
+                    span[0] = "sync" if result.device.type == "cpu" else "transfer"
+                return result
+            finally:
+                self._leave(span)
+
+        return call
