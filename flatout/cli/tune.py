@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,8 +54,6 @@ def tune(
 
     The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned.
     """
-    from dataclasses import replace
-
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.script.entry import Target
