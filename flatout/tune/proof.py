@@ -64,7 +64,7 @@ def judge(plain: Numerics, again: Numerics, nudged: Numerics, candidate: Numeric
     floors = [_Differences.between(plain, again), _Differences.between(plain, nudged)]
     repeatable = plain.same_bits(again)
     verdict, reason = _verdict(plain, candidate, found, floors, claimed, repeatable)
-    if verdict == "rejected" and not floors[0].comparable:
+    if verdict == "rejected" and found.finite and not floors[0].comparable:
         verdict, reason = _statistical(found, floors)
     return Proof(
         verdict=verdict,  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ class _Differences:
             weight=_relative(a.weights, b.weights),
             drift=drift,
             drift_of_gain=of_gain,
-            finite=finite,
+            finite=finite and _as_finite(a.norms, b.norms) and _as_finite(a.weights, b.weights),
         )
 
 
@@ -136,9 +136,10 @@ def _verdict(
     if plain.same_bits(candidate):
         return "bit-same", "losses, gradient norms and weights are equal to the last bit"
     if claimed == "bit-same" and repeatable:
-        return "rejected", f"it should change no bit, but losses differ by {found.loss or 0:.1e}"
+        where = f"losses differ by {found.loss:.1e}" if found.loss else "gradients or weights differ"
+        return "rejected", f"it should change no bit, but {where}"
     if not found.finite:
-        return "rejected", "its losses become infinite or NaN where the plain script's stay finite"
+        return "rejected", "its numbers become infinite or NaN where the plain script's stay finite"
     excess = _beyond_rounding(found, floors)
     if excess is None:
         return "within rounding", "no farther from the plain run than a single rounding error in its weights leads"
@@ -243,6 +244,13 @@ def _relative(a: Sequence[float], b: Sequence[float]) -> float | None:
     if not size or len(a) != len(b):
         return None
     return _norm([x - y for x, y in zip(a, b, strict=True)]) / size
+
+
+def _as_finite(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
+    """Is all of `b` finite, or was something of `a` not either? A comparison with NaN is never true, so it must be
+    asked for."""
+    broken = any(value is not None and not math.isfinite(value) for value in b)
+    return not broken or any(value is not None and not math.isfinite(value) for value in a)
 
 
 def _norm(values: Sequence[float]) -> float:

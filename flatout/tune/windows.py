@@ -7,6 +7,7 @@ the machine does to one arm it does to the other; a pair is the two medians of n
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ EARLY_PAIRS, EARLY_CONFIDENCE = 7, 0.98
 CONFIDENCE = 0.95
 LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
 """32 MiB in a thousand steps."""
+LEAK_WINDOWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +119,17 @@ def compare_arms(
         resident.append((ours.resident_bytes, theirs.resident_bytes))
         if _decided(pairs, pace, time.monotonic() - began):
             break
+    comparison = _compare(pairs, pace.least_gain, CONFIDENCE)
+    suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident)
+    leak = leak_bytes_per_step(baseline, candidate, pace) if suspicious else 0.0
     return Pairing(
-        comparison=_compare(pairs, pace.least_gain, CONFIDENCE),
+        comparison=comparison,
         baseline_seconds=median([pair[0] for pair in pairs]),
         candidate_seconds=median([pair[1] for pair in pairs]),
         startup_seconds=startup,
         baseline_medians=tuple(pair[0] for pair in pairs),
         candidate_medians=tuple(pair[1] for pair in pairs),
-        leak_bytes_per_step=_leak(resident, pace.steps + pace.settle),
+        leak_bytes_per_step=leak,
         pairs=len(pairs),
     )
 
@@ -150,8 +155,8 @@ def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -
     return early.verdict != "not significant" or early.high < 1 + pace.least_gain
 
 
-def _leak(resident: Sequence[tuple[int, int]], steps: int) -> float:
-    """Bytes that each step under the candidate adds for good, beyond what the plain script adds; 0 if none.
+def _suspicious(resident: Sequence[tuple[int, int]]) -> bool:
+    """Did the process grow in the candidate's windows more than in the baseline's? Cheap, and often mistaken.
 
     `resident` holds the memory after each pair's windows (baseline, candidate). As the order alternates, A B, B A,
     A B, two windows of one arm follow each other between pairs: only there growth is the arm's own, because a lever
@@ -159,11 +164,28 @@ def _leak(resident: Sequence[tuple[int, int]], steps: int) -> float:
     """
     ours = [resident[i + 1][0] - resident[i][0] for i in range(1, len(resident) - 1, 2)]
     theirs = [resident[i + 1][1] - resident[i][1] for i in range(0, len(resident) - 1, 2)]
-    if len(theirs) < 2 or not ours:
+    if not theirs:
+        return False
+    return median([float(g) for g in theirs]) > (median([float(g) for g in ours]) if ours else 0.0)
+
+
+def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace) -> float:
+    """Bytes that each step adds under the candidate beyond what it adds plainly; 0 if there is no steady growth.
+
+    Each arm runs several windows in a row. An allocator that rearranges itself grows once or to and fro, a leak grows
+    in every window by about the same.
+    """
+    steps = pace.settle + pace.steps
+    theirs = _growths(candidate, pace)
+    if min(theirs) < 0.5 * median(theirs):
         return 0.0
-    growth = (median([float(g) for g in theirs]) - median([float(g) for g in ours])) / steps
-    steady = min(theirs) > 0
-    return growth if steady and growth > LEAK_FLOOR_BYTES_PER_STEP else 0.0
+    growth = (median(theirs) - max(0.0, median(_growths(baseline, pace)))) / steps
+    return growth if growth > LEAK_FLOOR_BYTES_PER_STEP else 0.0
+
+
+def _growths(arm: Arm, pace: Pace) -> list[float]:
+    sizes = [arm.window(settle=pace.settle, steps=pace.steps).resident_bytes for _ in range(LEAK_WINDOWS + 1)]
+    return [float(after - before) for before, after in itertools.pairwise(sizes)]
 
 
 def _raise_if_rolled_back(window: Window, candidate: Choice | None) -> None:
