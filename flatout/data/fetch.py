@@ -159,12 +159,13 @@ def take(stored: Any, indices: Any) -> Any:
     """The samples at `indices` (an int64 tensor) from a collated whole, as a collated batch."""
     if isinstance(stored, dict):
         return {key: take(value, indices) for key, value in stored.items()}
-    if isinstance(stored, list) and stored and isinstance(stored[0], (str, bytes)):
-        return [stored[i] for i in indices.tolist()]
+    if isinstance(stored, (list, tuple)) and stored and isinstance(stored[0], (str, bytes)):
+        return type(stored)(stored[i] for i in indices.tolist())
     if isinstance(stored, (list, tuple)):
         values = [take(value, indices) for value in stored]
         return type(stored)(*values) if hasattr(stored, "_fields") else values
-    return stored[indices.to(stored.device) if stored.device.type != "cpu" else indices]
+    taken = stored[indices.to(stored.device) if stored.device.type != "cpu" else indices]
+    return taken.contiguous()  # as stacking samples gives it, however the whole lies
 
 
 class _Batches:
@@ -179,17 +180,30 @@ class _Batches:
             found = _tensors_of(dataset)
             assert found is not None
             tensors, indices = found
+            self.version = _version(dataset)
             self.stored: Any = list(tensors)
             self.indices = _index_tensor(indices) if indices is not None else None
         else:
-            with _random_states_kept():
+            with _random_states_kept() as changed:
                 self.stored = default_collate([dataset[i] for i in range(len(dataset))])
+                if changed():
+                    raise ValueError("some samples draw random numbers")
         if device is not None:
             self.stored = [tensor.to(device) for tensor in self.stored]
 
     def batch(self, wanted: Sequence[int]) -> Any:
         index = _index_tensor(wanted)
         return take(self.stored, index if self.indices is None else self.indices[index])
+
+
+def _version(dataset: Any) -> tuple[Any, ...]:
+    """Changes when other tensors, other indices or other values take the place of those that were stored."""
+    found: list[Any] = []
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        found.append(id(dataset.indices))
+        dataset = dataset.dataset
+    tensors = vars(dataset).get("tensors", ())
+    return (*found, *((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors))
 
 
 def _index_tensor(indices: Sequence[int]) -> Any:
@@ -207,10 +221,10 @@ def batched_fetch(
     `kinds` are the strategies allowed ('batched', 'cached'). `device` keeps the samples there. `on_mismatch` is told
     when a batch differed from the loader's own; that data set is left alone from then on.
     """
-    from torch.utils.data import Dataset
+    from torch.utils.data import Dataset, default_collate
     from torch.utils.data._utils import fetch as torch_fetch
 
-    sources: weakref.WeakKeyDictionary[Any, _Batches | None] = weakref.WeakKeyDictionary()
+    sources: dict[int, tuple[weakref.ref[Any], _Batches | None]] = {}  # by identity: a data set may not be hashable
     fetcher_class: Any = torch_fetch._MapDatasetFetcher
     original = fetcher_class.fetch
 
@@ -220,16 +234,28 @@ def batched_fetch(
         dataset = fetcher.dataset
         if not isinstance(dataset, Dataset):  # a list, say: nothing that could be followed weakly
             return original(fetcher, wanted)
-        if dataset not in sources:
-            found = strategy(dataset, fetcher.collate_fn)
-            sources[dataset] = _Batches(dataset, found.kind, device) if found.kind in kinds else None
-        source = sources[dataset]
+        if fetcher.collate_fn is not default_collate:  # another loader of the same data may have one
+            return original(fetcher, wanted)
+        key = id(dataset)
+        if key not in sources:
+            reference = weakref.ref(dataset, lambda _: sources.pop(key, None))
+            sources[key] = (reference, _source(dataset, kinds, device))
+        reference, source = sources[key]
+        if source is None or not len(wanted):
+            return original(fetcher, wanted)
+        if source.kind == "batched" and source.version != _version(dataset):
+            source = _source(dataset, kinds, device)
+            sources[key] = (reference, source)
         if source is None:
             return original(fetcher, wanted)
-        batch = source.batch(wanted)
+        try:
+            batch = source.batch(wanted)
+        except (IndexError, TypeError, ValueError, RuntimeError):  # indices of some other kind: the data set's matter
+            sources[key] = (reference, None)
+            return original(fetcher, wanted)
         if _agrees(source, batch, fetcher, wanted, original):
             return batch
-        sources[dataset] = None
+        sources[key] = (reference, None)
         if on_mismatch is not None:
             on_mismatch(f"a whole batch of {type(dataset).__name__} differed from the loader's own")
         return original(fetcher, wanted)
@@ -239,6 +265,22 @@ def batched_fetch(
         yield
     finally:
         fetcher_class.fetch = original
+
+
+def _source(dataset: Any, kinds: Collection[str], device: str | None) -> _Batches | None:
+    found = strategy(dataset, _default_collate())
+    if found.kind not in kinds:
+        return None
+    try:
+        return _Batches(dataset, found.kind, device)
+    except Exception:  # whatever a stranger's samples raise when all of them are computed, or put together
+        return None
+
+
+def _default_collate() -> Any:
+    from torch.utils.data import default_collate
+
+    return default_collate
 
 
 def _agrees(source: _Batches, batch: Any, fetcher: Any, wanted: Sequence[int], original: Callable[..., Any]) -> bool:

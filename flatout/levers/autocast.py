@@ -44,7 +44,7 @@ class Autocast(Lever):
         with contextlib.ExitStack() as stack:
             stack.enter_context(subject.around_calls(autocast_call(value)))
             if value == "fp16":
-                stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers)))
+                stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers, subject.modules)))
             yield
 
     def label(self, value: Any) -> str:

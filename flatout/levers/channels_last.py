@@ -36,13 +36,18 @@ class ChannelsLast(Lever):
 
         last, first = torch.channels_last, torch.contiguous_format
 
+        def lay_out(module: Any, memory_format: Any) -> None:
+            _lay_out_module(module, memory_format)
+            for optimizer in subject.optimizers:
+                _lay_out_state(optimizer)
+
         def visit_module(module: Any) -> Undo[Any]:
-            _lay_out_module(module, last)
-            return lambda module: _lay_out_module(module, first)
+            lay_out(module, last)
+            return lambda module: lay_out(module, first)
 
         def visit_optimizer(optimizer: Any) -> Undo[Any]:
-            _lay_out_state(optimizer, last)
-            return lambda optimizer: _lay_out_state(optimizer, first)
+            _lay_out_state(optimizer)
+            return _lay_out_state
 
         with subject.modules.each(visit_module), subject.optimizers.each(visit_optimizer):
             yield
@@ -59,8 +64,20 @@ def _lay_out_module(module: Any, memory_format: Any) -> None:
                 tensor.grad = tensor.grad.contiguous(memory_format=memory_format)
 
 
-def _lay_out_state(optimizer: Any, memory_format: Any) -> None:
+def _lay_out_state(optimizer: Any) -> None:
+    """Moments as their parameter lies, which a model that is not watched may have kept as it was."""
+    import torch
+
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if getattr(value, "dim", None) and value.dim() == 4 and value.shape == parameter.shape:
-                state[name] = value.contiguous(memory_format=memory_format)
+            if isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape == parameter.shape:
+                state[name] = as_laid_out(value, parameter)
+
+
+def as_laid_out(tensor: Any, model: Any) -> Any:
+    """`tensor` with the strides of `model`; itself where it has them already."""
+    import torch
+
+    if tensor.stride() == model.stride():
+        return tensor
+    return torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

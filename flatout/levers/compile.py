@@ -31,7 +31,7 @@ class Compile(Lever):
     compiles = True
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
-        if observed.compiled_in_script:
+        if observed.compiled_in_script or any(module.compiled for module in observed.modules):
             return refuse("the script compiles its model itself")
         if not observed.modules:
             return refuse("no module was called that could be compiled")

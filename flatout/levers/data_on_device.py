@@ -24,6 +24,8 @@ class DataOnDevice(Lever):
             return refuse("the script trains on the CPU")
         if not any(loader.fetch == "batched" and not loader.workers for loader in observed.loaders):
             return refuse("no loader over tensors in memory feeds training")
+        if any(loader.pin_memory for loader in observed.loaders):
+            return refuse("the script pins its batches, and only the CPU's memory can be pinned")
         return offer("cuda", reason="the data are tensors in memory")
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from flatout.levers.channels_last import as_laid_out
 from flatout.levers.lever import Lever, Verdict, offer, refuse
 from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
@@ -56,22 +57,56 @@ def _switch(optimizer: Any, value: str) -> Undo[Any]:
     flags = {"fused": value == "fused", "foreach": value == "foreach"}
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            group.update(flags)
+        if value == "fused":
+            _prepare(optimizer)
+        _set_flags(optimizer, flags)
         _move_step_counters(optimizer, to_device=value == "fused")
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            group.update(fused=None, foreach=None)
+        _set_flags(optimizer, dict.fromkeys(flags))
 
     hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
 
     def undo(optimizer: Any) -> None:
         for hook in hooks:
             hook.remove()
+        _set_flags(optimizer, dict.fromkeys(flags))  # a step that raised has left them
         _move_step_counters(optimizer, to_device=False)
 
     return undo
+
+
+def _set_flags(optimizer: Any, flags: dict[str, bool | None]) -> None:
+    """Only where the optimizer knows the flag: a state dict gets no key that it never had."""
+    for group in optimizer.param_groups:
+        group.update({name: flag for name, flag in flags.items() if name in group})
+
+
+def _prepare(optimizer: Any) -> None:
+    """What the fused kernels take for granted: gradients and moments lie as their parameter does, and either all
+    parameters of a group have a momentum or none has (an unfrozen layer comes without)."""
+    import torch
+
+    for group in optimizer.param_groups:
+        ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [optimizer.state.get(parameter, {}) for parameter in ready]
+        for parameter, state in zip(ready, states, strict=True):
+            if parameter.grad.stride() != parameter.stride():
+                parameter.grad = as_laid_out(parameter.grad, parameter)
+            for name, moment in state.items():
+                if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape and moment.dim():
+                    state[name] = as_laid_out(moment, parameter)
+        if group.get("momentum") and any(state.get("momentum_buffer") is not None for state in states):
+            for parameter, state in zip(ready, states, strict=True):
+                if state.get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = _first_momentum(parameter, group)
+
+
+def _first_momentum(parameter: Any, group: dict[str, Any]) -> Any:
+    """What the next update turns into the bare gradient, as torch starts a momentum: it is not dampened at first."""
+    gradient = -parameter.grad if group["maximize"] else parameter.grad
+    decayed = gradient.add(parameter.detach(), alpha=group["weight_decay"])
+    return as_laid_out(decayed * (group["dampening"] / group["momentum"]), parameter)
 
 
 def _move_step_counters(optimizer: Any, *, to_device: bool) -> None:
@@ -108,8 +143,30 @@ def see_optimizer(optimizer: Any) -> OptimizerSeen:
         parameters=len(parameters),
         fused=groups[0].get("fused"),
         foreach=groups[0].get("foreach"),
-        can_fuse=kind in fusable and "fused" in groups[0],
-        can_foreach=kind.__module__.startswith("torch.optim") and "foreach" in groups[0],
+        can_fuse=kind in fusable
+        and "fused" in groups[0]
+        and all(_is_dense(p) for p in parameters)
+        and (kind is not torch.optim.Adagrad or all(p.device.type == "cpu" for p in parameters)),
+        can_foreach=kind.__module__.startswith("torch.optim")
+        and "foreach" in groups[0]
+        and not any(_holds_tensor(value) for group in groups for name, value in group.items() if name != "params"),
         sparse_gradients=sparse,
         obstacle=obstacle,
     )
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Does it fill its memory without gaps and overlaps, in whatever order? Fused kernels walk it flat."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _holds_tensor(value: Any) -> bool:
+    """A learning rate or betas as tensors: 'foreach' refuses them."""
+    import torch
+
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(_holds_tensor(part) for part in value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,19 +32,36 @@ def in_fp32(result: Any, dtype: Any) -> Any:
     import torch
     from torch.utils import _pytree as pytree
 
-    if isinstance(result, torch.Tensor):
-        return result.float() if result.dtype == dtype else result
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor, result
-    )
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.float() if leaf.dtype == dtype else leaf
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            return _dataclass_in_fp32(leaf, dtype)
+        return leaf
+
+    return pytree.tree_map(convert, result)
+
+
+def _dataclass_in_fp32(result: Any, dtype: Any) -> Any:
+    """A copy with other field values, made without `__init__`, which may compute or refuse."""
+    changed = copy.copy(result)
+    for field in dataclasses.fields(result):
+        if hasattr(result, field.name):
+            object.__setattr__(changed, field.name, in_fp32(getattr(result, field.name), dtype))
+    return changed
 
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 
 
-def loss_scaled_backward(optimizers: Iterable[Any]) -> Callable[[Any, Callable[[Any], Any]], Any]:
+def loss_scaled_backward(
+    optimizers: Iterable[Any], modules: Iterable[Any] = ()
+) -> Callable[[Any, Callable[[Any], Any]], Any]:
     """A wrapper for backward passes: scale the loss, unscale the new gradients at once.
+
+    Every leaf of the graph is unscaled, whether or not an optimizer that owns it has been seen; `optimizers` and
+    `modules` add what checkpointed parts hide from the graph.
 
     Unscaling right here, before the script sees a gradient, makes its own clipping and accumulation right. A pass
     that overflowed leaves no gradient and halves the scale. Asks the device once a pass whether it did.
@@ -52,13 +71,13 @@ def loss_scaled_backward(optimizers: Iterable[Any]) -> Callable[[Any, Callable[[
     state = {"scale": FIRST_SCALE, "good": 0}
 
     def wrapper(tensors: Any, run: Callable[[Any], Any]) -> Any:
-        parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        parameters = _leaves(tensors, optimizers, modules)
         held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         scale = state["scale"]
         result = run([t * scale for t in tensors] if isinstance(tensors, (list, tuple)) else tensors * scale)
-        fresh = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        fresh = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         finite = all(bool(torch.isfinite(norm)) for norm in torch._foreach_norm(fresh)) if fresh else True
         if finite:
             torch._foreach_mul_(fresh, 1.0 / scale)
@@ -71,6 +90,30 @@ def loss_scaled_backward(optimizers: Iterable[Any]) -> Callable[[Any, Callable[[
         return result
 
     return wrapper
+
+
+def _dense(gradient: Any) -> Any:
+    """The values of a gradient, to be changed in place."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _leaves(tensors: Any, optimizers: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
+    """Whatever this backward pass may leave a gradient in, each once."""
+    found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        found |= {id(p): p for p in module.parameters()}
+    roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        fresh = [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
+        seen.update(fresh)
+        waiting += fresh
+    return list(found.values())
 
 
 def _adapt(state: dict[str, float], finite: bool) -> None:

@@ -26,6 +26,7 @@ PARALLEL_ELEMENTS = 1 << 18
 @contextlib.contextmanager
 def flush_denormals() -> Iterator[None]:
     """On for every thread within the context. Raises MachineError where some thread cannot be reached."""
+    already_here = flushed_here()
     set_in_every_thread(True)
     try:
         if not flushed_everywhere():
@@ -33,22 +34,38 @@ def flush_denormals() -> Iterator[None]:
         yield
     finally:
         set_in_every_thread(False)
+        if already_here:
+            torch_flag(True)
 
 
 def set_in_every_thread(on: bool) -> None:
     """Set the flag of the calling thread and of the OpenMP workers it commands."""
     import torch
 
-    torch.set_flush_denormal(on)
+    torch_flag(on)
     library = _openmp()
     if library is None or torch.get_num_threads() == 1:
         return
 
     def region(_: int | None) -> None:
-        torch.set_flush_denormal(on)
+        torch_flag(on)
 
     callback = _REGION(region)
     library.GOMP_parallel(callback, None, torch.get_num_threads(), 0)
+
+
+def torch_flag(on: bool) -> None:
+    """The calling thread's own flag."""
+    import torch
+
+    torch.set_flush_denormal(on)
+
+
+def flushed_here() -> bool:
+    """Does the calling thread return 0 for a product that is denormal?"""
+    import torch
+
+    return bool((torch.tensor([DENORMAL]) * 0.5 == 0).all())
 
 
 def flushed_everywhere() -> bool:

@@ -18,14 +18,16 @@ def matmul_precision(value: str) -> Iterator[None]:
 
     onednn: Any = torch.backends.mkldnn
     backends = [onednn.conv, onednn.rnn] if value == "medium" else []
+    # set_float32_matmul_precision writes these two as well, and 'highest' does not bring back what they held before.
+    products: list[Any] = [onednn.matmul, torch.backends.cuda.matmul]
     before = torch.get_float32_matmul_precision()
-    others = [backend.fp32_precision for backend in backends]
+    others = [backend.fp32_precision for backend in [*products, *backends]]
     torch.set_float32_matmul_precision(value)
     for backend in backends:
         backend.fp32_precision = "bf16"
     try:
         yield
     finally:
-        for backend, old in zip(backends, others, strict=True):
-            backend.fp32_precision = old
         torch.set_float32_matmul_precision(before)
+        for backend, old in zip([*products, *backends], others, strict=True):
+            backend.fp32_precision = old

@@ -1,7 +1,8 @@
 """Count the floating point operations of one training step, forward and backward, as torch dispatches them.
 
-torch's own counter knows products, convolutions and attention; recurrent layers, which oneDNN and cuDNN run as one
-operation, are added here. A multiply-add counts as 2. Only trials count: the counter slows its step down.
+torch's own counter knows products, convolutions and attention on GPUs; attention on the CPU and recurrent layers, which
+oneDNN and cuDNN run as one operation, are added here. A multiply-add counts as 2. Only trials count: the counter slows
+its step down.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def count_step() -> Callable[[], FlopCount]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    counter = FlopCounterMode(display=False, custom_mapping=_recurrent_formulas(torch.ops.aten))
+    counter = FlopCounterMode(display=False, custom_mapping=_more_formulas(torch.ops.aten))
     counter.__enter__()
 
     def finish() -> FlopCount:
@@ -34,12 +35,15 @@ def count_step() -> Callable[[], FlopCount]:
     return finish
 
 
-def _recurrent_formulas(aten: Any) -> dict[Any, Any]:
+def _more_formulas(aten: Any) -> dict[Any, Any]:
     formulas = {
         "mkldnn_rnn_layer": lambda x, *weights, **_: _layer(x, weights[:2]),
         "mkldnn_rnn_layer_backward": lambda x, *weights, **_: 2 * _layer(x, weights[:2]),
         "_cudnn_rnn": lambda x, weights, *_, **__: _layer(x, [w for w in weights if len(w) == 2]),
         "_cudnn_rnn_backward": lambda x, weights, *_, **__: 2 * _layer(x, [w for w in weights if len(w) == 2]),
+        "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: _attention(q, k, v),
+        # Five products against two: the scores are computed anew, as torch counts it for GPUs.
+        "_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, q, k, v, *__: _attention(q, k, v) * 5 // 2,
         "_thnn_fused_lstm_cell": lambda *_, **__: 0,  # elementwise: its products are dispatched by themselves
     }
     return {
@@ -54,6 +58,12 @@ def _shaped(formula: Callable[..., int]) -> Callable[..., int]:
         return formula(*args)
 
     return count
+
+
+def _attention(query: Any, key: Any, value: Any) -> int:
+    """[batch, heads, positions, features]: the scores, and the values weighted by them."""
+    batch, heads, positions, features = query
+    return int(2 * batch * heads * positions * key[-2] * (features + value[-1]))
 
 
 def _layer(x: Any, weights: Any) -> int:

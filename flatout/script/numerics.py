@@ -15,8 +15,6 @@ from flatout.script.watch import Watch
 
 ELEMENTS_PER_TENSOR = 64
 ELEMENTS_IN_ALL = 20_000
-NUDGE = 2.0**-23
-"""One unit in the last place of an fp32 number near 1: the smallest difference that rounding makes."""
 
 
 class NumericsRecorder:
@@ -77,7 +75,8 @@ class NumericsRecorder:
 
 
 def nudge_weights(subject: Subject) -> None:
-    """Move every weight by about one rounding error, up or down: what the script makes of that is its own floor."""
+    """Move every weight by about one rounding error of its format, up or down: what the script makes of that is its
+    own floor."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -85,7 +84,8 @@ def nudge_weights(subject: Subject) -> None:
         for tensor in weights(subject):
             if tensor.is_floating_point():
                 signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
-                tensor.mul_(1 + NUDGE * signs.to(device=tensor.device, dtype=tensor.dtype))
+                ulp = torch.finfo(tensor.dtype).eps  # one unit in the last place of a number near 1
+                tensor.mul_(1 + ulp * signs.to(device=tensor.device, dtype=tensor.dtype))
 
 
 def weights(subject: Subject) -> list[Any]:

@@ -1,0 +1,198 @@
+"""Which levers are offered where, and that the list is sound."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flatout.levers import allocator
+from flatout.levers.catalogue import INTERACTING, LEVERS
+from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever, choices_from_json, choices_of_plan
+from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed, OptimizerSeen
+from flatout.machine.description import Cpu, Gpu, Machine, Versions
+from flatout.plan import Plan, choice_names
+
+
+def machine(*, cpu: tuple[str, ...] = ("fp32",), gpu: tuple[str, ...] | None = None, cores: int = 8) -> Machine:
+    return Machine(
+        fingerprint="f",
+        cpu=Cpu(
+            name="c",
+            model_id="m",
+            physical_cores=cores // 2 or 1,
+            logical_cores=cores,
+            available_cores=cores,
+            fast_dtypes=cpu,
+        ),
+        memory_total_bytes=1 << 34,
+        memory_available_bytes=1 << 33,
+        devices=() if gpu is None else (Gpu(name="g", index=0, fast_dtypes=gpu),),
+        versions=Versions(python="3", operating_system="o", flatout="0", torch="2.13.0"),
+    )
+
+
+LOADER = LoaderSeen(
+    dataset="TensorDataset",
+    samples=100,
+    batch_size=4,
+    workers=0,
+    pin_memory=False,
+    persistent_workers=False,
+    fetch="batched",
+    draws_random_numbers=False,
+)
+OPTIMIZER = OptimizerSeen(kind="Adam", parameters=4, can_fuse=True, can_foreach=True)
+MODULE = ModuleSeen(kind="Net", parameters=9, convolutions=2, dtypes=("float32",))
+SEEN = Observed(optimizers=(OPTIMIZER,), loaders=(LOADER,), modules=(MODULE,), threads=8)
+ON_GPU = replace(SEEN, device="cuda:0")
+CPU, AMX = machine(), machine(cpu=("fp32", "bf16"))
+AMPERE, TURING, OLD = machine(gpu=("fp32", "tf32", "bf16", "fp16")), machine(gpu=("fp32", "fp16")), machine(gpu=())
+
+
+def lever(name: str) -> Lever:
+    return next(one for one in LEVERS if one.name == name)
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(allocator, "preloaded_libraries", lambda: "")
+    monkeypatch.setattr(allocator, "_library", lambda name: "libjemalloc.so.2" if name == "jemalloc" else None)
+
+
+def test_the_list_is_sound() -> None:
+    assert len({one.name for one in LEVERS}) == len(LEVERS)
+    assert {one.plan_field for one in LEVERS} <= set(choice_names())
+    assert {name for pair in INTERACTING for name in pair} <= {one.plan_field for one in LEVERS}
+    order = [EXACTNESS_ORDER.index(one.exactness) for one in LEVERS if one.switch == "live" and not one.compiles]
+    assert order == sorted(order)  # compile alone comes after what it builds on
+    assert [one.switch for one in LEVERS] == sorted(
+        (one.switch for one in LEVERS), key=("live", "loader", "process").index
+    )
+
+
+OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
+    ("batched fetch", CPU, SEEN, ("batched",)),
+    ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="cached"),)), ("cached",)),
+    ("data set on the device", AMPERE, ON_GPU, ("cuda",)),
+    ("memory kept by malloc", CPU, SEEN, ("retain",)),
+    ("denormals flushed", CPU, SEEN, (True,)),
+    ("threads", CPU, SEEN, (4, 2, 1)),
+    ("threads", CPU, replace(SEEN, threads=4), (8, 2, 1)),
+    ("optimizer", CPU, SEEN, ("fused", "foreach")),
+    ("optimizer", AMPERE, ON_GPU, ("fused",)),
+    ("cudnn.benchmark", AMPERE, ON_GPU, (True,)),
+    ("channels_last", CPU, SEEN, ("channels_last",)),
+    ("autocast", AMX, SEEN, ("bf16",)),
+    ("autocast", AMPERE, ON_GPU, ("bf16",)),
+    ("autocast", TURING, ON_GPU, ("fp16",)),
+    ("fp32 products as", AMX, SEEN, ("medium",)),
+    ("fp32 products as", AMPERE, ON_GPU, ("high",)),
+    ("torch.compile", CPU, SEEN, ("default",)),
+    ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("regional", "default")),
+    ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead")),
+    ("loader workers", CPU, SEEN, (1, 2, 4, 7)),
+    ("loader workers", machine(cores=1), SEEN, (1,)),
+    ("pinned memory", AMPERE, ON_GPU, (True,)),
+    ("allocator", CPU, SEEN, ("jemalloc",)),
+]
+
+
+@pytest.mark.parametrize(("name", "here", "seen", "values"), OFFERED)
+def test_offered(name: str, here: Machine, seen: Observed, values: tuple[Any, ...]) -> None:
+    found = lever(name).applies(here, seen)
+    assert found.values == values
+    assert found.reason
+    for value in values:
+        choices = {lever(name).plan_field: value} | ({"fetch": "batched"} if name == "data set on the device" else {})
+        assert Plan(**choices).choices() == choices
+        assert Choice(lever(name), value) in choices_of_plan(choices, LEVERS)
+        assert lever(name).label(value)
+
+
+WORKED = replace(LOADER, workers=2)
+REFUSED: list[tuple[str, Machine, Observed, str]] = [
+    ("batched fetch", CPU, replace(SEEN, loaders=()), "no DataLoader"),
+    ("batched fetch", CPU, replace(SEEN, loaders=(WORKED,)), "set by the script"),
+    ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="", fetch_obstacle="why"),)), "why"),
+    ("batched fetch", CPU, replace(SEEN, step_seconds=1.0, breakdown_seconds={"data": 0.01}), "1.0% of a step"),
+    ("data set on the device", CPU, SEEN, "CPU"),
+    ("data set on the device", AMPERE, replace(ON_GPU, loaders=(WORKED,)), "no loader"),
+    ("data set on the device", AMPERE, replace(ON_GPU, loaders=(replace(LOADER, pin_memory=True),)), "pins"),
+    ("memory kept by malloc", AMPERE, ON_GPU, "GPU"),
+    ("denormals flushed", CPU, replace(SEEN, flush_denormals=True), "script"),
+    ("denormals flushed", AMPERE, ON_GPU, "GPU"),
+    ("threads", CPU, replace(SEEN, threads_set_by_script=True), "itself"),
+    ("threads", AMPERE, ON_GPU, "GPU"),
+    ("threads", machine(cores=1), replace(SEEN, threads=1), "one core"),
+    ("optimizer", CPU, replace(SEEN, optimizers=()), "no optimizer"),
+    ("optimizer", CPU, replace(SEEN, optimizers=(replace(OPTIMIZER, fused=True, obstacle="chose"),)), "chose"),
+    ("optimizer", CPU, replace(SEEN, optimizers=(replace(OPTIMIZER, can_fuse=False, can_foreach=False),)), "faster"),
+    ("optimizer", CPU, replace(SEEN, step_seconds=1.0, breakdown_seconds={"optimizer": 0.01}), "1.0%"),
+    ("cudnn.benchmark", CPU, SEEN, "CPU"),
+    ("cudnn.benchmark", AMPERE, replace(ON_GPU, cudnn_benchmark=True), "already"),
+    ("cudnn.benchmark", AMPERE, replace(ON_GPU, deterministic_algorithms=True), "deterministic"),
+    ("cudnn.benchmark", AMPERE, replace(ON_GPU, modules=(replace(MODULE, convolutions=0),)), "no convolutions"),
+    ("channels_last", CPU, replace(SEEN, modules=(replace(MODULE, convolutions=0),)), "no 2-d"),
+    ("channels_last", CPU, replace(SEEN, modules=(replace(MODULE, channels_last=True),)), "already"),
+    ("autocast", CPU, SEEN, "no fast 16-bit"),
+    ("autocast", OLD, ON_GPU, "no fast 16-bit"),
+    ("autocast", AMX, replace(SEEN, autocast_in_script=True), "itself"),
+    ("autocast", AMX, replace(SEEN, modules=()), "no module"),
+    ("autocast", AMX, replace(SEEN, modules=(replace(MODULE, dtypes=("float64",)),)), "not fp32"),
+    ("autocast", TURING, replace(ON_GPU, scaler_in_script=True), "no fast 16-bit"),
+    ("fp32 products as", CPU, SEEN, "no bf16"),
+    ("fp32 products as", TURING, ON_GPU, "no TF32"),
+    ("fp32 products as", AMX, replace(SEEN, matmul_precision="high"), "itself"),
+    ("torch.compile", CPU, replace(SEEN, compiled_in_script=True), "itself"),
+    ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, compiled=True),)), "itself"),
+    ("torch.compile", CPU, replace(SEEN, modules=()), "no module"),
+    ("loader workers", CPU, replace(SEEN, loaders=(WORKED,)), "itself"),
+    ("loader workers", CPU, replace(SEEN, loaders=(replace(LOADER, draws_random_numbers=True),)), "random"),
+    ("loader workers", CPU, replace(SEEN, loaders=(replace(LOADER, draws_random_numbers=None),)), "unknown"),
+    ("pinned memory", CPU, SEEN, "CPU"),
+    ("pinned memory", AMPERE, replace(ON_GPU, loaders=(replace(LOADER, pin_memory=True),)), "no loader"),
+    ("allocator", AMPERE, ON_GPU, "GPU"),
+]
+
+
+@pytest.mark.parametrize(("name", "here", "seen", "why"), REFUSED)
+def test_refused(name: str, here: Machine, seen: Observed, why: str) -> None:
+    found = lever(name).applies(here, seen)
+    assert not found
+    assert why in found.reason
+
+
+def test_no_compiler_no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "g++" in lever("torch.compile").applies(CPU, SEEN).reason
+
+
+def test_a_preloaded_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "preloaded_libraries", lambda: "/usr/lib/libjemalloc.so.2")
+    assert not lever("memory kept by malloc").applies(CPU, SEEN)
+    assert not lever("allocator").applies(CPU, SEEN)
+    assert lever("allocator").environment("jemalloc") == {"LD_PRELOAD": "libjemalloc.so.2"}
+
+
+def test_labels() -> None:
+    assert lever("autocast").label("bf16") == "bf16 autocast"
+    assert lever("threads").label(2) == "threads 2"
+    assert lever("denormals flushed").label(True) == "denormals flushed"
+    assert lever("loader workers").label(1) == "1 loader worker"
+    assert lever("torch.compile").label("default") == "torch.compile"
+    assert lever("fp32 products as").label("high") == "fp32 products as TF32"
+
+
+def test_choices_travel_as_json() -> None:
+    choices = [Choice(lever("threads"), 2), Choice(lever("allocator"), "jemalloc")]
+    assert choices_from_json([choice.to_json() for choice in choices], LEVERS) == choices
+    assert choices_of_plan({"allocator": "jemalloc", "threads": 2}, LEVERS) == choices
+
+
+def test_what_was_seen_travels_as_json() -> None:
+    assert Observed.from_json(SEEN.to_json()) == SEEN
+    assert SEEN.share("data") is None
