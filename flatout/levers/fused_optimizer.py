@@ -54,7 +54,7 @@ class FusedOptimizer(Lever):
 
 
 def _switch(optimizer: Any, value: str) -> Undo[Any]:
-    flags = {"fused": value == "fused", "foreach": value == "foreach"}
+    flags: dict[str, bool | None] = {"fused": value == "fused", "foreach": value == "foreach"}
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if value == "fused":
