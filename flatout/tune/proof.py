@@ -178,7 +178,8 @@ def _reduced(found: _Differences, floors: Sequence[_Differences]) -> tuple[str, 
     own = _largest(abs(floor.drift) for floor in floors if floor.drift is not None) or 0.0
     allowed = max(REDUCED_DRIFT_LIMIT, 3 * own)
     small_against_gain = found.drift_of_gain is not None and abs(found.drift_of_gain) < LOSS_TOLERANCE_OF_GAIN
-    if found.drift > allowed and not small_against_gain:
+    suspiciously_low = found.drift < -max(0.1, 10 * own)
+    if (found.drift > allowed or suspiciously_low) and not small_against_gain:
         return "rejected", f"its loss is {found.drift:+.1%} off in the later half; the script's own spread is {own:.1%}"
     return "reduced", f"losses of the later half {found.drift:+.2%} off (the script's own spread: {own:.2%})"
 
