@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
+from flatout.machine.detect import available_memory_bytes
 
 MEMORY_SHARE = 0.25
 """Samples are kept only if they take less than this share of the available memory."""
@@ -94,7 +94,7 @@ def _probe_samples(dataset: Any) -> Strategy:
     if not same_bits(batch, again):
         return Strategy(obstacle="its samples differ from one fetch to the next")
     needed = sum(tensor.nbytes for tensor in leaves(batch)) / len(picked) * count
-    available = psutil.virtual_memory().available
+    available = available_memory_bytes()
     if needed > MEMORY_SHARE * available:
         return Strategy(
             obstacle=f"its samples would take {needed / 2**30:.1f} GiB of {available / 2**30:.1f} available"

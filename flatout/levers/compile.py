@@ -44,7 +44,7 @@ class Compile(Lever):
         if any(module.repeated_block for module in observed.modules):
             values.insert(0, "regional")
         if observed.device.startswith("cuda"):
-            values.append("reduce-overhead")
+            values += ["reduce-overhead", "max-autotune"]
         return offer(*values, reason="fuses what lies between the products")
 
     @contextlib.contextmanager

@@ -112,6 +112,11 @@ def available_cores(logical: int, allowed: int, quota_cores: float | None) -> tu
     return cores, reason
 
 
+def available_memory_bytes() -> int:
+    """What this process may still take: the system's free memory, or what its cgroup leaves."""
+    return _memory(read_cgroup())[1]
+
+
 def _memory(cgroup: Cgroup) -> tuple[int, int, str | None]:
     memory = psutil.virtual_memory()
     limit, used = cgroup.memory_limit_bytes, cgroup.memory_used_bytes

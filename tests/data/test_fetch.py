@@ -6,11 +6,9 @@ import itertools
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
@@ -160,7 +158,7 @@ def test_refused_and_no_generator_moved(dataset: Any, collate: Any, why: str) ->
 
 
 def test_what_does_not_fit_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    monkeypatch.setattr("flatout.data.fetch.available_memory_bytes", lambda: 100)
     found = strategy(Samples(lambda i: torch.ones(64)), default_collate)
     assert found.kind == ""
     assert "GiB" in found.obstacle

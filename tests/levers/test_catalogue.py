@@ -93,7 +93,7 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("fp32 products as", AMPERE, ON_GPU, ("high",)),
     ("torch.compile", CPU, SEEN, ("default",)),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("regional", "default")),
-    ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead")),
+    ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead", "max-autotune")),
     ("loader workers", CPU, SEEN, (1, 2, 4, 7)),
     ("loader workers", machine(cores=1), SEEN, (1,)),
     ("pinned memory", AMPERE, ON_GPU, (True,)),
