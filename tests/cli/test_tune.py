@@ -100,3 +100,40 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, seconds: float) -> None:
     assert b"Traceback" not in stderr or seconds < 1  # Python itself may still have been starting
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
     assert subprocess.run(["pgrep", "-f", f"trial_child.*{process.pid}"], capture_output=True).stdout == b""
+
+
+def test_a_module_of_a_package_is_tuned_and_then_run_by_its_plan(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "train.py").write_text(LOOP.format(steps=4000, body="pass") + "print('done', sys.argv[1:])")
+    result = tune(tmp_path, "-m", "package.train", "--help", "-x")
+    assert result.returncode == 0, result.stderr
+    assert "next: flatout run -m package.train --help -x" in result.stdout
+    words = [sys.executable, "-m", "flatout", "run", "-m", "package.train", "--help", "-x"]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stdout) == (0, "done ['--help', '-x']\n")
+    report = json.loads((tmp_path / "flatout-run.json").read_text())
+    assert report["steps"] == 4000
+    assert report["plan"] == json.loads((tmp_path / "flatout-report.json").read_text())["plan"]
+
+
+def test_where_copy_on_write_is_refused_a_trial_stops_before_the_first_write(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(steps=10_000_000, body="if step == 5: open('x.txt', 'w')"))
+    result = tune(tmp_path, "--isolation", "guard", "train.py")
+    assert result.returncode == 1
+    assert "stopped before the script's first write" in result.stderr
+    assert "x.txt" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_plan_from_another_machine_is_verified_before_it_is_applied(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(steps=3000, body="pass"))
+    (tmp_path / "flatout.toml").write_text(
+        'schema = 1\n[plan]\nthreads = 7\n[provenance]\nscript = "train.py"\nmachine_fingerprint = "elsewhere"\n'
+    )
+    words = [sys.executable, "-m", "flatout", "run", "train.py"]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    report = json.loads((tmp_path / "flatout-run.json").read_text())
+    assert report["applied"] == []
+    assert "verified here: nothing holds" in report["plan_notes"][0]
