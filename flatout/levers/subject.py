@@ -93,6 +93,11 @@ class Subject:
         """What a lever took back by itself while it was on, for the summary."""
         self.iterator_hooks: list[Callable[[Any], None]] = []
 
+    @property
+    def in_use(self) -> bool:
+        """Does any lever need to be called back?"""
+        return bool(self.wrappers or self.backward_wrappers or self.iterator_hooks)
+
     def call(self, module: Any, function: Callable[[], Any]) -> Any:
         """Run an outermost module call through the wrappers that levers have put around it."""
         for wrapper in self.wrappers:

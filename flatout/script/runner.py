@@ -88,6 +88,7 @@ class Runner:
         if rows is None:
             if self.record.steps >= FIRST_WINDOW_STEP and now >= self._next_window:
                 self._window_began = now
+                self.watch.wake()
                 self.watch.open_window()
             return
         quick = (self.record.recent_seconds or 0.0) < QUICK_STEP_SECONDS
@@ -95,3 +96,5 @@ class Runner:
         if enough or now - self._window_began > WINDOW_LONGEST_SECONDS:
             self.record.add_rows(self.watch.close_window())
             self._next_window = now + WINDOW_EVERY_SECONDS
+            if not self._choices:
+                self.watch.rest()

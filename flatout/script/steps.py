@@ -46,6 +46,11 @@ class StepFinder:
         """True while it would help to know whether the weights change between backward passes."""
         return self.kind is None
 
+    @property
+    def leader(self) -> int | None:
+        """The identity of the optimizer whose steps are counted."""
+        return self._leader
+
     def optimizer_stepped(self, identity: int) -> bool:
         if self.kind == "gradient":
             self.steps = 0  # they only accumulated, for very long

@@ -35,6 +35,7 @@ from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
 
 STEPS_WITH_CLOSER_LOOK = 3
+STRANGERS_THAT_WAKE = 64
 
 KINDS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
 
@@ -119,6 +120,9 @@ class Watch:
         self._main_thread = threading.get_ident()
         self._row_start = 0.0
         self._row_backwards = 0
+        self.resting = False
+        self._strangers = 0
+        self._start_hook: Any = None
         self._hooks: list[Any] = []
         self._in_backward = False
         self._compiling: Callable[[], bool] = lambda: False
@@ -129,29 +133,66 @@ class Watch:
         """Patch torch's entry points. Call it right after torch has been imported."""
         import torch.utils.data
         from torch.optim import optimizer as optimizers
-        from torch.utils.data import dataloader
 
         self.enabled = True
         self._compiling = torch.compiler.is_compiling
         self._grad_enabled = torch.is_grad_enabled
         self._autocast_enabled = torch.is_autocast_enabled
-        self._hooks = [
-            optimizers.register_optimizer_step_pre_hook(self._optimizer_starts),
-            optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
-        ]
+        self._hooks = [optimizers.register_optimizer_step_post_hook(self._optimizer_ends)]
+        os.register_at_fork(after_in_child=self.disable)
+        self._patch()
+
+    def _patch(self) -> None:
+        """Everything but the one hook that counts steps."""
+        import torch
+        from torch.optim import optimizer as optimizers
+        from torch.utils.data import dataloader
+
+        self._start_hook = optimizers.register_optimizer_step_pre_hook(self._optimizer_starts)
         self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_pass(original, "tensors"))
         self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_pass(original, "outputs"))
         self._patches.replace(torch.nn.Module, "__call__", self._wrap_module_call)
         self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", self._wrap_scale)
         self._patches.replace(dataloader.DataLoader, "__iter__", self._wrap_loader_iter)
         self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
-        os.register_at_fork(after_in_child=self.disable)
 
     def uninstall(self) -> None:
         self.disable()
-        self._patches.undo()
+        self._unpatch()
         for hook in self._hooks:
             hook.remove()
+
+    def _unpatch(self) -> None:
+        self._patches.undo()
+        if self._start_hook is not None:
+            self._start_hook.remove()
+            self._start_hook = None
+
+    def rest(self) -> None:
+        """Until `wake`, only count the leader's steps: for quick steps even a few microseconds are a share.
+
+        Possible where steps end with an optimizer, no lever wraps a call and no window is open; otherwise nothing.
+        """
+        if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
+            return
+        self.resting, self._strangers = True, 0
+        self._optimizers_open.clear()
+        self._unpatch()
+
+    def wake(self) -> None:
+        if self.resting and self.enabled:
+            self.resting = False
+            self._patch()
+
+    def _count_resting(self, optimizer: Any) -> None:
+        if id(optimizer) != self.finder.leader:
+            self._strangers += 1
+            if self._strangers > STRANGERS_THAT_WAKE:
+                self.wake()  # another phase of training, with another optimizer
+            return
+        self._strangers = 0
+        if self.finder.optimizer_stepped(id(optimizer)):
+            self._boundary()
 
     def disable(self) -> None:
         self.enabled = False
@@ -200,6 +241,9 @@ class Watch:
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._compiling() or not self._here():
+            return
+        if self.resting:
+            self._count_resting(optimizer)
             return
         if not any(step.identity == id(optimizer) for step in self._optimizers_open):
             return

@@ -1,0 +1,1 @@
+"""What watching costs a step, by turns in one process."""
