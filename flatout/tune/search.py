@@ -391,8 +391,9 @@ class Search:
                 continue
             if pairing.comparison.verdict == "faster":
                 self.state.kept = without
+                gain = f"x{pairing.comparison.ratio:.2f} without it"
                 self.state.trials = [
-                    replace(trial, outcome="dropped", reason="no longer helps beside the levers kept after it")
+                    replace(trial, outcome="dropped", reason=f"no longer helps beside the levers kept after it: {gain}")
                     if trial.outcome == "kept" and trial.plan_field == choice.field
                     else trial
                     for trial in self.state.trials
