@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
@@ -75,7 +75,6 @@ class Pairing:
     baseline_medians: tuple[float, ...] = ()
     candidate_medians: tuple[float, ...] = ()
     leak_bytes_per_step: float = 0.0
-    pairs: int = field(default=0)
 
 
 class RolledBackInside(TrialError):
@@ -130,7 +129,6 @@ def compare_arms(
         baseline_medians=tuple(pair[0] for pair in pairs),
         candidate_medians=tuple(pair[1] for pair in pairs),
         leak_bytes_per_step=leak,
-        pairs=len(pairs),
     )
 
 
