@@ -54,7 +54,7 @@ def test_faster_and_in_turns() -> None:
     assert pairing.comparison.verdict == "faster"
     assert pairing.startup_seconds == pytest.approx(2.0, rel=0.01)
     assert process.order[1:9] == [False, True, True, False, False, True, True, False]
-    assert pairing.pairs < PACE.most_pairs
+    assert pairing.comparison.pairs < PACE.most_pairs
     assert pairing.leak_bytes_per_step == 0
 
 
@@ -76,7 +76,7 @@ def test_what_was_taken_back_inside_is_raised() -> None:
 def test_pairs_go_on_where_they_stopped() -> None:
     collected = [(0.01, 0.005)] * 6
     pairing = compare_arms(*arms(Pretended(0.005)), PACE, CHOICE, collected)
-    assert pairing.pairs == len(collected) > 6
+    assert pairing.comparison.pairs == len(collected) > 6
 
 
 def test_warm_up_without_a_candidate() -> None:
