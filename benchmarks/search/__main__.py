@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.tune import _machine_with_ceilings
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
+from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
 from flatout.tune.search import Search, SearchLimits
 from flatout.tune.trial_process import TrialProcess, TrialSetup
@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=[workload.name for workload in WORKLOADS])
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
-    machine = _machine_with_ceilings(lambda text: None)
+    machine = machine_with_ceilings(lambda text: None)
     outcomes = []
     for workload in WORKLOADS:
         if arguments.only and workload.name not in arguments.only:

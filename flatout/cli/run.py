@@ -222,8 +222,7 @@ class Run:
         if self.runner.fault is not None:
             self._note(self.runner.fault)
         record, watch, applied = self.runner.record, self.runner.watch, self.runner.applied
-        watch.disable()
-        record.add_rows(watch.close_window())
+        self.runner.ended()
         observed = None
         if record.steps:
             observed = observe(watch, threads_at_start=self.runner.threads_at_start, rows=record.rows, loaders=False)

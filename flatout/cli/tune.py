@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from flatout.machine.description import Machine
     from flatout.tune.tune import TuneResult
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
@@ -54,6 +53,7 @@ def tune(
 
     The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned.
     """
+    from flatout.machine.with_ceilings import machine_with_ceilings
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.script.entry import Target
@@ -72,7 +72,7 @@ def tune(
     request.target.check()
     _check_writable(output)
     with _progress_line() as progress, _stdin_copy() as stdin_file:
-        machine = _machine_with_ceilings(progress)
+        machine = machine_with_ceilings(progress)
         result = tune_script(replace(request, stdin_file=stdin_file), machine, progress)
     document = tune_document(result)
     print(to_text(document) if json else tune_text(result))
@@ -131,24 +131,6 @@ def _check_writable(folder: Path) -> None:
             limit="the plan and the report are written there",
             remedy="choose another folder with --output",
         ) from None
-
-
-def _machine_with_ceilings(progress: Callable[[str], None]) -> Machine:
-    """The machine, its ceilings measured if they are not known yet (a few seconds)."""
-    from flatout.errors import MachineError
-    from flatout.machine.detect import detect
-    from flatout.machine.measured_peaks import measure_ceilings, save_ceilings
-
-    machine = detect()
-    if machine.ceilings is not None:
-        return machine
-    try:
-        ceilings = measure_ceilings(machine, quick=True, progress=lambda what: progress(f"ceilings: {what}"))
-    except MachineError:
-        return machine
-    with contextlib.suppress(MachineError):
-        save_ceilings(machine, ceilings)
-    return machine.with_ceilings(ceilings)
 
 
 @contextlib.contextmanager

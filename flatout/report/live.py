@@ -3,15 +3,23 @@
 The terminal is told to scroll all lines but the last (a DECSTBM region, as package managers do for their progress), so
 whatever the script writes, progress bars with carriage returns too, stays its own. Nothing of the script's output is
 read or redirected. Only for a terminal: the caller checks.
+
+A process can die without a farewell (SIGKILL, `os._exit`, the kernel's out-of-memory killer) and would leave the user a
+terminal that scrolls wrongly, so a shell that waits for the process's end gives the line back then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 
 REFRESH_SECONDS = 0.5
+
+_GIVE_BACK = "\\0337\\033[r\\033[%d;1H\\033[2K\\0338"
+"""For `printf`: save the cursor, scroll the whole screen again, clear the last line, restore the cursor."""
 
 
 class StatusLine:
@@ -22,6 +30,7 @@ class StatusLine:
         self._stop = threading.Event()
         self._size = (0, 0)
         self._owner = os.getpid()
+        self._lifeline: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._run, name="flatout-status", daemon=True)
 
     def start(self) -> None:
@@ -35,7 +44,12 @@ class StatusLine:
         self._thread.join(timeout=2 * REFRESH_SECONDS)
         if self._size != (0, 0):
             rows, _ = self._size
-            self._write(f"\x1b7\x1b[r\x1b[{rows};1H\x1b[2K\x1b8")
+            self._write((_GIVE_BACK % rows).encode().decode("unicode_escape"))
+        if self._lifeline is not None:
+            descriptor, inode = self._lifeline
+            with contextlib.suppress(OSError):
+                if os.fstat(descriptor).st_ino == inode:  # the script may have closed it, and opened another
+                    os.write(descriptor, b"done\n")
 
     def _run(self) -> None:
         while not self._stop.wait(REFRESH_SECONDS):
@@ -50,6 +64,8 @@ class StatusLine:
         if rows < 4 or columns < 20:
             return
         start = ""
+        if self._size == (0, 0):
+            self._leave_heir()
         if self._size != (rows, columns):
             # One line down and up again first (an index, which keeps the column, unlike a line feed): the cursor may
             # stand on the line that is about to be taken.
@@ -57,6 +73,28 @@ class StatusLine:
             self._size = (rows, columns)
         line = "".join(letter for letter in self._text() if letter.isprintable())[: columns - 1]
         self._write(f"{start}\x1b7\x1b[{rows};1H\x1b[2K\x1b[7m{line}\x1b[0m\x1b8")
+
+    def _leave_heir(self) -> None:
+        """Start the shell that waits on a pipe: a word means that all is done, its end that this process died.
+
+        It is nobody's child for long, so a script that waits for its children never meets it.
+        """
+        ours, theirs = os.pipe()
+        wait = f"exec 3<&0; {{ read word <&3 || printf '{_GIVE_BACK % 9999}'; }} &"
+        try:
+            shell = subprocess.Popen(
+                ["/bin/sh", "-c", wait],
+                stdin=ours,
+                stdout=self._descriptor,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            shell.wait()
+            self._lifeline = theirs, os.fstat(theirs).st_ino
+        except OSError:  # no shell: then only an orderly end gives the line back
+            os.close(theirs)
+        finally:
+            os.close(ours)
 
     def _write(self, text: str) -> None:
         try:

@@ -31,6 +31,7 @@ class RunRecord:
     """(step, resident bytes), thinned like the samples."""
 
     def add_step(self, seconds: float) -> None:
+        """One more step; where only every few steps were timed, their average."""
         self.timed += 1
         previous = self.recent_seconds
         self.recent_seconds = seconds if previous is None else 0.95 * previous + 0.05 * seconds

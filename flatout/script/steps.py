@@ -34,7 +34,8 @@ class StepFinder:
         self.kind: StepKind | None = None
         self.steps = 0
         self._counted: dict[int, int] = {}  # optimizer: its steps that were counted
-        self._leader: int | None = None
+        self.leader: int | None = None
+        """The identity of the optimizer whose steps are counted."""
         self._leader_steps = 0
         self._turns_without_leader = 0
         self._passes = 0
@@ -46,11 +47,6 @@ class StepFinder:
         """True while it would help to know whether the weights change between backward passes."""
         return self.kind is None
 
-    @property
-    def leader(self) -> int | None:
-        """The identity of the optimizer whose steps are counted."""
-        return self._leader
-
     def optimizer_stepped(self, identity: int) -> bool:
         if self.kind == "gradient":
             self.steps = 0  # they only accumulated, for very long
@@ -60,7 +56,7 @@ class StepFinder:
         if identity not in self._counted:
             self._counted[identity] = 0
             self._lead(identity)
-        if identity == self._leader:
+        if identity == self.leader:
             self._turns_without_leader = 0
             self._leader_steps += 1
             self._counted[identity] += 1
@@ -76,8 +72,12 @@ class StepFinder:
             self._counted[identity] = 0
         return False
 
+    def leader_passed(self, steps: int) -> None:
+        """The leader stepped this many times more, between its last step that was reported and the next."""
+        self.steps += steps
+
     def _lead(self, identity: int) -> None:
-        self._leader, self._leader_steps, self._turns_without_leader = identity, 0, 0
+        self.leader, self._leader_steps, self._turns_without_leader = identity, 0, 0
 
     def weights_changed(self) -> None:
         """The weights differ from what they were at the end of the last backward pass, and no optimizer stepped."""

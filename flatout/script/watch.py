@@ -121,6 +121,8 @@ class Watch:
         self._row_start = 0.0
         self._row_backwards = 0
         self.resting = False
+        self._glance_every = 1
+        self._granted = self._to_pass = 0
         self._strangers = 0
         self._start_hook: Any = None
         self._hooks: list[Any] = []
@@ -168,31 +170,45 @@ class Watch:
             self._start_hook.remove()
             self._start_hook = None
 
-    def rest(self) -> None:
+    def rest(self, glance_every: int = 1) -> None:
         """Until `wake`, only count the leader's steps: for quick steps even a few microseconds are a share.
 
-        Possible where steps end with an optimizer, no lever wraps a call and no window is open; otherwise nothing.
+        Of the counted steps each `glance_every`-th is a boundary. Possible where steps end with an optimizer, no lever
+        wraps a call and no window is open; otherwise nothing.
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
-        self.resting, self._strangers = True, 0
+        self.resting, self._strangers, self._glance_every = True, 0, glance_every
         self._optimizers_open.clear()
         self._unpatch()
 
     def wake(self) -> None:
         if self.resting and self.enabled:
+            self.count_passed()
             self.resting = False
             self._patch()
+
+    def count_passed(self) -> None:
+        """Add the steps that were let pass since the last boundary."""
+        passed = self._granted - self._to_pass
+        self._granted = self._to_pass = 0
+        self.steps += passed
+        self.finder.leader_passed(passed)
 
     def _count_resting(self, optimizer: Any) -> None:
         if id(optimizer) != self.finder.leader:
             self._strangers += 1
-            if self._strangers > STRANGERS_THAT_WAKE:
-                self.wake()  # another phase of training, with another optimizer
+            if self._strangers > STRANGERS_THAT_WAKE:  # another phase of training, with another optimizer
+                self.wake()
+                for _ in range(self._strangers):
+                    self.finder.optimizer_stepped(id(optimizer))
             return
         self._strangers = 0
+        self.count_passed()
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
+        if self.resting:
+            self._granted = self._to_pass = self._glance_every - 1
 
     def disable(self) -> None:
         self.enabled = False
@@ -240,7 +256,12 @@ class Watch:
         self._optimizers_open.append(OpenStep(id(optimizer), caller, span))
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._compiling() or not self._here():
+        if self._compiling():
+            return
+        if self._to_pass and id(optimizer) == self.finder.leader:
+            self._to_pass -= 1
+            return
+        if not self._here():
             return
         if self.resting:
             self._count_resting(optimizer)

@@ -74,7 +74,7 @@ def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path) -> None:
     assert (seen["steps"], seen["script"]) == (40, {"name": "train.py", "arguments": [], "status": 0})
     assert seen["observed"]["step_kind"] == "optimizer"
     assert seen["observed"]["breakdown_seconds"].keys() >= {"data", "forward", "backward", "optimizer", "other"}
-    assert len(seen["measurement"]["samples_seconds"]) == 39
+    assert 20 <= len(seen["measurement"]["samples_seconds"]) <= 39  # quick steps are timed several at a time
     assert (seen["applied"], seen["rolled_back"], seen["plan_notes"]) == ([], [], [])
     assert seen["machine"]["versions"]["torch"]
 

@@ -258,6 +258,7 @@ def never_trains(steps: int) -> None:
 )
 def test_steps_of_a_loop(runner: Runner, loop: Callable[[int], None], kind: str) -> None:
     loop(30)
+    runner.ended()
     assert (runner.watch.finder.kind, runner.record.steps) == (kind, 30)
 
 
@@ -312,6 +313,7 @@ def test_losses_and_random_numbers_are_the_same() -> None:
     runner._torch_imported(torch)
     watched = train()
     runner.watch.uninstall()
+    runner.ended()
     assert runner.record.steps == 30
     assert watched == plain
 
@@ -453,3 +455,31 @@ def test_spans_left_by_an_exception_close_with_the_outer_one(monkeypatch: pytest
     spans.move("pending", "data")
     spans.move("pending", "data")
     assert spans.take() == {"data": 2.0}
+
+
+@pytest.mark.parametrize("steps", [40, 41, 57, 100])
+def test_steps_that_are_let_pass_are_counted(runner: Runner, steps: int) -> None:
+    """Quick steps are looked at several at a time; the count is exact all the same."""
+    optimizer_loop(40)  # past the first window
+    runner.watch.wake()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    runner.watch.finder.optimizer_stepped(id(optimizer))  # it leads from now on
+    before = runner.watch.finder.steps
+    runner.watch.rest(glance_every=16)
+    assert runner.watch.resting
+    boundaries = runner.record.timed
+    for _ in range(steps):
+        model(batch()).mean().backward()
+        optimizer.step()
+    assert 0 < runner.record.timed - boundaries <= steps // 16 + 1
+    runner.ended()
+    assert runner.record.steps == before + steps
+
+
+def test_another_optimizer_wakes_a_watch_that_lets_steps_pass(runner: Runner) -> None:
+    optimizer_loop(3)
+    runner.watch.rest(glance_every=16)
+    optimizer_loop(200)
+    runner.ended()
+    assert runner.record.steps == 203
