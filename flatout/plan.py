@@ -80,6 +80,19 @@ class Plan:
     )
     cudnn_benchmark: bool | None = _choice("let cuDNN time its algorithms once per input shape and keep the fastest")
 
+    accumulate: int | None = _choice(
+        "micro-batches that each batch is split into; their gradients add up to the batch's", low=1, high=65536
+    )
+    activation_checkpointing: Literal["block", "selective"] | None = _choice(
+        "recompute activations in backward: block = of each repeated block, selective = all but matrix products"
+    )
+    out_of_memory: Literal["split", "exact", "raise"] | None = _choice(
+        "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run"
+    )
+    nonfinite: Literal["skip", "raise"] | None = _choice(
+        "a gradient with inf or NaN: skip that step and count it, or raise; unset = not looked for (fp16 always skips)"
+    )
+
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Choice -> why it was made; only for choices that are set."""
     script: str | None = None

@@ -232,7 +232,7 @@ class Run:
         facts = RunFacts(
             observed=observed,
             steps=record.steps,
-            planned=bool(applied.choices),
+            planned=self.plan is not None,
             growth_bytes_per_step=record.growth_bytes_per_step(),
             command=shlex.join(self.target.command),
             rolled_back=rolled_back,

@@ -1,4 +1,8 @@
-"""fp32 tensors, but products in fewer bits: TF32 on CUDA, bf16 inside oneDNN on CPUs that have it."""
+"""fp32 tensors, but products in fewer bits: TF32 on CUDA; on CPUs oneDNN, which may use bf16.
+
+Whether oneDNN then takes fewer bits is its own choice, by shape and instruction set: at times the gain is only that
+it computes in fp32 faster than the default. The proof shows which it was.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from flatout.precision.matmul import matmul_precision
 class MatmulPrecision(Lever):
     """torch.set_float32_matmul_precision, and the same for convolutions and recurrent layers."""
 
-    name = "fp32 products as"
+    name = "fp32 products"
     plan_field = "matmul_precision"
     exactness = "reduced"
 
@@ -36,4 +40,4 @@ class MatmulPrecision(Lever):
         return matmul_precision(value)
 
     def label(self, value: Any) -> str:
-        return "fp32 products as " + {"high": "TF32", "medium": "bf16"}.get(value, value)
+        return {"high": "fp32 products as TF32", "medium": "oneDNN products (may use bf16)"}.get(value, self.name)

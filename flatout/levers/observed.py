@@ -78,7 +78,7 @@ class Observed:
     cudnn_benchmark: bool = False
     deterministic_algorithms: bool = False
     seeded_by_script: bool = False
-    backwards_per_step: float = 1.0
+    backwards_per_step: float | None = None
 
     def share(self, kind: str) -> float | None:
         """The share of a step that goes to `kind` ('data', 'forward', ...), 0 to 1; None where it was not measured."""

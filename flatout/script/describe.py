@@ -41,7 +41,6 @@ def observe(
     threads_at_start: int | None,
     rows: Sequence[StepRow],
     loaders: bool = True,
-    backwards_per_step: float = 1.0,
 ) -> Observed:
     """What is known of the loop now; `rows` are the steps of a window (none: nothing was timed).
 
@@ -68,7 +67,7 @@ def observe(
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         seeded_by_script=torch.initial_seed() != UNSEEDED,
-        backwards_per_step=backwards_per_step,
+        backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
     )
 
 

@@ -141,7 +141,6 @@ class Session:
     def _breakdown(self, command: dict[str, Any]) -> Callable[[], bool]:
         self.applied.set(self._choices(command))
         self.watch.open_window()
-        backwards_before, steps_before = self.watch.backwards, self.watch.steps
 
         def boundary() -> bool:
             if len(self.watch.rows or ()) < command["steps"]:
@@ -151,7 +150,6 @@ class Session:
                 self.watch,
                 threads_at_start=self._threads_at_start,
                 rows=rows,
-                backwards_per_step=(self.watch.backwards - backwards_before) / (self.watch.steps - steps_before),
             )
             self._write(
                 {

@@ -123,7 +123,7 @@ class Watch:
         self.resting = False
         self._glance_every = 1
         self._granted = self._to_pass = 0
-        self._strangers = 0
+        self._strangers: list[int] = []
         self._start_hook: Any = None
         self._hooks: list[Any] = []
         self._in_backward = False
@@ -178,7 +178,7 @@ class Watch:
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
-        self.resting, self._strangers, self._glance_every = True, 0, glance_every
+        self.resting, self._strangers, self._glance_every = True, [], glance_every
         self._optimizers_open.clear()
         self._unpatch()
 
@@ -189,21 +189,22 @@ class Watch:
             self._patch()
 
     def count_passed(self) -> None:
-        """Add the steps that were let pass since the last boundary."""
+        """Add the steps that were let pass since the last boundary, and those of optimizers that took over."""
         passed = self._granted - self._to_pass
         self._granted = self._to_pass = 0
         self.steps += passed
         self.finder.leader_passed(passed)
+        for identity in self._strangers:
+            self.finder.optimizer_stepped(identity)
+        self._strangers = []
 
     def _count_resting(self, optimizer: Any) -> None:
         if id(optimizer) != self.finder.leader:
-            self._strangers += 1
-            if self._strangers > STRANGERS_THAT_WAKE:  # another phase of training, with another optimizer
+            self._strangers.append(id(optimizer))
+            if len(self._strangers) > STRANGERS_THAT_WAKE:  # another phase of training, with another optimizer
                 self.wake()
-                for _ in range(self._strangers):
-                    self.finder.optimizer_stepped(id(optimizer))
             return
-        self._strangers = 0
+        self._strangers = []
         self.count_passed()
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
@@ -260,6 +261,8 @@ class Watch:
             return
         if self._to_pass and id(optimizer) == self.finder.leader:
             self._to_pass -= 1
+            if self._strangers:
+                self._strangers = []
             return
         if not self._here():
             return

@@ -7,6 +7,7 @@ lever must show that it still earns its place. A failure takes the lever back, n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,25 @@ from flatout.machine.description import Machine
 from flatout.plan import Exactness
 from flatout.tune.break_even import describe, payoff_steps, pays
 from flatout.tune.trial import NotTried, Trial
-from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup, TrialStopped, explain_end
+from flatout.tune.trial_process import (
+    START_TIMEOUT_SECONDS,
+    TrialEnded,
+    TrialHangs,
+    TrialProcess,
+    TrialSetup,
+    TrialStopped,
+    explain_end,
+)
 from flatout.tune.windows import Arm, Pace, Pairing, RolledBackInside, compare_arms
 from flatout.units import format_bytes, format_seconds
 
 OBSERVED_STEPS = 30
 FEWEST_STEPS = 12
+STEPS_TO_COMPARE = 30
+"""Warm-up and the fewest pairs of windows of one lever, where steps are slow."""
+OBSERVATION_SHARE = 0.1
+LEAST_PATIENCE_SECONDS = 60.0
+"""With a script that shows no step: loading torch alone takes seconds, on a busy machine many."""
 """A script with fewer cannot be compared with anything."""
 MOST_RESTARTS = 60
 ATTEMPTS = 6
@@ -114,8 +128,9 @@ class Search:
     def _started(self, choices: Sequence[Choice]) -> TrialProcess:
         process = TrialProcess(self.setup, choices)
         process.expected_step_seconds = self.state.first_observed.step_seconds
+        process.first_steps_seconds = patience = max(LEAST_PATIENCE_SECONDS, self._remaining())
         try:
-            process.start()
+            process.start(patience if self.state.startup_seconds is None else START_TIMEOUT_SECONDS)
         except BaseException:
             process.close()
             raise
@@ -146,6 +161,12 @@ class Search:
                 seen, described = self._watch_plain(max(2, end.steps - 10))
             except TrialEnded as again:
                 raise explain_end(again, self.setup.target.name) from None
+        except TrialHangs as silence:
+            raise ScriptError(
+                f"{self.setup.target.name}: no step for {format_seconds(silence.seconds)}",
+                limit=f"the search has {format_seconds(self.limits.seconds)} in all",
+                remedy="give it more with --budget, if the script starts slowly or its steps are long",
+            ) from None
         self.state.observed = replace(
             seen, compiled_in_script=described.compiled_in_script, autocast_in_script=described.autocast_in_script
         )
@@ -159,9 +180,12 @@ class Search:
             self.state.isolation = process.isolation
             self.state.startup_seconds = process.startup_seconds
             described = process.describe()
+            self._progress("timing the first plain steps")
+            window = process.window([], settle=1, steps=1)
+            affordable = self._affordable_steps(min(window.settle_seconds + window.seconds))
+            steps = min(steps, OBSERVED_STEPS, affordable)
             self._progress(f"watching {steps} plain steps")
-            process.window([], settle=2, steps=1)
-            seen = process.breakdown([], steps=min(steps, OBSERVED_STEPS))
+            seen = process.breakdown([], steps=steps)
             self.state.flops_per_step = process.flops()
             return seen, described
         except TrialStopped as stop:
@@ -170,6 +194,20 @@ class Search:
                 limit="copy-on-write is refused here, so a trial may not go on",
                 remedy=str(self.state.isolation.get("reason", "")),
             ) from None
+
+    def _affordable_steps(self, step_seconds: float) -> int:
+        """How many plain steps may be watched; ScriptError where the budget is too short to compare anything."""
+        needed = STEPS_TO_COMPARE * step_seconds
+        if needed > self._remaining():
+            raise ScriptError(
+                f"{self.setup.target.name}: a step takes {format_seconds(step_seconds)}",
+                limit=f"trying one lever takes about {STEPS_TO_COMPARE} steps, and "
+                f"{format_seconds(max(0.0, self._remaining()))} of the search's "
+                f"{format_seconds(self.limits.seconds)} are left",
+                remedy=f"try --budget {math.ceil((4 * needed + (self.state.startup_seconds or 0.0)) / 60)}m, "
+                "or give the script smaller steps",
+            )
+        return max(2, int(OBSERVATION_SHARE * self._remaining() / step_seconds))
 
     def _look_again(self) -> None:
         """After a lever was kept the shares of a step are others: a loader lever may now have nothing left to win."""
@@ -235,8 +273,8 @@ class Search:
             pairing = self._compare(wanted, choices[-1])
             outcome, reason, payoff = self._judge(pairing, choices)
         except (TrialError, ScriptError) as error:
-            pairing, outcome, payoff = None, "failed", None
-            reason = self._failure(error)
+            pairing, payoff = None, None
+            outcome, reason = self._failure(error)
         self._record(choices, label, pairing, outcome, reason, payoff, time.monotonic() - began)
         if outcome == "kept":
             self._keep(wanted)
@@ -294,15 +332,17 @@ class Search:
             return "dropped", cost, payoff
         return "kept", cost or "faster", payoff
 
-    def _failure(self, error: Exception) -> str:
-        """Why a trial failed, as a reason to roll its lever back; the script's own failure ends the search."""
+    def _failure(self, error: Exception) -> tuple[str, str]:
+        """What became of a trial that gave no comparison, and why."""
         if isinstance(error, RolledBackInside):
-            return str(error)
+            return "failed", str(error)
         self.close()
-        if isinstance(error, TrialEnded):
-            lines = error.error.strip().splitlines()
-            return f"the script failed under it: {lines[-1] if lines else f'code {error.status}'}"
-        return str(error)
+        if not isinstance(error, TrialEnded):
+            return "failed", str(error)
+        if error.status == 0:
+            return "dropped", f"not measured: the script ended after {error.steps} steps, too few to compare"
+        lines = error.error.strip().splitlines()
+        return "failed", f"the script failed under it: {lines[-1] if lines else f'code {error.status}'}"
 
     def _record(
         self,

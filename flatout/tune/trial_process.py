@@ -9,13 +9,17 @@ with TrialProcess(setup, choices=[]) as trial:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +39,8 @@ FIRST_STEPS_SECONDS = 900.0
 HANG_FACTOR = 20.0
 HANG_FLOOR_SECONDS = 30.0
 COMPILE_ALLOWANCE_SECONDS = 900.0
+ENDS_OF_INPUT = b"\x04" * 64
+"""Who reads from a trial's terminal is told each time that nothing comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,8 @@ class TrialSetup:
     stdin_file: Path | None = None
     seed: int = 0
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
+    terminal_size: tuple[int, int] | None = None
+    """(rows, columns) where the script would have a terminal to read from: trials get one, at the end of its input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,14 @@ class TrialStopped(TrialError):
     """The trial was stopped before the script's first write, because nothing else protects the user's files here."""
 
 
+class TrialHangs(TrialError):
+    """Nothing came from the process for so long that it counts as hanging."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(f"no step for {seconds:.0f} s: it hangs")
+
+
 class TrialProcess:
     """One child. Choices given here hold from its start; windows add to them."""
 
@@ -86,7 +102,10 @@ class TrialProcess:
         self.startup_seconds: float | None = None
         self.expected_step_seconds: float | None = None
         """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
+        self.first_steps_seconds = FIRST_STEPS_SECONDS
+        """Patience until that is known."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._terminal: int | None = None
         self._buffer = b""
 
     def __enter__(self) -> TrialProcess:
@@ -168,11 +187,13 @@ class TrialProcess:
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for descriptor in (self._command_write, self._answer_read):
+        for descriptor in (self._command_write, self._answer_read, self._terminal):
+            if descriptor is None:
+                continue
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         cleanup(self._folder / "scratch")
-        self._process = None
+        self._process = self._terminal = None
 
     def log_tail(self, lines: int = 12) -> str:
         try:
@@ -201,12 +222,17 @@ class TrialProcess:
         }
 
     def _stdin(self) -> contextlib.AbstractContextManager[Any]:
-        return open(self.setup.stdin_file or os.devnull, "rb")
+        if self.setup.terminal_size is None or self.setup.stdin_file is not None:
+            return open(self.setup.stdin_file or os.devnull, "rb")
+        self._terminal, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *self.setup.terminal_size, 0, 0))
+        os.write(self._terminal, ENDS_OF_INPUT)
+        return open(slave, "rb", buffering=0)
 
     def _patience(self, steps: int, choices: Sequence[Choice]) -> float:
         """How long a command may take before the process counts as hanging."""
         if self.expected_step_seconds is None:
-            return FIRST_STEPS_SECONDS
+            return self.first_steps_seconds
         expected = HANG_FACTOR * self.expected_step_seconds * steps
         allowance = COMPILE_ALLOWANCE_SECONDS if any(choice.lever.compiles for choice in choices) else 0.0
         return max(self.setup.hang_floor_seconds, expected) + allowance
@@ -231,7 +257,7 @@ class TrialProcess:
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._answer_read], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise TrialError(f"no step for {timeout_seconds:.0f} s: it hangs")
+                raise TrialHangs(timeout_seconds)
             chunk = os.read(self._answer_read, 1 << 16)
             if not chunk:
                 raise TrialError(self._death())

@@ -6,6 +6,7 @@ result.plan, result.proof, result.comparison
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -91,6 +92,7 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
             isolation=request.isolation,
             stdin_file=request.stdin_file,
             hang_floor_seconds=request.hang_floor_seconds,
+            terminal_size=_terminal_size(),
         )
         limits = SearchLimits(
             seconds=request.budget_seconds * (1 - PROOF_SHARE),
@@ -274,6 +276,15 @@ def _plan(
 def _plan_exactness(proof: Proof | None) -> Exactness | None:
     names: dict[str, Exactness] = {"bit-same": "bit-same", "within rounding": "rounding", "reduced": "reduced"}
     return names.get(proof.verdict) if proof is not None else None
+
+
+def _terminal_size() -> tuple[int, int] | None:
+    """(rows, columns) of the terminal that the script would read from, had it been started by itself."""
+    try:
+        size = os.get_terminal_size(0)
+    except OSError:
+        return None
+    return size.lines, size.columns
 
 
 def _scratch_parent() -> str | None:

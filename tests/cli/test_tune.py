@@ -46,6 +46,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> subprocess.Comp
         (["raises.py"], 1, "ValueError: at step 7"),
         (["stdin.py"], 1, "EOFError"),
         (["short.py"], 1, "short.py ended after 5 steps"),
+        (["slow.py"], 1, "try --budget"),
     ],
 )
 def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: str) -> None:
@@ -55,6 +56,7 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     (tmp_path / "raises.py").write_text(LOOP.format(steps=90, body="if step == 6: raise ValueError('at step 7')"))
     (tmp_path / "stdin.py").write_text(LOOP.format(steps=90, body="input()"))
     (tmp_path / "short.py").write_text(LOOP.format(steps=5, body="pass"))
+    (tmp_path / "slow.py").write_text(LOOP.format(steps=90, body="import time; time.sleep(1)"))
     before = sorted(tmp_path.iterdir())
     result = tune(tmp_path, *words)
     assert result.returncode == code, result.stderr

@@ -24,7 +24,7 @@ VALUES = {
     "cudnn.benchmark": True,
     "channels_last": "channels_last",
     "autocast": "bf16",
-    "fp32 products as": "medium",
+    "fp32 products": "medium",
 }
 
 

@@ -478,8 +478,15 @@ def test_steps_that_are_let_pass_are_counted(runner: Runner, steps: int) -> None
 
 
 def test_another_optimizer_wakes_a_watch_that_lets_steps_pass(runner: Runner) -> None:
-    optimizer_loop(3)
-    runner.watch.rest(glance_every=16)
+    optimizer_loop(40)
     optimizer_loop(200)
     runner.ended()
-    assert runner.record.steps == 203
+    assert runner.record.steps == 240
+
+
+def test_a_short_phase_with_another_optimizer_is_counted_too(runner: Runner) -> None:
+    optimizer_loop(40)
+    assert runner.watch.resting
+    optimizer_loop(30)
+    runner.ended()
+    assert runner.record.steps == 70

@@ -1,0 +1,123 @@
+"""Batches as people shape them: tensors in dicts, tuples, lists, dataclasses, in any depth.
+
+batch_length(({"x": x}, y))                  # 256, the first size that all tensors share
+slice_batch(batch, 0, 64)                    # the first 64 samples, as views
+to_device(batch, "cuda")                     # the same nest on another device
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from flatout.errors import UsageError
+
+_ATOMS = (str, bytes, int, float, bool, type(None))
+
+
+def map_tensors(function: Callable[[Any], Any], nested: Any) -> Any:
+    """`nested` with `function` applied to each tensor. Containers keep their types; everything else stays as it is."""
+    if isinstance(nested, _ATOMS):
+        return nested
+    if hasattr(nested, "to") and hasattr(nested, "device"):  # a tensor, or what moves like one (a PackedSequence)
+        return function(nested)
+    if isinstance(nested, Mapping):
+        return _with_items(nested, {key: map_tensors(function, value) for key, value in nested.items()})
+    if isinstance(nested, (list, tuple)):
+        values = [map_tensors(function, value) for value in nested]
+        return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        changed = copy.copy(nested)
+        for field in dataclasses.fields(nested):
+            object.__setattr__(changed, field.name, map_tensors(function, getattr(nested, field.name)))
+        return changed
+    return nested
+
+
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same type (an OrderedDict, a tokenizer's BatchEncoding) with other values."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return items
+    changed = copy.copy(mapping)
+    for key, value in items.items():
+        changed[key] = value
+    return changed
+
+
+def tensors_in(nested: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Each tensor with the expression that leads to it: `batch[0]['x']`."""
+    if isinstance(nested, _ATOMS):
+        return
+    if hasattr(nested, "to") and hasattr(nested, "device"):
+        yield path, nested
+    elif isinstance(nested, Mapping):
+        for key, value in nested.items():
+            yield from tensors_in(value, f"{path}[{key!r}]")
+    elif isinstance(nested, (list, tuple)):
+        for i, value in enumerate(nested):
+            yield from tensors_in(value, f"{path}[{i}]")
+    elif dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        for field in dataclasses.fields(nested):
+            yield from tensors_in(getattr(nested, field.name), f"{path}.{field.name}")
+
+
+def batch_length(batch: Any) -> int:
+    """How many samples a batch has: the first size of its tensors, where all agree.
+
+    Raises UsageError where there is no tensor, or the first sizes differ: then nobody can say what a sample is.
+    """
+    sizes: dict[str, int] = {path: len(tensor) for path, tensor in tensors_in(batch) if tensor.dim() > 0}
+    if not sizes:
+        raise UsageError(
+            f"the batch is {type(batch).__name__} without a tensor that has a batch dimension",
+            limit="a batch holds tensors [batch, ...], alone or in dicts, tuples, lists, dataclasses",
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path} has {size}" for path, size in list(sizes.items())[:4])
+        raise UsageError(
+            f"the batch's tensors differ in their first size: {listed}",
+            limit="it is the number of samples, along which a batch is split",
+            remedy="put what is not per sample elsewhere, or train with accumulate = 1 and out_of_memory = 'raise'",
+        )
+    return next(iter(sizes.values()))
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop`: tensors as views, lists of texts or numbers that are as long as the batch sliced."""
+    length = batch_length(batch)
+
+    def cut(nested: Any) -> Any:
+        if isinstance(nested, (list, tuple)) and len(nested) == length and all(isinstance(v, _ATOMS) for v in nested):
+            return nested[start:stop]
+        if isinstance(nested, Mapping):
+            return _with_items(nested, {key: cut(value) for key, value in nested.items()})
+        if isinstance(nested, (list, tuple)):
+            values = [cut(value) for value in nested]
+            return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+        return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, nested)
+
+    return cut(batch)
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """`parts` batches whose sizes differ by at most one; fewer where there are fewer samples."""
+    if parts == 1:
+        return [batch]
+    length = batch_length(batch)
+    parts = max(1, min(parts, length))
+    edges = [length * i // parts for i in range(parts + 1)]
+    return [slice_batch(batch, edges[i], edges[i + 1]) for i in range(parts)]
+
+
+def to_device(nested: Any, device: Any, *, non_blocking: bool = True) -> Any:
+    """`nested` with every tensor on `device`; what is there already is not copied.
+
+    Copies to an accelerator do not block where the memory is pinned; copies to the host always do, because nobody
+    could tell when their values are there.
+    """
+    import torch
+
+    target = torch.device(device)
+    return map_tensors(lambda t: t.to(target, non_blocking=non_blocking and target.type != "cpu"), nested)

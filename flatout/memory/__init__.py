@@ -1,0 +1,1 @@
+"""Memory: what it is taken by, and what happens when it ends."""

@@ -1,0 +1,102 @@
+"""What a step minimises: `loss_fn(model, batch) -> loss`, the mean over whatever the batch holds of terms.
+
+When a batch is split, the mean of the parts' means is the batch's mean only if each part has as many terms. Ragged
+batches do not: a part with 10 valid targets must not weigh as much as one with 500. So a loss function may say how many
+terms a batch has, by an attribute or argument `weigh(batch) -> number or tensor`; without it samples are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flatout.data.nested import batch_length
+from flatout.errors import UsageError
+
+LossFn = Callable[[Any, Any], Any]
+Weigh = Callable[[Any], Any]
+
+
+class Supervised:
+    """`loss_fn` for batches (inputs, targets): `criterion(model(inputs), targets)`.
+
+    `inputs` may be a tuple (passed as positional arguments) or a dict (as keywords). Class scores may have the
+    classes last, [..., classes], as language models give them; targets of class indices are then [...].
+    """
+
+    def __init__(self, criterion: Any) -> None:
+        self.criterion = criterion
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        outputs, targets = self.outputs(model, batch)
+        return self.criterion(outputs, targets)
+
+    def outputs(self, model: Any, batch: Any) -> tuple[Any, Any]:
+        """(scores, targets), flattened to [items, classes] and [items] where the classes stand last."""
+        inputs, targets = pair(batch)
+        if isinstance(inputs, dict):
+            outputs = model(**inputs)
+        else:
+            outputs = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        if not hasattr(outputs, "dim") or not hasattr(targets, "dim"):
+            return outputs, targets
+        indices = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
+        if indices and outputs.shape[:-1] == targets.shape and outputs.dim() > 2:
+            return outputs.flatten(0, -2), targets.flatten()
+        return outputs, targets
+
+    def weigh(self, batch: Any) -> Any:
+        """How many terms the criterion's mean has: the weight of the valid targets; 1 where it sums instead."""
+        import torch
+
+        targets = pair(batch)[1]
+        if getattr(self.criterion, "reduction", "mean") == "sum":
+            return None
+        if not isinstance(targets, torch.Tensor):
+            return batch_length(batch)
+        ignored = getattr(self.criterion, "ignore_index", None)
+        class_weights = getattr(self.criterion, "weight", None)
+        if targets.is_floating_point() or (ignored is None and class_weights is None):
+            return targets.numel()
+        valid = targets != ignored if ignored is not None else torch.ones_like(targets, dtype=torch.bool)
+        if class_weights is not None:
+            return (class_weights[targets.clamp(0, len(class_weights) - 1)] * valid).sum()
+        return valid.sum()
+
+    def measure(self, model: Any, batch: Any) -> dict[str, Any]:
+        """For `evaluate`: the loss of each valid target and, for class indices, whether the best class is right."""
+        import torch
+
+        outputs, targets = self.outputs(model, batch)
+        weight = self.weigh(batch)
+        loss = self.criterion(outputs, targets)
+        found: dict[str, Any] = {"loss": loss if weight is None else (loss * weight, weight)}
+        if isinstance(targets, torch.Tensor) and not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
+            valid = targets != getattr(self.criterion, "ignore_index", -100)
+            right = (outputs.argmax(1) == targets) & valid
+            found["accuracy"] = (right.sum(), valid.sum())
+        return found
+
+
+def supervised(criterion: Any) -> Supervised:
+    """A loss function for batches that are (inputs, targets), such as `supervised(nn.CrossEntropyLoss())`.
+
+    Raises UsageError for a criterion with reduction 'none': a step needs one number.
+    """
+    if getattr(criterion, "reduction", "mean") == "none":
+        raise UsageError(
+            "the criterion's reduction is 'none'", limit="a step minimises one number", remedy="use 'mean' or 'sum'"
+        )
+    return Supervised(criterion)
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """(inputs, targets) of a batch that is a pair; UsageError for any other."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    shape = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+    raise UsageError(
+        f"the batch is a {shape}",
+        limit="supervised() takes batches that are (inputs, targets)",
+        remedy="write your own loss_fn(model, batch) -> loss",
+    )
