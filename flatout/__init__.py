@@ -6,11 +6,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatout.data.batches import batches
+    from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
-    from flatout.errors import FlatoutError, MachineError, PlanError, ScriptError, TrialError, UsageError
+    from flatout.errors import (
+        FlatoutError,
+        MachineError,
+        NumericsError,
+        PlanError,
+        ScriptError,
+        TrialError,
+        UsageError,
+    )
     from flatout.machine.description import Machine
     from flatout.plan import Plan
     from flatout.timing import Measurement
+    from flatout.train.evaluate import evaluate
+    from flatout.train.loss import supervised
+    from flatout.train.placement import device
+    from flatout.train.step import TrainStep
 
 __version__ = "0.1.0"
 
@@ -20,12 +34,19 @@ __all__ = [
     "Machine",
     "MachineError",
     "Measurement",
+    "NumericsError",
     "Plan",
     "PlanError",
     "ScriptError",
+    "TrainStep",
     "TrialError",
     "UsageError",
     "__version__",
+    "batches",
+    "device",
+    "evaluate",
+    "supervised",
+    "to_device",
 ]
 
 _HOMES = {
@@ -34,11 +55,18 @@ _HOMES = {
     "Machine": "flatout.machine.description",
     "MachineError": "flatout.errors",
     "Measurement": "flatout.timing",
+    "NumericsError": "flatout.errors",
     "Plan": "flatout.plan",
     "PlanError": "flatout.errors",
     "ScriptError": "flatout.errors",
+    "TrainStep": "flatout.train.step",
     "TrialError": "flatout.errors",
     "UsageError": "flatout.errors",
+    "batches": "flatout.data.batches",
+    "device": "flatout.train.placement",
+    "evaluate": "flatout.train.evaluate",
+    "supervised": "flatout.train.loss",
+    "to_device": "flatout.data.nested",
 }
 
 

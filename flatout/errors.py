@@ -5,7 +5,8 @@
     │   └── PlanError            a plan with an unknown, malformed or contradictory choice
     ├── MachineError             this machine lacks what was asked of it
     ├── ScriptError              the user's script cannot be worked with (it failed, never trains, reads a terminal)
-    └── TrialError               a trial process died, hung or broke its protocol
+    ├── TrialError               a trial process died, hung or broke its protocol
+    └── NumericsError            a loss or gradient is not finite, where the user asked to hear of it
 
 >>> raise UsageError("batch size is 0", limit="it must be at least 1", remedy="pass --batch-size 32")
 Traceback (most recent call last):
@@ -45,3 +46,7 @@ class ScriptError(FlatoutError):
 
 class TrialError(FlatoutError):
     """A trial process died, hung or broke its protocol."""
+
+
+class NumericsError(FlatoutError, ArithmeticError):
+    """A loss or a gradient is inf or NaN, where the user asked to hear of it."""

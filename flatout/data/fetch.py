@@ -15,15 +15,13 @@ of each batch is fetched anew and compared. What differs is taken back, and the 
 from __future__ import annotations
 
 import contextlib
-import pickle
-import random
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.data.random_states import random_states_kept
 from flatout.machine.detect import available_memory_bytes
 
 MEMORY_SHARE = 0.25
@@ -52,21 +50,21 @@ def strategy(dataset: Any, collate_fn: Any) -> Strategy:
         return Strategy(obstacle="the data set is a stream, or no Dataset")
     if collate_fn is not default_collate:
         return Strategy(obstacle="the loader has a collate function of its own")
-    if _tensors_of(dataset) is not None:
+    if tensors_below(dataset) is not None:
         return Strategy(kind="batched", draws_random_numbers=False)
     if not hasattr(dataset, "__len__") or len(dataset) == 0:
         return Strategy(obstacle="the data set does not say how long it is")
     return _probe_samples(dataset)
 
 
-def _tensors_of(dataset: Any) -> tuple[Sequence[Any], Sequence[int] | None] | None:
+def tensors_below(dataset: Any) -> tuple[Sequence[Any], Sequence[int] | None] | None:
     """The tensors below a TensorDataset or Subsets of one, with the indices that lead there."""
     from torch.utils.data import Subset, TensorDataset
 
     if type(dataset) is TensorDataset:
         return None if any(tensor.requires_grad for tensor in dataset.tensors) else (dataset.tensors, None)
     if type(dataset) is Subset:
-        below = _tensors_of(dataset.dataset)
+        below = tensors_below(dataset.dataset)
         if below is None:
             return None
         tensors, indices = below
@@ -81,7 +79,7 @@ def _probe_samples(dataset: Any) -> Strategy:
     count = len(dataset)
     picked = [i * (count - 1) // max(1, PROBED_SAMPLES - 1) for i in range(min(PROBED_SAMPLES, count))]
     try:
-        with _random_states_kept() as changed:
+        with random_states_kept() as changed:
             start = time.perf_counter()
             first = [dataset[i] for i in picked]
             seconds = (time.perf_counter() - start) / len(picked)
@@ -103,29 +101,6 @@ def _probe_samples(dataset: Any) -> Strategy:
     if startup > STARTUP_LIMIT_SECONDS:
         return Strategy(obstacle=f"computing all samples once would take {startup:.0f} s")
     return Strategy(kind="cached", startup_seconds=startup, draws_random_numbers=False)
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[Callable[[], bool]]:
-    """Restore the states of torch's, Python's and numpy's generators; yields a test for their having moved."""
-    import torch
-
-    numpy = sys.modules.get("numpy")
-
-    def states() -> list[bytes]:
-        parts = [torch.get_rng_state().numpy().tobytes(), pickle.dumps(random.getstate())]
-        return parts + ([pickle.dumps(numpy.random.get_state())] if numpy is not None else [])
-
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    before = states()
-    try:
-        yield lambda: states() != before
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def leaves(batch: Any) -> list[Any]:
@@ -177,14 +152,14 @@ class _Batches:
         self.kind, self.checked, self.calls = kind, False, 0
         self.indices: Any = None
         if kind == "batched":
-            found = _tensors_of(dataset)
+            found = tensors_below(dataset)
             assert found is not None
             tensors, indices = found
             self.version = _version(dataset)
             self.stored: Any = list(tensors)
             self.indices = _index_tensor(indices) if indices is not None else None
         else:
-            with _random_states_kept() as changed:
+            with random_states_kept() as changed:
                 self.stored = default_collate([dataset[i] for i in range(len(dataset))])
                 if changed():
                     raise ValueError("some samples draw random numbers")
@@ -287,7 +262,7 @@ def _agrees(source: _Batches, batch: Any, fetcher: Any, wanted: Sequence[int], o
     """The first batch is compared whole; of kept samples one of each batch is."""
     if not source.checked:
         source.checked = True
-        with _random_states_kept():
+        with random_states_kept():
             return same_bits(original(fetcher, wanted), batch)
     if source.kind == "batched":
         return True

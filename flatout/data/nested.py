@@ -29,11 +29,16 @@ def map_tensors(function: Callable[[Any], Any], nested: Any) -> Any:
         values = [map_tensors(function, value) for value in nested]
         return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        changed = copy.copy(nested)
-        for field in dataclasses.fields(nested):
-            object.__setattr__(changed, field.name, map_tensors(function, getattr(nested, field.name)))
-        return changed
+        return _with_fields(nested, lambda value: map_tensors(function, value))
     return nested
+
+
+def _with_fields(instance: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of a dataclass with other values, made without `__init__`, which may compute or refuse."""
+    changed = copy.copy(instance)
+    for field in dataclasses.fields(instance):
+        object.__setattr__(changed, field.name, function(getattr(instance, field.name)))
+    return changed
 
 
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -96,6 +101,8 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
         if isinstance(nested, (list, tuple)):
             values = [cut(value) for value in nested]
             return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+        if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+            return _with_fields(nested, cut)
         return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, nested)
 
     return cut(batch)

@@ -83,8 +83,16 @@ def repeated_blocks(module: Any) -> list[Any]:
         for kind, count in counts.items():
             if count > best[0] and any(True for child in container.children() for _ in child.parameters()):
                 best = (count, kind)
-    kind = best[1]
-    return [] if kind is None else [child for child in module.modules() if type(child) is kind]
+    return [] if best[1] is None else list(dict.fromkeys(_outermost(module, best[1])))
+
+
+def _outermost(module: Any, kind: Any) -> Iterator[Any]:
+    """The modules of a class below `module`, but none inside another: a Sequential may hold blocks that are such."""
+    for child in module.children():
+        if type(child) is kind:
+            yield child
+        else:
+            yield from _outermost(child, kind)
 
 
 def _compiler() -> bool:

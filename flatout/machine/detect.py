@@ -112,6 +112,11 @@ def available_cores(logical: int, allowed: int, quota_cores: float | None) -> tu
     return cores, reason
 
 
+def usable_cores() -> int:
+    """How many threads of this process can really run at once: by affinity and cgroup."""
+    return available_cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), read_cgroup().quota_cores)[0]
+
+
 def available_memory_bytes() -> int:
     """What this process may still take: the system's free memory, or what its cgroup leaves."""
     return _memory(read_cgroup())[1]

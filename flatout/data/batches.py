@@ -1,0 +1,297 @@
+"""A batch source: any data in, batches out, in an order that can be taken up to the sample.
+
+    train = batches((images, labels), 256, seed=1)
+    for epoch in range(train.epoch, 10):
+        for batch in train:                      # the rest of the current epoch
+            step(batch)
+            saved = train.state_dict()           # what was handed out, not what was read ahead
+
+The order depends on the seed and the epoch alone: not on workers, not on prefetching, not on the number of ranks, and a
+run that is taken up with another batch size goes on at the very next sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.data.order import epoch_order, epoch_seed, share_of_rank, spans
+from flatout.data.prefetch import on_device
+from flatout.data.random_states import random_states_kept, seed_all
+from flatout.data.sources import Source, source_of
+from flatout.data.workers import Key, Pacing, Workers
+from flatout.errors import UsageError
+from flatout.machine.detect import usable_cores
+from flatout.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HandingOut:
+    """How batches leave a source: how large, by what plan, where to, and which part of each is this rank's."""
+
+    batch_size: int
+    plan: Plan
+    drop_last: bool
+    device: Any
+    rank: int
+    ranks: int
+
+    @property
+    def least_samples(self) -> int:
+        """Of a last batch; fewer are dropped."""
+        return self.batch_size if self.drop_last else self.ranks
+
+
+class Batches:
+    """What `batches` returns. Iterating gives the rest of the current epoch; then the next epoch begins."""
+
+    def __init__(
+        self, source: Source, handing_out: _HandingOut, *, shuffle: bool, seed: int, order: EpochOrder | None = None
+    ) -> None:
+        self.seed = seed
+        self.samples = len(source) if order is None else order.samples
+        """Samples in an epoch."""
+        self.epoch, self.position = 0, 0
+        """The epoch that is under way, and how many of its samples were handed out (by all ranks together)."""
+        self._source, self._out, self._shuffle, self._order = source, handing_out, shuffle, order
+        self._workers: tuple[int, Workers] | None = None
+        self._pacing = self._first_pacing()
+        if self.samples < handing_out.least_samples:
+            raise UsageError(
+                f"the data set has {self.samples} samples, and a batch at least {handing_out.least_samples}",
+                limit="an epoch would have no batch",
+                remedy="use a smaller batch_size, or drop_last=False",
+            )
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        whole, rest = divmod(self.samples, self._out.batch_size)
+        return whole + (rest >= self._out.least_samples)
+
+    @property
+    def workers(self) -> tuple[int, str]:
+        """(processes that make batches, why so many)."""
+        return self._pacing.count, self._pacing.reason
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins. A few numbers, whatever the size of the data."""
+        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, whatever the batch size, workers and ranks were then."""
+        if state["samples"] != self.samples:
+            raise UsageError(
+                f"the saved position is in a data set of {state['samples']} samples; this one has {self.samples}",
+                limit="an order is one of as many samples",
+                remedy="resume with the data of that run, or start the data anew by not restoring it",
+            )
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order(self.epoch) if self._order is not None else self._own_order(self.epoch)
+        while True:
+            todo = list(self._spans())
+            made = self._made([(self.epoch, self._share(order, span)) for span in todo])
+            ends = iter(todo)
+            pin = self._out.plan.pin_memory is not False and not self._workers
+            for batch in self._pacing.timed(on_device(made, self._out.device, pin=pin)):
+                self.position = next(ends)[1]
+                yield batch
+            if next(ends, None) is None:
+                break
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return spans(self.samples, self.position, self._out.batch_size, least=self._out.least_samples)
+
+    def _share(self, order: Any, span: tuple[int, int]) -> Any:
+        start, stop = share_of_rank(*span, self._out.rank, self._out.ranks)
+        return order[start:stop]
+
+    def _own_order(self, epoch: int) -> Any:
+        return epoch_order(self.samples, seed=self.seed, epoch=epoch, shuffle=self._shuffle)
+
+    def _first_pacing(self) -> Pacing:
+        pacing = Pacing(usable_cores())
+        if self._source.in_memory:
+            pacing.decided, pacing.reason = True, "the data is in memory: whole batches are indexed at once"
+        elif self._out.plan.loader_workers is not None:
+            pacing.decided, pacing.count, pacing.reason = True, self._out.plan.loader_workers, "the plan says so"
+        return pacing
+
+    def _made(self, keys: Sequence[Key]) -> Iterator[Any]:
+        count = self._pacing.count
+        if count == 0:
+            self._workers = None
+            return (self._source.batch(indices, epoch) for epoch, indices in keys)
+        if self._workers is None or self._workers[0] != count:
+            pin = self._out.device.type == "cuda" and self._out.plan.pin_memory is not False
+            factor = self._out.plan.prefetch_factor
+            self._workers = count, Workers(self._source, count, prefetch_factor=factor, pin_memory=pin)
+        return self._workers[1].batches(keys)
+
+
+class EpochOrder:
+    """The order that a DataLoader's own sampler draws, from a seed for each epoch."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        self.samples = len(sampler)
+
+    def __call__(self, epoch: int) -> Any:
+        import torch
+
+        with random_states_kept():
+            seed_all(epoch_seed(self._seed, epoch))
+            return torch.as_tensor(list(self._sampler))
+
+
+class Stream:
+    """Batches of a data set that can only be read from its beginning. Taken up by reading on to the position."""
+
+    def __init__(self, data: Any, handing_out: _HandingOut, collate_fn: Any) -> None:
+        self.epoch, self.position = 0, 0
+        self._data, self._out, self._collate = data, handing_out, collate_fn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. The stream has to give the same samples again."""
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def __iter__(self) -> Iterator[Any]:
+        set_epoch = getattr(self._data, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self.epoch)
+        samples = itertools.islice(iter(self._data), self.position, None)
+        made = self._groups(samples)
+        sizes: list[int] = []
+        for batch in on_device(_noting(made, sizes), self._out.device, pin=self._out.plan.pin_memory is not False):
+            self.position += sizes.pop(0)
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _groups(self, samples: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+        while group := list(itertools.islice(samples, self._out.batch_size)):
+            if len(group) < self._out.least_samples:
+                return
+            start, stop = share_of_rank(0, len(group), self._out.rank, self._out.ranks)
+            yield len(group), self._collate(group[start:stop])
+
+
+def _noting(groups: Iterator[tuple[int, Any]], sizes: list[int]) -> Iterator[Any]:
+    for size, batch in groups:
+        sizes.append(size)
+        yield batch
+
+
+def batches(
+    data: Any,
+    batch_size: int | None = None,
+    plan: Plan | None = None,
+    *,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    device: Any = None,
+    rank: int | None = None,
+    ranks: int | None = None,
+) -> Batches | Stream:
+    """Batches of `batch_size` samples (of all ranks together) from `data`.
+
+    `data`: tensors or numpy arrays [samples, ...], alone or in dicts, tuples, dataclasses, memory-mapped ones too; a
+    map-style or iterable data set; or a DataLoader, whose data set, batch size, order and collate function are taken.
+    `shuffle` is on by default, but for streams, which keep their order. `device` is where batches are handed out;
+    by default they stay where they are. `rank` and `ranks` default to those of torch.distributed.
+
+    Raises UsageError for data that is none of these, is empty, or whose arrays differ in length.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    plan = plan or Plan()
+    order = None
+    if isinstance(data, DataLoader):
+        loader, data = data, data.dataset
+        batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, seed)
+        collate_fn, drop_last = collate_fn or loader.collate_fn, drop_last or loader.drop_last
+    rank, ranks = _ranks(rank, ranks)
+    size = _checked(batch_size, ranks)
+    handing_out = _HandingOut(
+        batch_size=size,
+        plan=plan,
+        drop_last=drop_last,
+        device=torch.device(device) if device is not None else torch.device("cpu"),
+        rank=rank,
+        ranks=ranks,
+    )
+    if _is_stream(data):
+        return _stream(data, handing_out, collate_fn, shuffle=shuffle)
+    source = source_of(data, collate_fn, seed=seed)
+    if plan.data_device is not None and hasattr(source, "to"):
+        source.to(handing_out.device)
+    return Batches(source, handing_out, shuffle=shuffle is not False, seed=seed, order=order)
+
+
+def _is_stream(data: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
+
+
+def _stream(data: Any, handing_out: _HandingOut, collate_fn: Any, *, shuffle: bool | None) -> Stream:
+    from torch.utils.data import default_collate
+
+    if shuffle:
+        raise UsageError("shuffle is True for a stream", limit="a stream has one order", remedy="shuffle it inside")
+    return Stream(data, handing_out, collate_fn or default_collate)
+
+
+def _of_loader(
+    loader: Any, batch_size: int | None, shuffle: bool | None, seed: int
+) -> tuple[int | None, bool | None, Any]:
+    """(batch size, shuffle, order of an epoch) of a DataLoader; a sampler that is none of torch's gives the order."""
+    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+
+    if isinstance(loader.dataset, IterableDataset):
+        return batch_size or loader.batch_size, shuffle, None
+    if loader.batch_size is None and batch_size is None:
+        raise UsageError(
+            f"the loader's batches are made by its {type(loader.batch_sampler).__name__}",
+            limit="which samples form a batch is decided here, so that an order can be taken up",
+            remedy="pass batch_size, or the data set instead of the loader",
+        )
+    sampler = loader.sampler
+    random = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
+    if shuffle is None and not random and type(sampler) is not SequentialSampler:
+        return batch_size or loader.batch_size, True, EpochOrder(sampler, seed)
+    return batch_size or loader.batch_size, random if shuffle is None else shuffle, None
+
+
+def _checked(batch_size: int | None, ranks: int) -> int:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise UsageError(
+            f"batch_size is {batch_size!r}", limit="it is a whole number of at least 1", remedy="pass batch_size=64"
+        )
+    if batch_size < ranks:
+        raise UsageError(
+            f"batch_size is {batch_size} for {ranks} ranks",
+            limit="it counts all ranks' samples: one each",
+        )
+    return batch_size
+
+
+def _ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    from torch import distributed
+
+    if rank is None and ranks is None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank, ranks = rank or 0, ranks or 1
+    if not 0 <= rank < ranks:
+        raise UsageError(f"rank is {rank} of {ranks}", limit="ranks are numbered from 0")
+    return rank, ranks

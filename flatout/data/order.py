@@ -1,0 +1,48 @@
+"""In which order samples come: the same for any number of workers, ranks and samples a batch.
+
+An order is a function of (seed, epoch). A position is a number of samples of the whole order, not of batches of one
+rank, so a run can be taken up with another batch size or another number of ranks and neither loses nor repeats any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+SPREAD = 0x9E3779B97F4A7C15
+"""An odd constant (2^64 over the golden ratio) that keeps the generators' seeds of neighbouring epochs apart."""
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """The seed of one epoch's order, below 2^63."""
+    return (seed * 1_000_003 + epoch * SPREAD) % (1 << 63)
+
+
+def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Any:
+    """The indices of one epoch, int64 [length]."""
+    import torch
+
+    if not shuffle:
+        return torch.arange(length)
+    generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+    return torch.randperm(length, generator=generator)
+
+
+def share_of_rank(start: int, stop: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The part of samples `start` to `stop` that is this rank's: parts differ by at most one sample."""
+    length = stop - start
+    return start + length * rank // ranks, start + length * (rank + 1) // ranks
+
+
+def spans(length: int, position: int, batch_size: int, *, least: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each batch of all ranks together, from `position` on.
+
+    A last batch of fewer than `least` samples is dropped: with fewer samples than ranks some would have none, and wait
+    for ever in the next collective.
+    """
+    while position < length:
+        stop = min(position + batch_size, length)
+        if stop - position < least:
+            return
+        yield position, stop
+        position = stop

@@ -1,0 +1,45 @@
+"""The next batch is copied to the device while the current one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flatout.data.nested import map_tensors, tensors_in, to_device
+
+
+def on_device(batches: Iterable[Any], device: Any, *, pin: bool) -> Iterator[Any]:
+    """`batches` on `device`. On CUDA one copy runs ahead, on a stream of its own; on the CPU nothing is copied."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield to_device(batch, device)
+        return
+    import torch
+
+    stream: Any = torch.cuda.Stream(device)
+    ahead: Any = None
+    for batch in batches:
+        pinned = map_tensors(_pinned, batch) if pin else batch
+        with torch.cuda.stream(stream):
+            copied = to_device(pinned, device)
+        if ahead is not None:
+            yield _handed_over(ahead, stream)
+        ahead = copied
+    if ahead is not None:
+        yield _handed_over(ahead, stream)
+
+
+def _pinned(tensor: Any) -> Any:
+    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
+
+
+def _handed_over(batch: Any, stream: Any) -> Any:
+    """The training's stream waits for the copy, and the allocator hears that it uses the memory."""
+    import torch
+
+    current = torch.cuda.current_stream()
+    current.wait_stream(stream)
+    for _, tensor in tensors_in(batch):
+        if tensor.device.type == "cuda":
+            tensor.record_stream(current)
+    return batch

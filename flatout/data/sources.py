@@ -1,0 +1,190 @@
+"""What batches are made of. A source gives the samples at given indices as one batch.
+
+tensors and arrays      alone or in dicts, tuples, dataclasses: one index operation for a whole batch; memory-mapped
+                        files are read only where they are indexed
+map-style data sets     TensorDataset and its Subsets as above; others sample by sample, collated as torch does
+streams                 iterable data sets: in the order in which they come
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from flatout.data.fetch import strategy, take, tensors_below
+from flatout.data.nested import map_tensors
+from flatout.data.order import epoch_seed
+from flatout.data.random_states import random_states_kept, seed_all
+from flatout.errors import UsageError
+
+
+class Source(Protocol):
+    """A length, and any samples of it as a batch."""
+
+    in_memory: bool
+    """True where making a batch costs next to nothing, so that no worker could help."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Any, epoch: int) -> Any:
+        """The samples at `indices`, int64 [batch], as they are in `epoch`."""
+
+
+class Arrays:
+    """A nest of tensors or numpy arrays that agree in their first size."""
+
+    in_memory = True
+
+    def __init__(self, nested: Any) -> None:
+        self._nested = map_arrays(_readable, nested)
+        sizes = {path: len(array) for path, array in arrays_in(self._nested)}
+        if len(set(sizes.values())) != 1:
+            listed = ", ".join(f"{path} has {size}" for path, size in sizes.items()) or "there is none"
+            raise UsageError(
+                f"the arrays differ in their first size: {listed}", limit="it is the number of samples, the same in all"
+            )
+        self._length = next(iter(sizes.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def to(self, device: Any) -> None:
+        """Keep the data on that device from now on."""
+        self._nested = map_tensors(lambda tensor: tensor.to(device), self._nested)
+
+    def batch(self, indices: Any, epoch: int) -> Any:
+        return map_arrays(lambda array: _rows(array, indices), self._nested)
+
+
+class Samples:
+    """A map-style data set, sample by sample. Random draws inside a sample depend on (seed, epoch, index) alone."""
+
+    in_memory = False
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], *, seed: int, draws: bool) -> None:
+        self._dataset, self._collate, self._seed, self._draws = dataset, collate_fn, seed, draws
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, indices: Any, epoch: int) -> Any:
+        wanted = indices.tolist()
+        if not self._draws:
+            many = getattr(self._dataset, "__getitems__", None)
+            return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
+        with random_states_kept():
+            samples = []
+            for i in wanted:
+                seed_all(epoch_seed(epoch_seed(self._seed, epoch), i + 1))
+                samples.append(self._dataset[i])
+            return self._collate(samples)
+
+
+class Whole:
+    """A data set that lies in memory as tensors (TensorDataset, Subset): whole batches at once."""
+
+    in_memory = True
+
+    def __init__(self, tensors: Sequence[Any], indices: Any) -> None:
+        import torch
+
+        self._tensors = list(tensors)
+        self._indices = None if indices is None else torch.as_tensor(indices)
+
+    def __len__(self) -> int:
+        return len(self._tensors[0]) if self._indices is None else len(self._indices)
+
+    def to(self, device: Any) -> None:
+        self._tensors = [tensor.to(device) for tensor in self._tensors]
+
+    def batch(self, indices: Any, epoch: int) -> Any:
+        return take(self._tensors, indices if self._indices is None else self._indices[indices])
+
+
+def source_of(data: Any, collate_fn: Callable[[list[Any]], Any] | None, *, seed: int) -> Source:
+    """The source for data of any kind but streams. UsageError for what cannot be indexed, or is empty."""
+    from torch.utils.data import default_collate
+
+    found = _source_of(data, collate_fn or default_collate, seed)
+    if len(found) == 0:
+        raise UsageError("the data set is empty", limit="an epoch needs at least one sample")
+    return found
+
+
+def _source_of(data: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> Source:
+    from torch.utils.data import default_collate
+
+    if any(True for _ in arrays_in(data)):
+        return Arrays(data)
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, (str, bytes, Mapping)):
+        raise UsageError(
+            f"{type(data).__name__} is no source of batches",
+            limit="tensors or arrays (in dicts, tuples, dataclasses), a Dataset, a stream or a DataLoader are",
+        )
+    tensors = tensors_below(data)
+    if tensors is not None and collate_fn is default_collate:
+        return Whole(*tensors)
+    draws = len(data) > 0 and strategy(data, default_collate).draws_random_numbers is not False
+    return Samples(data, collate_fn, seed=seed, draws=draws)
+
+
+def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:
+    """`function` on each tensor or numpy array of a nest of dicts, tuples and dataclasses."""
+    if _is_array(nested):
+        return function(nested)
+    if isinstance(nested, Mapping):
+        return {key: map_arrays(function, value) for key, value in nested.items()}
+    if isinstance(nested, tuple):
+        values = [map_arrays(function, value) for value in nested]
+        return type(nested)(*values) if hasattr(nested, "_fields") else tuple(values)
+    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        changes = {f.name: map_arrays(function, getattr(nested, f.name)) for f in dataclasses.fields(nested)}
+        return dataclasses.replace(nested, **changes)
+    return nested
+
+
+def arrays_in(nested: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
+    """Each tensor or numpy array of a nest, with the expression that leads to it."""
+    if _is_array(nested):
+        yield path, nested
+    elif isinstance(nested, Mapping):
+        for key, value in nested.items():
+            yield from arrays_in(value, f"{path}[{key!r}]")
+    elif isinstance(nested, tuple):
+        for i, value in enumerate(nested):
+            yield from arrays_in(value, f"{path}[{i}]")
+    elif dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        for field in dataclasses.fields(nested):
+            yield from arrays_in(getattr(nested, field.name), f"{path}.{field.name}")
+
+
+def _is_array(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.ndim > 0
+
+
+def _readable(array: Any) -> Any:
+    """Tensors for arrays in memory; files mapped into memory stay arrays, so that only what is used is read."""
+    import torch
+
+    if isinstance(array, torch.Tensor):
+        return array.detach()
+    numpy = sys.modules["numpy"]
+    if isinstance(array, numpy.memmap) or not array.flags.writeable or array.dtype.hasobject:
+        return array
+    return torch.from_numpy(array)
+
+
+def _rows(array: Any, indices: Any) -> Any:
+    import torch
+
+    if isinstance(array, torch.Tensor):
+        return array.index_select(0, indices if array.device.type == "cpu" else indices.to(array.device))
+    rows = array[indices.numpy()]
+    return rows if rows.dtype.hasobject else torch.from_numpy(rows)

@@ -1,0 +1,131 @@
+"""Batches made by worker processes, and how many of them are worth having.
+
+In the main process a step waits for its batch; workers make it meanwhile, but cost a copy, and take cores from the
+training. So their number follows from what was measured: none until making a batch was seen to hold the steps back,
+then as many as keep up with them, and none again if the loop got no faster.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from flatout.data.sources import Source
+from flatout.statistics import median
+
+Key = tuple[int, Any]
+"""(epoch, indices): what a worker needs to make a batch."""
+
+PROBED_BATCHES = 8
+WAIT_SHARE_WORTH_WORKERS = 0.1
+SECONDS_WORTH_WORKERS = 2e-3
+"""A batch that is made sooner than this costs more to carry between processes."""
+LEAST_GAIN = 1.05
+
+
+class _Dataset:
+    """A source as a data set whose items are whole batches."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, key: Key) -> Any:
+        return self._source.batch(key[1], key[0])
+
+
+class _Keys:
+    """A sampler that can be given another list for each epoch, so that workers live on between epochs."""
+
+    def __init__(self) -> None:
+        self.keys: Sequence[Key] = ()
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class Workers:
+    """`count` processes that make batches ahead, in order."""
+
+    def __init__(self, source: Source, count: int, *, prefetch_factor: int | None, pin_memory: bool) -> None:
+        import torch
+        from torch.utils.data import DataLoader
+
+        self._keys = _Keys()
+        self._loader: Any = DataLoader(
+            _Dataset(source),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=count,
+            persistent_workers=True,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers
+        )
+
+    def batches(self, keys: Sequence[Key]) -> Iterator[Any]:
+        self._keys.keys = keys
+        return iter(self._loader)
+
+
+class Pacing:
+    """How long the loop waits for a batch and how long it takes to use it, and what follows for the workers."""
+
+    def __init__(self, cores: int) -> None:
+        self.cores = cores
+        self.count = 0
+        self.reason = "nothing was measured yet"
+        self.decided = cores < 2
+        self._made: list[float] = []
+        self._used: list[float] = []
+        self._without: float | None = None
+        if self.decided:
+            self.reason = "one core: a worker would take it from the training"
+
+    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches, timed until there is something to decide; ends early where a change is due."""
+        iterator = iter(batches)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            middle = time.perf_counter()
+            yield batch
+            if self.decided:
+                continue
+            self._made.append(middle - start)
+            self._used.append(time.perf_counter() - middle)
+            if len(self._made) >= PROBED_BATCHES + 1 and self._decide():
+                return
+
+    def _decide(self) -> bool:
+        """True if the number of workers is another one from now on. The first batch is not typical."""
+        made, used = median(self._made[1:]), median(self._used[1:])
+        self._made, self._used = [], []
+        if self._without is not None:
+            return self._judge(made + used)
+        if made < SECONDS_WORTH_WORKERS or made < WAIT_SHARE_WORTH_WORKERS * (made + used):
+            self.decided = True
+            self.reason = f"a batch takes {made * 1e3:.2f} ms to make and {used * 1e3:.2f} ms to use"
+            return False
+        self.count = max(1, min(self.cores - 1, math.ceil(made / max(used, 1e-6))))
+        self._without = made + used
+        self.reason = f"a batch takes {made * 1e3:.1f} ms to make and {used * 1e3:.1f} ms to use, on {self.cores} cores"
+        return True
+
+    def _judge(self, with_workers: float) -> bool:
+        assert self._without is not None
+        self.decided = True
+        if self._without >= LEAST_GAIN * with_workers:
+            return False
+        self.reason = (
+            f"with {self.count} workers a step took {with_workers * 1e3:.1f} ms, without {self._without * 1e3:.1f} ms"
+        )
+        self.count = 0
+        return True

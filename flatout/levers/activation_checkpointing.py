@@ -1,0 +1,97 @@
+"""Recompute activations in backward instead of keeping them: less memory for more time.
+
+'block' keeps only the inputs of each repeated block. 'selective' also keeps the results of matrix products, attention
+and convolutions, which cost most to compute again; what lies between them is recomputed.
+
+It saves memory, not time, so the tuner does not try it; `TrainStep` applies it where a plan asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flatout.levers.compile import repeated_blocks
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.model_call import ATTRIBUTE, set_call
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject, Undo
+from flatout.machine.description import Machine
+
+
+class ActivationCheckpointing(Lever):
+    """Around each repeated block of the model; the same bits, because random numbers are drawn again as before."""
+
+    name = "activation checkpointing"
+    plan_field = "activation_checkpointing"
+    exactness = "bit-same"
+    acts_on_forward = True
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if not any(module.repeated_block for module in observed.modules):
+            return refuse("the model has no repeated block")
+        return offer("selective", "block", reason="saves memory, costs time")
+
+    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+        return subject.modules.each(lambda module: _checkpoint_blocks(module, selective=value == "selective"))
+
+
+def _checkpoint_blocks(module: Any, *, selective: bool) -> Undo[Any] | None:
+    blocks = repeated_blocks(module)
+    if not blocks:
+        return None
+    before = [getattr(block, ATTRIBUTE) for block in blocks]
+    for block, compiled in zip(blocks, before, strict=True):
+        set_call(block, _checkpointed(compiled or block._call_impl, selective))
+
+    def undo(module: Any) -> None:
+        for block, compiled in zip(repeated_blocks(module), before, strict=True):
+            set_call(block, compiled)
+
+    return undo
+
+
+def _checkpointed(call: Any, selective: bool) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    context: dict[str, Any] = {"context_fn": _keep_products} if selective else {}
+
+    @functools.wraps(call)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, **context, **kwargs)
+
+    return recomputed
+
+
+def _keep_products() -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    kept = _products()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@functools.cache
+def _products() -> frozenset[Any]:
+    """The operations whose results are kept; those that this build of torch has."""
+    import torch
+
+    names = (
+        "mm addmm bmm baddbmm linear mkldnn_linear convolution _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_flash_attention_for_cpu"
+    )
+    found = set()
+    for name in names.split():
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found |= {getattr(packet, overload) for overload in packet.overloads()}
+    return frozenset(found)

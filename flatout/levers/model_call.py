@@ -1,0 +1,37 @@
+"""A wrapper around the calls of one model, for as long as a context lasts.
+
+torch keeps a module's compiled call in an attribute of the instance that its `__call__` asks for first. That is the one
+place where an instance's call can be replaced without changing its type, its state dict, or what a deep copy of it
+calls. It is private to torch; this file and `activation_checkpointing` are its only users, and tests watch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ATTRIBUTE = "_compiled_call_impl"
+
+
+@contextlib.contextmanager
+def calls_wrapped(model: Any, wrapper: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[list[int]]:
+    """Put `wrapper(model, call)` around each call of `model`; yields a list that grows by one at each."""
+    calls: list[int] = []
+    before = getattr(model, ATTRIBUTE)
+    call = before or model._call_impl
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return wrapper(model, lambda: call(*args, **kwargs))
+
+    set_call(model, wrapped)
+    try:
+        yield calls
+    finally:
+        set_call(model, before)
+
+
+def set_call(module: Any, call: Any) -> None:
+    """Have `module(...)` run `call`; None: what the module's class says."""
+    module.__dict__[ATTRIBUTE] = call

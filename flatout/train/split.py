@@ -1,0 +1,52 @@
+"""When a batch does not fit: is splitting exact for this model, and what a failed try has to give back.
+
+The gradients of a batch are the weighted sum of its parts' gradients as long as samples do not meet inside the model.
+In a batch norm they do (its statistics are those of the part), so a split batch trains a slightly different model.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+
+def batch_coupled_layers(model: Any) -> list[str]:
+    """Names of the layers in training mode whose output for one sample depends on the others of its batch."""
+    import torch
+
+    coupled = (torch.nn.modules.batchnorm._BatchNorm,)
+    return [
+        name or "the model" for name, layer in model.named_modules() if isinstance(layer, coupled) and layer.training
+    ]
+
+
+class Attempt:
+    """What a forward and backward pass changes besides gradients: random states and buffers, to be put back."""
+
+    def __init__(self, model: Any, *, buffers: bool) -> None:
+        import torch
+
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if buffers else []
+
+    def put_back(self) -> None:
+        import torch
+
+        torch.set_rng_state(self._cpu_state)
+        if self._cuda_states:
+            torch.cuda.set_rng_state_all(self._cuda_states)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
+def release(model: Any, optimizer: Any) -> None:
+    """Free what a failed try left: its gradients, the cycles of its graph, and the allocator's cache."""
+    import torch
+
+    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

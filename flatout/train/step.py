@@ -1,0 +1,316 @@
+"""One training step: forward, backward, clip, optimizer, schedule. The loop around it stays the user's.
+
+    step = TrainStep(model, optimizer, loss_fn, Plan(precision="bf16", accumulate=4), clip_norm=1.0)
+    for batch in batches:
+        loss = step(batch)                   # a device tensor: reading it is the only thing that waits
+
+One call is one step of the optimizer, whatever the plan does inside: `accumulate` splits the batch, and a batch that
+does not fit into the memory is split further and tried again. The gradient is that of the mean loss over the whole
+batch all the same, each part weighted by how many terms its mean had (see `flatout.train.loss`).
+
+The plan's levers are those of `flatout tune`, applied by the same functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flatout.data.nested import batch_length, split_batch
+from flatout.errors import MachineError, UsageError
+from flatout.levers.activation_checkpointing import ActivationCheckpointing
+from flatout.levers.applied import Applied
+from flatout.levers.catalogue import LEVERS
+from flatout.levers.lever import choices_of_plan
+from flatout.levers.model_call import calls_wrapped
+from flatout.levers.subject import Subject
+from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.plan import Plan
+from flatout.precision.autocast import autocast_call
+from flatout.train.gradients import GradientStep, check_clip_norm
+from flatout.train.loss import LossFn, Weigh
+from flatout.train.placement import explain_devices
+from flatout.train.split import Attempt, batch_coupled_layers, release
+
+_OF_THE_LOADER = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
+"""Choices that `batches` carries out."""
+
+
+class TrainStep:
+    """A callable training step.
+
+    `loss_fn(model, batch)` returns the mean loss as a scalar tensor. `weigh(batch)` says of how many terms it is the
+    mean (default: an attribute of that name on `loss_fn`, else the number of samples). `scheduler` is stepped once a
+    call. Choices of the plan that cannot be applied here are in `rolled_back`, with the reason.
+
+    Raises UsageError where model, optimizer and loss do not belong together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: LossFn,
+        plan: Plan | None = None,
+        *,
+        clip_norm: float | None = None,
+        scheduler: Any = None,
+        weigh: Weigh | None = None,
+    ) -> None:
+        self.plan = plan or Plan()
+        check_clip_norm(clip_norm)
+        _check_scheduler(scheduler)
+        parameters = _trained(model, optimizer)
+        self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
+        self.steps = 0
+        """Optimizer steps taken, those included that were skipped."""
+        self.micro_batches = self.plan.accumulate or 1
+        """Parts that a batch is split into; more than the plan says once a batch did not fit."""
+        self._weigh: Weigh = weigh or getattr(loss_fn, "weigh", None) or batch_length
+        self._subject = Subject()
+        self._subject.modules.add(model)
+        self._subject.optimizers.add(optimizer)
+        self._applied = Applied(self._subject)
+        self._levers = contextlib.ExitStack()
+        self._apply_levers()
+        self._update = GradientStep(
+            parameters,
+            optimizer,
+            clip_norm=clip_norm,
+            fp16=self.plan.precision == "fp16",
+            nonfinite=self.plan.nonfinite,
+        )
+        self._calls = 0
+
+    # what the user calls
+
+    def __call__(self, batch: Any) -> Any:
+        """One step on `batch`. Returns its mean loss before the step, a detached scalar on the model's device."""
+        if not self.model.training:
+            raise UsageError(
+                "the model is in evaluation mode", limit="a step trains", remedy="call model.train() first"
+            )
+        self._update.check(wait=False)
+        loss = self._backward_in_parts(batch)
+        self._update.take(self.steps)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.steps += 1
+        return loss
+
+    @property
+    def skipped(self) -> int:
+        """Steps without an update, because a gradient was not finite. Waits for the device."""
+        return self._update.skipped
+
+    @property
+    def gradient_norm(self) -> Any:
+        """The last gradient's norm before clipping, a device tensor; None if nothing asked for it."""
+        return self._update.norm
+
+    @property
+    def rolled_back(self) -> list[tuple[str, str]]:
+        """Choices of the plan that are not in force, and why."""
+        return [(entry.choice.label, entry.reason) for entry in self._applied.rolled_back]
+
+    def finish(self) -> None:
+        """Raise what is not known yet (nonfinite = 'raise'). Waits for the device."""
+        self._update.check(wait=True)
+
+    def close(self) -> None:
+        """Take every lever back: model and optimizer are as they were given, but for what they learnt."""
+        self._applied.set([])
+        self._levers.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step itself remembers; model, optimizer and scheduler are saved beside it."""
+        scaler = self._update.scaler.state_dict() if self._update.scaler is not None else None
+        return {"steps": self.steps, "skipped": self.skipped, "micro_batches": self.micro_batches, "scaler": scaler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        self.steps, self.micro_batches = state["steps"], max(state["micro_batches"], self.plan.accumulate or 1)
+        self._update.set_skipped(state["skipped"])
+        if self._update.scaler is not None and state["scaler"]:
+            self._update.scaler.load_state_dict(state["scaler"])
+
+    # inside
+
+    def _apply_levers(self) -> None:
+        wanted = {name: value for name, value in self.plan.choices().items() if name not in _OF_THE_LOADER}
+        if wanted.get("precision") == "fp32":
+            del wanted["precision"]
+        if wanted.get("precision") == "fp16":
+            # Without the lever's own scaling of each backward pass: here the whole step is scaled, and the scale saved.
+            del wanted["precision"]
+            self._levers.enter_context(self._subject.around_calls(autocast_call("fp16")))
+        self._applied.set(choices_of_plan(wanted, (*LEVERS, ActivationCheckpointing())))
+
+    def _backward_in_parts(self, batch: Any) -> Any:
+        """Gradients of the whole batch's mean loss; with smaller parts again where the memory ended."""
+        while True:
+            attempt = self._attempt()
+            self.optimizer.zero_grad(set_to_none=True)
+            try:
+                return self._backward(split_batch(batch, self.micro_batches))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    self._explain(error, batch)
+                    raise
+                self._refuse_to_split(error, batch)
+            # Only here, outside of the handler, nothing holds the failed try's tensors any more.
+            if attempt is not None:
+                attempt.put_back()
+            release(self.model, self.optimizer)
+            self._split_further(batch)
+
+    def _attempt(self) -> Attempt | None:
+        if self.plan.out_of_memory == "raise":
+            return None
+        return Attempt(self.model, buffers=self.plan.out_of_memory != "exact" and self._coupled)
+
+    @property
+    def _coupled(self) -> bool:
+        if self._calls == 0:
+            self._coupled_layers = batch_coupled_layers(self.model)
+        return bool(self._coupled_layers)
+
+    def _backward(self, parts: Sequence[Any]) -> Any:
+        weights, total = self._weights(parts)
+        mean: Any = None
+        for i, part in enumerate(parts):
+            with self._without_reduction() if i < len(parts) - 1 else contextlib.nullcontext():
+                loss = self._loss(part)
+                share = loss if total is None else loss * (weights[i] / total)
+                self._update.scale(share).backward()
+            mean = share.detach() if mean is None else mean + share.detach()
+        self._calls += 1
+        return mean
+
+    def _weights(self, parts: Sequence[Any]) -> tuple[list[Any], Any]:
+        """How many terms each part's mean has, and their sum; no sum where the parts are to be added up as they are."""
+        if len(parts) == 1:
+            return [1], None
+        weights = [self._weigh(part) for part in parts]
+        if any(weight is None for weight in weights):
+            return weights, None  # the loss sums over its terms
+        return weights, sum(weights)
+
+    def _loss(self, part: Any) -> Any:
+        if not self._subject.wrappers:
+            loss, called = self.loss_fn(self.model, part), True
+        else:
+            with calls_wrapped(self.model, self._subject.call) as calls:
+                loss = self.loss_fn(self.model, part)
+            called = bool(calls)
+        if self._calls == 0:
+            _check_loss(loss)
+            if not called:
+                raise UsageError(
+                    "loss_fn never called the model that it was given",
+                    limit=f"precision = {self.plan.precision!r} acts on that call",
+                    remedy="call model(...) in loss_fn, not one of its parts",
+                )
+        return loss
+
+    def _without_reduction(self) -> contextlib.AbstractContextManager[Any]:
+        """Under DDP gradients are averaged over the ranks once a step, not once a part."""
+        no_sync: Callable[[], Any] | None = getattr(self.model, "no_sync", None)
+        return no_sync() if no_sync is not None else contextlib.nullcontext()
+
+    def _explain(self, error: Exception, batch: Any) -> None:
+        """Instead of torch's message, where tensors lie on different devices; otherwise the error is the user's."""
+        if isinstance(error, RuntimeError):
+            explain_devices(self.model, batch, error)
+
+    # out of memory
+
+    def _refuse_to_split(self, error: Exception, batch: Any) -> None:
+        """Raise where splitting is not wanted, not exact, or not possible any more."""
+        if self.plan.out_of_memory == "raise":
+            raise error
+        if hasattr(self.model, "no_sync"):  # the other ranks are in a collective that this one left
+            raise MachineError(
+                "out of memory on one rank",
+                limit="a step of several ranks cannot be tried again on one of them",
+                remedy="use a smaller batch or a larger accumulate",
+            ) from error
+        if self.plan.out_of_memory == "exact" and (coupled := batch_coupled_layers(self.model)):
+            raise MachineError(
+                f"a batch does not fit, and {coupled[0]} mixes the samples of a batch",
+                limit="out_of_memory = 'exact' splits only where the gradients stay the same",
+                remedy="use a smaller batch, or out_of_memory = 'split'",
+            ) from error
+        samples = batch_length(batch)
+        if self.micro_batches >= samples:
+            raise MachineError(
+                f"a single sample of this batch does not fit into the memory of {_device_of(self.model)}",
+                limit="a batch cannot be split further",
+                remedy="use activation_checkpointing, a smaller precision, or a smaller model",
+            ) from error
+
+    def _split_further(self, batch: Any) -> None:
+        samples = batch_length(batch)
+        self.micro_batches = min(samples, self.micro_batches * 2)
+        coupled = batch_coupled_layers(self.model)
+        note = f" (not exact: {coupled[0]} mixes the samples of a batch)" if coupled else ""
+        warnings.warn(
+            f"a batch of {samples} did not fit; from now on it is split into {self.micro_batches} parts{note}",
+            stacklevel=4,
+        )
+
+
+def _trained(model: Any, optimizer: Any) -> list[Any]:
+    """The parameters that the optimizer moves, each once; UsageError where they are not the model's."""
+    if not hasattr(model, "named_parameters") or not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            f"TrainStep got {type(model).__name__} and {type(optimizer).__name__}",
+            limit="it takes a torch.nn.Module and a torch.optim.Optimizer, in this order",
+        )
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shared = sum(id(parameter) in own for parameter in moved)
+    if not shared:
+        raise UsageError(
+            f"none of the optimizer's {len(moved)} parameters is one of the model's {len(own)}",
+            limit="an optimizer moves the tensors that it was given",
+            remedy="make the optimizer after the model, from model.parameters()",
+        )
+    return moved
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    import torch
+
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "the scheduler is ReduceLROnPlateau",
+            limit="TrainStep steps its scheduler once a call, without a metric",
+            remedy="keep it out of TrainStep and call scheduler.step(metric) after evaluating",
+        )
+
+
+def _check_loss(loss: Any) -> None:
+    import torch
+
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(f"loss_fn returned {type(loss).__name__}", limit="it returns the mean loss, a scalar tensor")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"loss_fn returned a tensor of shape {list(loss.shape)}",
+            limit="it returns the mean loss, a scalar tensor",
+            remedy="take its mean, or give the criterion reduction='mean'",
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss does not depend on any trained parameter",
+            limit="backward needs a loss with a gradient",
+            remedy="look for detach(), .item() or torch.no_grad() in loss_fn, and for frozen parameters",
+        )
+
+
+def _device_of(model: Any) -> str:
+    parameter = next(model.parameters(), None)
+    return str(parameter.device) if parameter is not None else "cpu"

@@ -1,0 +1,66 @@
+"""Batches in any shape: mapped, measured, sliced, moved."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.data.nested import batch_length, map_tensors, slice_batch, split_batch, tensors_in, to_device
+from flatout.errors import UsageError
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Sample:
+    x: Any
+    names: Any = None
+
+
+X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+NESTS = [X, (X, Y), [X, Y], {"x": X, "y": {"z": Y}}, Point(X, Y), Sample(X, ["a"] * 6), OrderedDict(x=X), UserDict(x=X)]
+
+
+@pytest.mark.parametrize("nest", NESTS, ids=lambda nest: type(nest).__name__)
+def test_parts_put_together_are_the_whole(nest: Any) -> None:
+    assert batch_length(nest) == 6
+    parts = split_batch(nest, 4)
+    assert [batch_length(part) for part in parts] == [1, 2, 1, 2]
+    assert all(type(part) is type(nest) for part in parts)
+    for i, (path, tensor) in enumerate(tensors_in(nest)):
+        found = [list(tensors_in(part))[i] for part in parts]
+        assert {name for name, _ in found} == {path}
+        assert torch.equal(torch.cat([t for _, t in found]), tensor)
+    assert len(split_batch(nest, 100)) == 6
+    assert split_batch(nest, 1)[0] is nest
+
+
+def test_what_is_not_per_sample_stays() -> None:
+    part = slice_batch((X, torch.tensor(3.0), "text", None, ["a", "b"]), 1, 3)
+    assert part[0].shape == (2, 2)
+    assert (part[1].item(), part[2:]) == (3.0, ("text", None, ["a", "b"]))
+    assert slice_batch(Sample(X, list("abcdef")), 1, 3).names == ["b", "c"]
+    assert slice_batch((X, list("abcdef")), 1, 3)[1] == ["b", "c"]
+
+
+def test_a_move_keeps_the_nest_and_the_original() -> None:
+    moved = to_device({"x": (X, 1)}, "meta")
+    assert moved["x"][0].device.type == "meta"
+    assert moved["x"][1] == 1
+    assert X.device.type == "cpu"
+    assert to_device(X, "cpu") is X
+    doubled = map_tensors(lambda t: t * 2, Sample(X))
+    assert torch.equal(doubled.x, X * 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [("text", "without a tensor"), ((X, torch.zeros(4)), r"batch\[0\] has 6, batch\[1\] has 4")],
+)
+def test_a_batch_without_one_length_is_refused(batch: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        batch_length(batch)

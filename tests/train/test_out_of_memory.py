@@ -1,0 +1,136 @@
+"""A batch that does not fit is split and tried again: the same gradients, the same random numbers."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.errors import MachineError
+from flatout.plan import Plan
+from flatout.train.loss import supervised
+from flatout.train.step import TrainStep
+
+
+class Limited(nn.Module):
+    """Runs out of memory, as torch says it on the CPU, for more than `limit` samples at once: late, after some work."""
+
+    def __init__(self, limit: int, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32) if norm else nn.Tanh(), nn.Dropout(0.0))
+        self.head, self.limit = nn.Linear(32, 4), limit
+        self.draws: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.body(x)
+        self.draws.append(float(torch.rand(())))
+        if len(x) > self.limit:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 42")
+        return self.head(hidden)
+
+
+def step_of(model: nn.Module, plan: Plan | None = None) -> TrainStep:
+    return TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()), plan)
+
+
+def batch(samples: int = 14) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 8, generator=torch.Generator().manual_seed(1)), torch.arange(samples) % 4
+
+
+def test_gradients_random_numbers_and_the_size_that_was_found() -> None:
+    free, tight = Limited(100), Limited(4)
+    torch.manual_seed(7)
+    expected = step_of(free)(batch())
+    step = step_of(tight)
+    torch.manual_seed(7)
+    with pytest.warns(UserWarning, match="did not fit; from now on it is split into"):
+        loss = step(batch())
+    torch.testing.assert_close(loss, expected)
+    for one, other in zip(free.parameters(), tight.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one.grad, other.grad)
+    assert step.micro_batches == 4
+    assert tight.draws[0] == tight.draws[1] == tight.draws[2] == free.draws[0]  # each try began from the same state
+    step(batch())  # no warning, no further try
+    assert step.state_dict()["micro_batches"] == 4
+
+
+def test_a_failed_try_leaves_nothing() -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+    model = Limited(100)
+    step, inputs = step_of(model), batch()
+    step(inputs)
+    before = tensors()
+    model.limit = 4
+    with pytest.warns(UserWarning, match="did not fit"):
+        step(inputs)
+    assert tensors() <= before
+
+
+def test_layers_that_mix_samples_are_told_of_or_refused() -> None:
+    model = Limited(4, norm=True)
+    before = model.body[1].running_mean.clone()
+    with pytest.warns(UserWarning, match="not exact: body.1 mixes the samples of a batch"):
+        step_of(model)(batch())
+    reference = Limited(100, norm=True)
+    step_of(reference, Plan(accumulate=4))(batch())
+    torch.testing.assert_close(model.body[1].running_mean, reference.body[1].running_mean)  # not those of failed tries
+    assert not torch.equal(model.body[1].running_mean, before)
+    with pytest.raises(MachineError, match=r"body.1 mixes the samples"):
+        step_of(Limited(4, norm=True), Plan(out_of_memory="exact"))(batch())
+
+
+def test_the_end_is_said_clearly() -> None:
+    with (
+        pytest.warns(UserWarning, match="did not fit"),
+        pytest.raises(MachineError, match="a single sample of this batch does not fit"),
+    ):
+        step_of(Limited(0))(batch())
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        step_of(Limited(4), Plan(out_of_memory="raise"))(batch())
+
+
+REAL = """
+import resource, warnings, torch
+from torch import nn
+from flatout.train.loss import supervised
+from flatout.train.step import TrainStep
+torch.set_num_threads(1)
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(12)])
+x = torch.randn(24_000, 512)
+y = torch.randn(24_000, 512)
+def train(model):
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.MSELoss()))
+    return float(step((x, y))), step.micro_batches
+free = net()
+loss, parts = train(free)
+assert parts == 1
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), resource.RLIM_INFINITY))
+tight = net()
+with warnings.catch_warnings(record=True):
+    warnings.simplefilter("always")
+    again, parts = train(tight)
+assert parts > 1, parts
+assert abs(again - loss) < 1e-5 * loss
+for one, other in zip(free.parameters(), tight.parameters()):
+    torch.testing.assert_close(one, other)
+print("split into", parts)
+"""
+
+
+def test_a_real_limit_is_survived() -> None:
+    run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "split into" in run.stdout

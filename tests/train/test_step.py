@@ -1,0 +1,264 @@
+"""A step against the loop that one would write by hand: the same numbers, whatever it does inside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.errors import NumericsError, UsageError
+from flatout.plan import Plan
+from flatout.train.loss import supervised
+from flatout.train.step import TrainStep
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def net(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(dropout)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 5))
+
+
+def data(batches: int = 6, samples: int = 12) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batches, samples, 8, generator=generator)
+    return [(part, part[:, :5].argmax(1)) for part in x]
+
+
+def by_hand(model: nn.Module, batches: list[Batch], *, clip_norm: float | None = None) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def with_step(
+    model: nn.Module, batches: list[Batch], plan: Plan, **options: Any
+) -> tuple[list[torch.Tensor], TrainStep]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), plan, scheduler=scheduler, **options)
+    return [step(batch) for batch in batches], step
+
+
+def assert_same(a: nn.Module, b: nn.Module, tolerance: float) -> None:
+    for (name, one), (_, other) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_the_same_bits_as_a_loop_by_hand(clip_norm: float | None) -> None:
+    ours, theirs = net(0.3), net(0.3)
+    torch.manual_seed(2)
+    expected = by_hand(theirs, data(), clip_norm=clip_norm)
+    torch.manual_seed(2)
+    losses, _ = with_step(ours, data(), Plan(), clip_norm=clip_norm)
+    assert [float(a) for a in losses] == [float(b) for b in expected]
+    assert_same(ours, theirs, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        (Plan(accumulate=3), 1e-5),
+        (Plan(accumulate=100), 1e-5),  # more parts than samples
+        (Plan(optimizer="fused"), 1e-5),
+        (Plan(nonfinite="skip"), 0.0),
+        (Plan(nonfinite="raise"), 0.0),
+        (Plan(activation_checkpointing="block"), 0.0),
+        (Plan(activation_checkpointing="selective"), 0.0),
+        (Plan(precision="fp32"), 0.0),
+        (Plan(precision="bf16"), 0.1),
+        (Plan(precision="fp16", accumulate=2), 0.05),
+    ],
+    ids=lambda value: str(value.choices()) if isinstance(value, Plan) else "",
+)
+def test_every_plan_trains_the_same_model(plan: Plan, tolerance: float) -> None:
+    ours, theirs = net(), net()
+    expected = by_hand(theirs, data(), clip_norm=1.0)
+    losses, step = with_step(ours, data(), plan, clip_norm=1.0)
+    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
+    assert_same(ours, theirs, tolerance)
+    assert (step.steps, step.skipped, step.rolled_back) == (6, 0, [])
+    assert all(loss.dtype == torch.float32 and not loss.requires_grad for loss in losses)
+    keys = list(ours.state_dict())
+    step.close()
+    assert list(ours.state_dict()) == keys == list(theirs.state_dict())
+    assert copy.deepcopy(ours)(data()[0][0]).shape == (12, 5)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_with_levers_around_it() -> None:
+    ours, theirs = net(), net()
+    expected = by_hand(theirs, data(3))
+    plan = Plan(compile="regional", activation_checkpointing="block", precision="bf16", accumulate=2)
+    losses, step = with_step(ours, data(3), plan)
+    assert step.rolled_back == []
+    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
+    step.close()
+
+
+def test_ragged_targets_weigh_as_much_as_they_hold() -> None:
+    """Parts with 1 and with 40 valid targets: the mean is over targets, as it is in one piece."""
+
+    def ragged() -> Batch:
+        x = torch.randn(6, 10, 8, generator=torch.Generator().manual_seed(3))
+        y = x[..., :5].argmax(-1)
+        for i in range(6):
+            y[i, 1 + 2 * i if i < 3 else 1 :] = -100
+        return x, y
+
+    weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0])
+    for criterion in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weights), nn.CrossEntropyLoss(reduction="sum")):
+        models = []
+        for parts in (1, 3, 6):
+            model = net()
+            step = TrainStep(
+                model, torch.optim.SGD(model.parameters(), 0.1), supervised(criterion), Plan(accumulate=parts)
+            )
+            models.append((model, step(ragged())))
+        for model, loss in models[1:]:
+            torch.testing.assert_close(loss, models[0][1])
+            assert_same(model, models[0][0], 1e-6)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts the values that are brought to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(precision="bf16"), Plan(accumulate=4)], ids=lambda p: str(p.choices()))
+def test_a_step_never_reads_a_value_back(plan: Plan) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)  # Adam's counters on the CPU are host values
+    step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), plan, clip_norm=1.0)
+    step(data()[0])
+    with Syncs() as syncs:
+        step(data()[0])
+    assert syncs.count == 0
+
+
+def poisoned() -> list[Batch]:
+    batches = data()
+    batches[2] = (batches[2][0] * float("nan"), batches[2][1])
+    return batches
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(nonfinite="skip"), Plan(nonfinite="skip", precision="bf16"), Plan(precision="fp16")]
+)
+def test_a_step_with_nan_is_skipped_and_counted(plan: Plan) -> None:
+    ours = net()
+    _, step = with_step(ours, poisoned(), plan, clip_norm=1.0)
+    assert (step.steps, step.skipped) == (6, 1)
+    assert all(parameter.isfinite().all() for parameter in ours.parameters())
+
+
+def test_a_step_with_nan_is_raised_by_number_with_the_weights_as_they_were() -> None:
+    ours, theirs = net(), net()
+    by_hand(theirs, data()[:2])
+    with pytest.raises(NumericsError, match="gradient of step 2 is not finite"):
+        with_step(ours, poisoned(), Plan(nonfinite="raise"))
+    assert_same(ours, theirs, 0.0)
+
+
+def test_a_step_takes_up_where_another_left() -> None:
+    ours = net()
+    _, step = with_step(ours, poisoned(), Plan(precision="fp16"))
+    other = net()
+    _, fresh = with_step(other, [], Plan(precision="fp16"))
+    fresh.load_state_dict(step.state_dict())
+    assert fresh.state_dict() == step.state_dict()
+    assert fresh.state_dict()["scaler"]["scale"] < 65536
+
+
+def other_model() -> Any:
+    return net(), torch.optim.SGD(net().parameters(), 0.1), supervised(nn.CrossEntropyLoss())
+
+
+def swapped() -> Any:
+    model = net()
+    return torch.optim.SGD(model.parameters(), 0.1), model, supervised(nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(other_model, "none of the optimizer's 10 parameters"), (swapped, "SGD and Sequential")]
+)
+def test_what_does_not_belong_together_is_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        TrainStep(*make())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (lambda model, batch: 3.0, "returned float"),
+        (lambda model, batch: model(batch[0]), r"shape \[12, 5\]"),
+        (lambda model, batch: model(batch[0]).detach().mean(), "does not depend"),
+        (supervised(nn.CrossEntropyLoss()), "a list of 3|a tuple of 3"),
+    ],
+)
+def test_a_loss_that_is_none_is_named(loss_fn: Any, said: str) -> None:
+    model = net()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    batch = data()[0] if "3" not in said[-1] else (*data()[0], None)
+    with pytest.raises(UsageError, match=said):
+        step(batch)
+
+
+def test_small_slips_are_named() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_fn = supervised(nn.CrossEntropyLoss())
+    with pytest.raises(UsageError, match="clip_norm is -1"):
+        TrainStep(model, optimizer, loss_fn, clip_norm=-1)
+    with pytest.raises(UsageError, match="ReduceLROnPlateau"):
+        TrainStep(model, optimizer, loss_fn, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(UsageError, match="reduction is 'none'"):
+        supervised(nn.CrossEntropyLoss(reduction="none"))
+    with pytest.raises(UsageError, match="never called the model"):
+        TrainStep(model, optimizer, lambda m, b: m[0](b[0]).mean(), Plan(precision="bf16"))(data()[0])
+    model.eval()
+    with pytest.raises(UsageError, match="evaluation mode"):
+        TrainStep(model, optimizer, loss_fn)(data()[0])
+
+
+def test_mixed_devices_are_named() -> None:
+    model = net()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
+    x, y = data()[0]
+    with pytest.raises(UsageError, match=r"batch\[0\] is on meta, while the model is on cpu") as caught:
+        step((x.to("meta"), y))
+    assert "flatout.to_device(batch, 'cpu')" in str(caught.value)
+    model[0].to("meta")
+    with pytest.raises(UsageError, match=r"model.0.weight is on meta"):
+        step((x, y))
+
+
+def test_a_users_own_error_stays_the_users() -> None:
+    model = net()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        step((torch.randn(4, 9), torch.zeros(4, dtype=torch.long)))
