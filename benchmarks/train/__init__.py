@@ -1,0 +1,1 @@
+"""The training library beside hand-written loops and its peers."""
