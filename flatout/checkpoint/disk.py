@@ -184,6 +184,7 @@ def _free_bytes(folder: Path) -> int | None:
     """Free space where the folder is, or will be; None if the system does not say."""
     existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
     try:
-        return None if existing is None else shutil.disk_usage(existing).free
+        usage = None if existing is None else shutil.disk_usage(existing)
     except OSError:
         return None
+    return usage.free if usage is not None and usage.total else None

@@ -255,5 +255,6 @@ def _check_settings(folder: Path, keep_last: int, keep_best: int, best: str) -> 
         raise UsageError(f"keep_best is {keep_best}", limit="it must be at least 0", remedy="pass keep_best=0")
     if best not in ("min", "max"):
         raise UsageError(f"best is {best!r}", limit="it must be 'min' or 'max'")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file", limit="checkpoints need a folder", remedy="name another place")
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise UsageError(f"{existing} is a file", limit="checkpoints need a folder", remedy="name another place")

@@ -6,7 +6,7 @@ module of the user's that is called `module` keeps its name: only a wrapper's ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ def _wrapped_child(module: torch.nn.Module) -> str | None:
     return _COMPILED if _COMPILED in module._modules else None
 
 
-def without_wrappers(saved: Mapping[str, Any], here: Iterable[str]) -> dict[str, Any]:
+def without_wrappers(saved: Mapping[str, Any], here: Set[str]) -> dict[str, Any]:
     """A saved state_dict, perhaps not of our making, under plain names; `here` are the model's own plain names."""
     plain = {".".join(part for part in name.split(".") if part != _COMPILED): value for name, value in saved.items()}
     prefix = f"{_PARALLEL}."
-    if plain and all(name.startswith(prefix) for name in plain) and not any(one.startswith(prefix) for one in here):
-        return {name.removeprefix(prefix): value for name, value in plain.items()}
-    return plain
+    if not all(name.startswith(prefix) for name in plain):
+        return plain
+    bare = {name.removeprefix(prefix): value for name, value in plain.items()}
+    return bare if len(bare.keys() & here) > len(plain.keys() & here) else plain

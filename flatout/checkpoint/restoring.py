@@ -142,7 +142,7 @@ def _compare_model(path: str, model: torch.nn.Module, saved: Any, found: Finding
         raise UsageError(f"{path} is saved as a {type(saved).__name__}, not as one model", remedy="pass what was saved")
     plain, own = plain_names(model), model.state_dict()
     here = {plain(name): name for name in own}
-    there = without_wrappers(saved, here)
+    there = without_wrappers(saved, here.keys())
     found.missing += [f"{path}: {name}" for name in here if name not in there]
     found.unexpected += [f"{path}: {name}" for name in there if name not in here]
     fitting: OrderedDict[str, Any] = OrderedDict()

@@ -31,6 +31,8 @@ from flatout.plan import Plan
 
 STRUCTURE = "state.json"
 TENSORS = ".safetensors"
+_MALFORMED = (ValueError, TypeError, AttributeError, RuntimeError)
+"""What Python and torch raise for a structure that nobody saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class Checkpoint:
                 tensors |= {(path.stem, name): tensor for name, tensor in read_tensors(path).items()}
             path = self.folder / STRUCTURE
             return join(json.loads(path.read_bytes()), tensors)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, SafetensorError, ArithmeticError, LookupError, *_MALFORMED) as error:
             raise damaged(path, f"it cannot be read ({error!r})") from error
 
 

@@ -34,9 +34,6 @@ NATIVE = {
 }
 """dtype -> its name in a safetensors header. Every other dtype is stored as bytes, with its name in the reference."""
 
-ALIGNMENT_BYTES = 16
-"""Of the widest dtype: looks of several dtypes at the same bytes stay aligned."""
-
 Slot = tuple[str, str]
 """Where a stored tensor lies: (file without suffix, name in it)."""
 
@@ -89,7 +86,7 @@ def _place_bytes(group: Sequence[Found], slot: Slot) -> torch.Tensor:
     start, end = min(look.start_bytes for look in looks), max(look.end_bytes for look in looks)
     whole = next((one.tensor for one in group if _covers(one.tensor, start, end)), None)
     if whole is None or len({look.dtype for look in looks}) > 1:
-        start -= start % ALIGNMENT_BYTES
+        start -= start % max(look.dtype.itemsize for look in looks)  # aligned for each
         whole = _bytes_of(group[0].tensor, start, end - start)
     for one, look in zip(group, looks, strict=True):
         how = {"dtype": str(look.dtype).removeprefix("torch."), "shape": list(look.shape), "stride": list(look.stride)}
