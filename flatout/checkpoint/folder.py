@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +55,7 @@ class Checkpoints:
     ) -> None:
         _check_settings(Path(folder), keep_last, keep_best, best)
         self.folder = Path(folder)
-        self._keep_last, self._keep_best, self._lowest_is_best = keep_last, keep_best, best == "min"
+        self._keeping = _Keeping(last=keep_last, best=keep_best, lowest_is_best=best == "min")
         self._asynchronous, self._writes = asynchronous, rank == 0
         self._copies, self._background = HostCopies(), BackgroundWork()
         self._swept = False
@@ -67,7 +67,7 @@ class Checkpoints:
 
         Raises UsageError if the state holds what cannot be stored (before anything is written) or the folder cannot
         be written, MachineError if the disk is full or fails; the checkpoints before are untouched. With
-        `asynchronous`, first waits for the save before, and raises what that one met.
+        `asynchronous`, first waits for the save before; if that one failed, raises its error and saves nothing.
         """
         if not self._writes:
             return
@@ -75,31 +75,15 @@ class Checkpoints:
         step, metric = _checked_step(step), None if metric is None else float(metric)
         parts = split(state)
         structure = structure_text(parts.structure)
-        need = _need_bytes(structure, parts.tensors)
+        need_bytes = _need_bytes(structure, parts.tensors)
         if not self._swept:
             sweep(self.folder)
             self._swept = True
-        what = f"the checkpoint of step {step}"
-        check_space(self.folder, need, what)
+        check_space(self.folder, need_bytes, _called(step))
         tensors = self._copies.take(parts.tensors) if self._asynchronous else parts.tensors
-        keep = functools.partial(
-            _prune,
-            folder=self.folder,
-            keep_last=self._keep_last,
-            keep_best=self._keep_best,
-            lowest=self._lowest_is_best,
-        )
-
-        def write() -> None:
-            try:
-                sequence = max((one.sequence for one in _entries(folder)), default=0) + 1
-                with whole_folder(folder, f"{sequence:06d}-step-{step}") as place:
-                    fill(place, structure, tensors, step, metric)
-            except OSError as error:
-                raise write_error(error, folder, need, what) from error
-            keep()
-
-        folder = self.folder
+        content = functools.partial(fill, structure=structure, tensors=tensors, step=step, metric=metric)
+        # without self: what is in flight does not keep a folder alive that nobody holds
+        write = functools.partial(_write, self.folder, step, content, need_bytes, self._keeping)
         if self._asynchronous:
             self._background.start(write)
         else:
@@ -113,7 +97,7 @@ class Checkpoints:
     def best(self) -> Checkpoint | None:
         """The one with the best metric, the newest of equals; None if none was saved with a metric (NaN is none)."""
         self._background.join()
-        ranked = _ranked(_entries(self.folder), self._lowest_is_best)
+        ranked = _ranked(_entries(self.folder), self._keeping.lowest_is_best)
         return ranked[0][1] if ranked else None
 
     def at(self, step: int) -> Checkpoint:
@@ -174,6 +158,13 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Keeping:
+    last: int
+    best: int
+    lowest_is_best: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Entry:
     sequence: int
     step: int
@@ -223,17 +214,31 @@ def _ranked(entries: list[_Entry], lowest: bool) -> list[tuple[_Entry, Checkpoin
     return sorted(rated, key=lambda pair: (pair[1].metric or 0.0) * (1 if lowest else -1))
 
 
-def _prune(*, folder: Path, keep_last: int, keep_best: int, lowest: bool) -> None:
+def _write(folder: Path, step: int, fill_in: Callable[[Path], None], need_bytes: int, keeping: _Keeping) -> None:
+    try:
+        sequence = max((one.sequence for one in _entries(folder)), default=0) + 1
+        with whole_folder(folder, f"{sequence:06d}-step-{step}") as place:
+            fill_in(place)
+    except OSError as error:
+        raise write_error(error, folder, need_bytes, _called(step)) from error
+    _prune(folder, keeping)
+
+
+def _prune(folder: Path, keeping: _Keeping) -> None:
     """Called when the newest has just been written and flushed, so that one whole checkpoint stays whatever else."""
     entries = [entry for entry in _entries(folder) if not _is_newer(entry)]
-    kept = {entry.folder for entry in [one for one in entries if _opened(one)][-keep_last:]}
-    kept |= {entry.folder for entry, _ in _ranked(entries, lowest)[:keep_best]}
+    kept = {entry.folder for entry in [one for one in entries if _opened(one)][-keeping.last :]}
+    kept |= {entry.folder for entry, _ in _ranked(entries, keeping.lowest_is_best)[: keeping.best]}
     for entry in entries[:-1]:
         if entry.folder not in kept:
             try:
                 remove_folder(entry.folder)
             except OSError as error:
-                warnings.warn(f"{entry.folder} cannot be deleted: {error.strerror}", stacklevel=3)
+                warnings.warn(f"{entry.folder} cannot be deleted: {error.strerror}", stacklevel=4)
+
+
+def _called(step: int) -> str:
+    return f"the checkpoint of step {step}"
 
 
 def _need_bytes(structure: bytes, tensors: Mapping[Slot, torch.Tensor]) -> int:

@@ -2,7 +2,8 @@
 
 python -m tests.checkpoint.saving_child FOLDER synchronous|asynchronous CHILDREN
 
-Each child writes its process id and the step from which it goes on; when it is gone, its parent says so. Forked, as the start of torch takes long.
+Each child writes its process id and the step from which it goes on; when it is gone, its parent says so. Forked, as
+the start of torch takes long.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, real = threading.Event(), folder_module.fill
 
-        def fill(*args: Any) -> None:
+        def fill(*args: Any, **kwargs: Any) -> None:
             assert self.open.wait(20)
-            real(*args)
+            real(*args, **kwargs)
 
         monkeypatch.setattr(folder_module, "fill", fill)
 
@@ -102,7 +102,7 @@ def test_a_failure_is_raised_by_the_next_call_once(tmp_path: Path, monkeypatch: 
     checkpoints.wait()
     with monkeypatch.context() as patch:
 
-        def full(*_: object) -> None:
+        def full(*_: object, **__: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         patch.setattr(folder_module, "fill", full)
@@ -137,11 +137,11 @@ def test_a_program_that_ends_finishes_its_save_and_tells_of_a_failure(tmp_path: 
 import sys, time, torch
 from flatout.checkpoint import folder
 real = folder.fill
-def slow(*args):
+def slow(*args, **kwargs):
     time.sleep(0.3)
     if len(sys.argv) > 1:
         raise OSError(28, "full")
-    real(*args)
+    real(*args, **kwargs)
 folder.fill = slow
 checkpoints = folder.Checkpoints({str(tmp_path)!r}, asynchronous=True)
 checkpoints.save({{"extra": torch.ones(2)}}, step=1)

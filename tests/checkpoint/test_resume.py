@@ -72,9 +72,16 @@ class Run:
         return losses
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize(
+    ("asynchronous", "layout", "options"),
+    [
+        (False, torch.contiguous_format, {}),
+        (True, torch.contiguous_format, {"fused": True}),
+        (False, torch.channels_last, {"foreach": True}),
+        (True, torch.channels_last, {"fused": True}),
+    ],
+    ids=str,
+)
 def test_resuming_is_bit_identical(
     tmp_path: Path, asynchronous: bool, layout: torch.memory_format, options: dict[str, Any]
 ) -> None:
