@@ -23,7 +23,7 @@ from flatout.checkpoint.folder import Checkpoints
 from tests.checkpoint import saving_child
 
 ROOT = Path(__file__).parents[2]
-KILLS = 15
+KILLS = 8  # in each of two ways of saving
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
