@@ -1,0 +1,15 @@
+"""Atomic, exact save and resume: what a run is made of, on the disk whole or not at all, in safetensors and JSON.
+
+    checkpoints = Checkpoints("runs/digits", keep_last=3, best="min", asynchronous=True)
+    if (loaded := checkpoints.load()) is not None:
+        restore(loaded, model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
+    for batch in batches:
+        ...
+        checkpoints.save(
+            capture(model=model, optimizer=optimizer, scheduler=scheduler, data=batches, plan=plan),
+            step=step,
+            metric=loss.item(),
+        )
+
+`capturing` and `restoring` go between live objects and a state, `folder` between a state and the disk.
+"""

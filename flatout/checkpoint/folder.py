@@ -1,0 +1,265 @@
+"""A folder of checkpoints: save, find, load the newest that is whole, keep the last and the best.
+
+Each lies in a folder named after the order of saving and the step, 000012-step-600. The order decides which is the
+newest: a run that goes back to step 100 and saves at 110 has not lost to the 600 of before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import os
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from flatout.checkpoint.background import BackgroundWork, HostCopies
+from flatout.checkpoint.disk import abandoned_folders, check_space, remove_folder, sweep, whole_folder, write_error
+from flatout.checkpoint.manifest import SCHEMA, damaged, schema_of
+from flatout.checkpoint.saved import Checkpoint, Loaded, fill, open_checkpoint, structure_text
+from flatout.checkpoint.storages import Slot
+from flatout.checkpoint.structure import split
+from flatout.errors import UsageError
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_HEADER_BYTES, _MARGIN_BYTES = 512, 64 * 1024
+"""Room for a tensor's entry in its file's header, and for the manifest and the file system's own."""
+
+
+class Checkpoints:
+    """Checkpoints of one run in one folder, which the first save creates.
+
+    `keep_last` and `keep_best` say how many of the newest and of the best by metric stay; an older one is deleted
+    only once a newer one is safely on the disk. With `asynchronous`, save copies the tensors to the host and returns;
+    one thread writes them, at most one save in flight. Only rank 0 writes: elsewhere save does nothing.
+    Raises UsageError for values out of range and for a `folder` that is a file.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        best: Literal["min", "max"] = "min",
+        asynchronous: bool = False,
+        rank: int = 0,
+    ) -> None:
+        _check_settings(Path(folder), keep_last, keep_best, best)
+        self.folder = Path(folder)
+        self._keeping = _Keeping(last=keep_last, best=keep_best, lowest_is_best=best == "min")
+        self._asynchronous, self._writes = asynchronous, rank == 0
+        self._copies, self._background = HostCopies(), BackgroundWork()
+        self._swept = False
+        # a failure that nobody waited for is at least shown when the interpreter exits
+        self._at_exit = weakref.finalize(self, self._background.wait)
+
+    def save(self, state: Mapping[str, Any], *, step: int, metric: float | None = None) -> None:
+        """Put the state on the disk, whole or not at all, then delete what is kept no more.
+
+        Raises UsageError if the state holds what cannot be stored (before anything is written) or the folder cannot
+        be written, MachineError if the disk is full or fails; the checkpoints before are untouched. With
+        `asynchronous`, first waits for the save before; if that one failed, raises its error and saves nothing.
+        """
+        if not self._writes:
+            return
+        self.wait()
+        step, metric = _checked_step(step), None if metric is None else float(metric)
+        parts = split(state)
+        structure = structure_text(parts.structure)
+        need_bytes = _need_bytes(structure, parts.tensors)
+        if not self._swept:
+            sweep(self.folder)
+            self._swept = True
+        check_space(self.folder, need_bytes, _called(step))
+        tensors = self._copies.take(parts.tensors) if self._asynchronous else parts.tensors
+        content = functools.partial(fill, structure=structure, tensors=tensors, step=step, metric=metric)
+        # without self: what is in flight does not keep a folder alive that nobody holds
+        write = functools.partial(_write, self.folder, step, content, need_bytes, self._keeping)
+        if self._asynchronous:
+            self._background.start(write)
+        else:
+            write()
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whose manifest and sizes are right (checksums are verified by its load); None without one."""
+        self._background.join()
+        return next((one for entry in reversed(_entries(self.folder)) if (one := _opened(entry))), None)
+
+    def best(self) -> Checkpoint | None:
+        """The one with the best metric, the newest of equals; None if none was saved with a metric (NaN is none)."""
+        self._background.join()
+        ranked = _ranked(_entries(self.folder), self._keeping.lowest_is_best)
+        return ranked[0][1] if ranked else None
+
+    def at(self, step: int) -> Checkpoint:
+        """The newest of this step. Raises UsageError naming the steps that are there."""
+        self._background.join()
+        entries = _entries(self.folder)
+        for entry in reversed(entries):
+            if entry.step == step and (found := _opened(entry)):
+                return found
+        there = ", ".join(str(entry.step) for entry in entries if _opened(entry)) or "none"
+        raise UsageError(f"no checkpoint of step {step} in {self.folder}", limit=f"the steps there are: {there}")
+
+    def load(self) -> Loaded | None:
+        """The newest that is whole, every byte verified; None if nothing was ever saved.
+
+        What is passed over is in its `notes` and warned of. Raises UsageError if there are checkpoints and none is
+        whole, or if the newest is of a newer Flatout: to start anew would throw away what is there.
+        """
+        self._background.join()
+        notes = [f"{one.name} is a save that was cut short" for one in abandoned_folders(self.folder)]
+        entries = _entries(self.folder)
+        loaded = None
+        for entry in reversed(entries):
+            try:
+                checkpoint = _open(entry)
+                loaded = Loaded(checkpoint=checkpoint, state=checkpoint.load(), notes=tuple(notes))
+                break
+            except UsageError as error:
+                if _is_newer(entry):
+                    raise
+                notes.append(f"{entry.folder.name} was passed over: {error.what}")
+        if loaded is None and entries:
+            remedy = "restore one from a backup, or name another folder to start anew"
+            raise UsageError(f"no checkpoint in {self.folder} is whole: {'; '.join(notes)}", remedy=remedy)
+        for note in notes:
+            outcome = "nothing was saved before" if loaded is None else f"step {loaded.step} is loaded"
+            warnings.warn(f"{note}; {outcome}", stacklevel=2)
+        return loaded
+
+    def wait(self) -> None:
+        """Until nothing is in flight. Raises what the save in the background met."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait, and give the memory of the copies back. Raises as `wait`."""
+        try:
+            self.wait()
+        finally:
+            self._copies.release()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keeping:
+    last: int
+    best: int
+    lowest_is_best: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    sequence: int
+    step: int
+    folder: Path
+
+
+def _entries(folder: Path) -> list[_Entry]:
+    """What has a checkpoint's name, oldest first."""
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read: {error.strerror}", remedy="name a folder that you may read") from (
+            error
+        )
+    named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
+    entries = [_Entry(sequence=int(match[1]), step=int(match[2]), folder=path) for match, path in named]
+    return sorted(entries, key=lambda entry: (entry.sequence, entry.step))
+
+
+def _open(entry: _Entry) -> Checkpoint:
+    checkpoint = open_checkpoint(entry.folder)
+    if checkpoint.step != entry.step:
+        raise damaged(entry.folder, f"it holds step {checkpoint.step}")
+    return checkpoint
+
+
+def _opened(entry: _Entry) -> Checkpoint | None:
+    """None if it is damaged. Raises UsageError if it is of a newer Flatout."""
+    try:
+        return _open(entry)
+    except UsageError:
+        if _is_newer(entry):
+            raise
+        return None
+
+
+def _is_newer(entry: _Entry) -> bool:
+    return (schema_of(entry.folder) or 0) > SCHEMA
+
+
+def _ranked(entries: list[_Entry], lowest: bool) -> list[tuple[_Entry, Checkpoint]]:
+    """Those with a metric, the best first; of equals the newest."""
+    found = [(entry, one) for entry in reversed(entries) if not _is_newer(entry) and (one := _opened(entry))]
+    rated = [pair for pair in found if pair[1].metric is not None and not math.isnan(pair[1].metric)]
+    return sorted(rated, key=lambda pair: (pair[1].metric or 0.0) * (1 if lowest else -1))
+
+
+def _write(folder: Path, step: int, fill_in: Callable[[Path], None], need_bytes: int, keeping: _Keeping) -> None:
+    try:
+        sequence = max((one.sequence for one in _entries(folder)), default=0) + 1
+        with whole_folder(folder, f"{sequence:06d}-step-{step}") as place:
+            fill_in(place)
+    except OSError as error:
+        raise write_error(error, folder, need_bytes, _called(step)) from error
+    _prune(folder, keeping)
+
+
+def _prune(folder: Path, keeping: _Keeping) -> None:
+    """Called when the newest has just been written and flushed, so that one whole checkpoint stays whatever else."""
+    entries = [entry for entry in _entries(folder) if not _is_newer(entry)]
+    kept = {entry.folder for entry in [one for one in entries if _opened(one)][-keeping.last :]}
+    kept |= {entry.folder for entry, _ in _ranked(entries, keeping.lowest_is_best)[: keeping.best]}
+    for entry in entries[:-1]:
+        if entry.folder not in kept:
+            try:
+                remove_folder(entry.folder)
+            except OSError as error:
+                warnings.warn(f"{entry.folder} cannot be deleted: {error.strerror}", stacklevel=4)
+
+
+def _called(step: int) -> str:
+    return f"the checkpoint of step {step}"
+
+
+def _need_bytes(structure: bytes, tensors: Mapping[Slot, torch.Tensor]) -> int:
+    content = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return content + len(structure) + _HEADER_BYTES * len(tensors) + _MARGIN_BYTES
+
+
+def _checked_step(step: int) -> int:
+    whole = operator.index(step) if hasattr(step, "__index__") and not isinstance(step, bool) else -1
+    if whole < 0:
+        raise UsageError(f"step is {step!r}", limit="it must be a whole number from 0", remedy="pass step=0, 1, 2, ...")
+    return whole
+
+
+def _check_settings(folder: Path, keep_last: int, keep_best: int, best: str) -> None:
+    if keep_last < 1:
+        raise UsageError(f"keep_last is {keep_last}", limit="it must be at least 1", remedy="pass keep_last=1")
+    if keep_best < 0:
+        raise UsageError(f"keep_best is {keep_best}", limit="it must be at least 0", remedy="pass keep_best=0")
+    if best not in ("min", "max"):
+        raise UsageError(f"best is {best!r}", limit="it must be 'min' or 'max'")
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise UsageError(f"{existing} is a file", limit="checkpoints need a folder", remedy="name another place")

@@ -1,0 +1,46 @@
+"""Names of parameters as the model's author wrote them: without what compiling or wrapping puts in front.
+
+torch.compile adds `_orig_mod.` where a module was compiled, DistributedDataParallel adds `module.` in front of all. A
+module of the user's that is called `module` keeps its name: only a wrapper's own child is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+
+_COMPILED = "_orig_mod"
+_PARALLEL = "module"
+
+
+def plain_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """A name in this model's state_dict -> the same without its wrappers."""
+    wrapped = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        child = _wrapped_child(module)
+        if child is not None:
+            wrapped.add(f"{path}.{child}" if path else child)
+
+    def plain(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(part for end, part in enumerate(parts, 1) if ".".join(parts[:end]) not in wrapped)
+
+    return plain
+
+
+def _wrapped_child(module: torch.nn.Module) -> str | None:
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return _PARALLEL
+    return _COMPILED if _COMPILED in module._modules else None
+
+
+def without_wrappers(saved: Mapping[str, Any], here: Set[str]) -> dict[str, Any]:
+    """A saved state_dict, perhaps not of our making, under plain names; `here` are the model's own plain names."""
+    plain = {".".join(part for part in name.split(".") if part != _COMPILED): value for name, value in saved.items()}
+    prefix = f"{_PARALLEL}."
+    if not all(name.startswith(prefix) for name in plain):
+        return plain
+    bare = {name.removeprefix(prefix): value for name, value in plain.items()}
+    return bare if len(bare.keys() & here) > len(plain.keys() & here) else plain

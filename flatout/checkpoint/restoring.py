@@ -1,0 +1,179 @@
+"""From a state back to live objects: everything is compared first, then put back; what fails half-way is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from flatout.checkpoint.differences import Differences, Findings
+from flatout.checkpoint.generators import check_generators, generator_states, set_generators
+from flatout.checkpoint.model_names import plain_names, without_wrappers
+from flatout.checkpoint.optimizers import check_optimizer, load_optimizer
+from flatout.checkpoint.saved import Checkpoint, Loaded
+from flatout.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loading:
+    """One object's state, compared and ready to be put back."""
+
+    path: str
+    load: Callable[[], None]
+    before: Callable[[], Callable[[], None]]
+    """Remembers how the object is now, and returns what brings that back."""
+
+
+def restore(
+    source: Mapping[str, Any] | Checkpoint | Loaded,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    generators: bool = True,
+    strict: bool = True,
+) -> Differences:
+    """Put the objects given, and all random number generators, back to what `source` holds; returns what differed.
+
+    Objects are matched as `capture` took them, lists and dicts included. Tensors go to the device of their parameter;
+    an optimizer keeps its own way of computing (fused, foreach, capturable). Objects are loaded from copies, so the
+    state can be restored again. `generators=False` leaves the random numbers alone, as for an evaluation.
+    Raises UsageError that lists what is missing, unexpected, or of another shape or dtype, before anything is
+    changed. With strict=False what fits is loaded, converted to the dtype here, and the rest is left as it is.
+    """
+    state = source.load() if isinstance(source, Checkpoint) else source.state if isinstance(source, Loaded) else source
+    found = Findings()
+    # a model's load is checked to the last shape, so it goes last: what might still fail goes before it
+    given = {"data": data, "scheduler": scheduler, "scaler": scaler, "optimizer": optimizer, "model": model}
+    loadings = [
+        _compare(path, live, saved, found, strict)
+        for section, whole in given.items()
+        if whole is not None
+        for path, live, saved in _pairs(section, whole, state, found)
+    ]
+    differences = found.differences()
+    if strict and differences:
+        raise UsageError(
+            f"the checkpoint does not fit: {differences.text()}",
+            limit="strict=True needs the same names, shapes and dtypes",
+            remedy="build the objects as they were when it was saved, or pass strict=False to load what fits",
+        )
+    if generators and "generators" in state:
+        check_generators(state["generators"])
+        loadings.append(_generators(state["generators"]))
+    _load_all(loadings)
+    return differences
+
+
+def _load_all(loadings: list[_Loading]) -> None:
+    with contextlib.ExitStack() as on_failure:
+        for loading in loadings:
+            on_failure.callback(loading.before())
+            try:
+                loading.load()
+            except Exception as error:  # of the user's own load_state_dict: say where, and pass it on
+                error.add_note(f"while restoring {loading.path}; what was restored before it has been undone")
+                raise
+        on_failure.pop_all()
+
+
+def _pairs(section: str, live: Any, state: Mapping[str, Any], found: Findings) -> Iterator[tuple[str, Any, Any]]:
+    """(path, object, its saved state) for each object of a section; those that have no partner are noted."""
+    if section in state:
+        yield from _matched(section, live, state[section], found)
+    else:
+        found.missing.append(f"{section} (the checkpoint holds {', '.join(state)})")
+
+
+def _matched(path: str, live: Any, saved: Any, found: Findings) -> Iterator[tuple[str, Any, Any]]:
+    if not isinstance(live, list | tuple | Mapping):
+        yield path, live, saved
+        return
+    here = dict(live) if isinstance(live, Mapping) else dict(enumerate(live))
+    there = dict(saved) if isinstance(saved, Mapping) else dict(enumerate(saved))
+    found.missing += [f"{path}[{key!r}]" for key in here if key not in there]
+    found.unexpected += [f"{path}[{key!r}]" for key in there if key not in here]
+    for key in here:
+        if key in there:
+            yield from _matched(f"{path}[{key!r}]", here[key], there[key], found)
+
+
+def _compare(path: str, live: Any, saved: Any, found: Findings, strict: bool) -> _Loading:
+    if not callable(getattr(live, "load_state_dict", None)):
+        raise UsageError(f"{path} is a {type(live).__name__}", limit="it must have load_state_dict()")
+    if isinstance(live, torch.nn.Module):
+        return _compare_model(path, live, saved, found)
+    if isinstance(live, torch.optim.Optimizer):
+        check_optimizer(path, live, saved, found)
+        return _Loading(
+            path=path,
+            load=lambda: load_optimizer(live, saved, exact_dtypes=strict),
+            before=lambda: _reload(live, live.state_dict()),  # loading replaces its tensors: the old ones are intact
+        )
+    return _Loading(
+        path=path,
+        load=lambda: live.load_state_dict(copy.deepcopy(saved)),
+        before=lambda: _reload(live, copy.deepcopy(live.state_dict())),
+    )
+
+
+def _reload(live: Any, before: Any) -> Callable[[], None]:
+    return lambda: live.load_state_dict(before)
+
+
+def _generators(states: Mapping[str, Any]) -> _Loading:
+    def before() -> Callable[[], None]:
+        now = generator_states()
+        return lambda: set_generators(now)
+
+    return _Loading(path="generators", load=lambda: set_generators(states), before=before)
+
+
+def _compare_model(path: str, model: torch.nn.Module, saved: Any, found: Findings) -> _Loading:
+    if not isinstance(saved, Mapping):
+        raise UsageError(f"{path} is saved as a {type(saved).__name__}, not as one model", remedy="pass what was saved")
+    plain, own = plain_names(model), model.state_dict()
+    here = {plain(name): name for name in own}
+    there = without_wrappers(saved, here.keys())
+    found.missing += [f"{path}: {name}" for name in here if name not in there]
+    found.unexpected += [f"{path}: {name}" for name in there if name not in here]
+    fitting: OrderedDict[str, Any] = OrderedDict()
+    for name, value in there.items():
+        if name in here and _fits(f"{path}: {name}", own[here[name]], value, found):
+            fitting[here[name]] = value
+    # the layout version of each layer; torch looks for it as an attribute of the dict
+    fitting._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
+    return _Loading(
+        path=path,
+        load=lambda: _load_model(model, fitting),
+        before=lambda: lambda: None,  # nothing of it can fail, and a copy would double its memory
+    )
+
+
+def _load_model(model: torch.nn.Module, fitting: Mapping[str, Any]) -> None:
+    model.load_state_dict(fitting, strict=False)
+
+
+def _fits(name: str, here: Any, there: Any, found: Findings) -> bool:
+    """True if the saved value can be loaded; notes how it differs."""
+    if not isinstance(here, torch.Tensor) or is_lazy(here):
+        return True
+    if here.is_meta:
+        remedy = "give it memory first: model.to_empty(device=...)"
+        raise UsageError(f"{name} is on the meta device", limit="it has no memory to load into", remedy=remedy)
+    if not isinstance(there, torch.Tensor) or here.shape != there.shape:
+        saved = list(there.shape) if isinstance(there, torch.Tensor) else f"a {type(there).__name__}"
+        found.shapes.append(f"{name} ({saved} saved, {list(here.shape)} here)")
+        return False
+    if here.dtype != there.dtype:
+        saved_dtype, own_dtype = (str(one.dtype).removeprefix("torch.") for one in (there, here))
+        found.dtypes.append(f"{name} ({saved_dtype} saved, {own_dtype} here)")
+    return True

@@ -1,0 +1,198 @@
+"""Nested values <-> JSON and tensors: whatever a state_dict holds comes back as it was, type for type.
+
+None, booleans, whole numbers, finite floats, texts and lists stand for themselves; everything else is an object with
+one key that names its kind, {"tuple": [...]}. Nothing that could run code is ever written or read.
+
+>>> split({"extra": {0: (1.5, float("inf"))}}).structure
+{'extra': {'items': [[0, {'tuple': [1.5, {'float': 'inf'}]}]]}}
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.checkpoint.storages import Found, Slot, place, view
+from flatout.errors import UsageError
+
+DEPTH_LIMIT = 100
+"""Levels of nesting; a value that holds itself is caught by it too."""
+OWN_FILES = ("model", "optimizer")
+"""Sections whose tensors have a file of their own, under the names that other tools know them by."""
+
+Path = tuple[Any, ...]
+_WHOLE_NUMBER_BITS = 64  # JSON readers agree up to here; Python refuses to print very long ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A state in two: JSON, and the tensors it refers to (live memory, not copied)."""
+
+    structure: dict[str, Any]
+    tensors: dict[Slot, torch.Tensor]
+
+
+def split(state: Mapping[str, Any]) -> Split:
+    """Take a state apart. Raises UsageError with path and type of the first value that cannot be stored."""
+    if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
+        what = f"the state is a {type(state).__name__}"
+        raise UsageError(what, limit="it must be a dict with texts as keys", remedy="make it with capture(...)")
+    encoder = _Encoder()
+    structure = {key: encoder.node(value, (key,)) for key, value in state.items()}
+    return Split(structure=structure, tensors=place(encoder.found))
+
+
+def join(structure: Mapping[str, Any], tensors: Mapping[Slot, torch.Tensor]) -> dict[str, Any]:
+    """Put a state together again. Raises ValueError, KeyError or TypeError if the two do not belong together."""
+    decoder = _Decoder(tensors)
+    return {key: decoder.value(node) for key, node in structure.items()}
+
+
+def spell(path: Path) -> str:
+    """A place in a state as Python would address it: state['optimizer']['state'][0]."""
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.found: list[Found] = []
+        self._kinds: dict[type, Callable[[Any, Path], Any]] = {
+            **dict.fromkeys((type(None), bool, str), lambda value, path: value),
+            int: lambda value, path: value if value.bit_length() <= _WHOLE_NUMBER_BITS else {"int": hex(value)},
+            float: lambda value, path: value if math.isfinite(value) else {"float": repr(value)},
+            complex: lambda value, path: {"complex": self._all((value.real, value.imag), path)},
+            bytes: lambda value, path: {"bytes": base64.b64encode(value).decode()},
+            list: self._all,
+            **{kind: partial(self._tagged, name, self._all) for name, kind in _SEQUENCES.items()},
+            **{kind: partial(self._tagged, name, self._items) for name, kind in _MAPPINGS.items()},
+            dict: self._dict,
+            torch.Size: lambda value, path: {"size": list(value)},
+            torch.dtype: lambda value, path: {"dtype": str(value).removeprefix("torch.")},
+            torch.device: lambda value, path: {"device": str(value)},
+            **dict.fromkeys((torch.Tensor, torch.nn.Parameter), self._tensor),
+            np.ndarray: self._array,
+        }
+
+    def node(self, value: Any, path: Path) -> Any:
+        if len(path) > DEPTH_LIMIT:
+            raise _refusal(path[:5], f"is nested deeper than {DEPTH_LIMIT} levels, or holds itself")
+        encode = self._kinds.get(type(value))
+        if encode is None and isinstance(value, np.generic):
+            encode = self._scalar
+        if encode is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            raise _refusal(path, f"is of type {kind}")
+        return encode(value, path)
+
+    def _tagged(self, name: str, encode: Callable[[Any, Path], Any], value: Any, path: Path) -> dict[str, Any]:
+        return {name: encode(value, path)}
+
+    def _all(self, values: Any, path: Path) -> list[Any]:
+        return [self.node(value, (*path, index)) for index, value in enumerate(values)]
+
+    def _dict(self, values: dict[Any, Any], path: Path) -> dict[str, Any]:
+        if all(type(key) is str for key in values):
+            return {"dict": {key: self.node(value, (*path, key)) for key, value in values.items()}}
+        return {"items": self._items(values, path)}
+
+    def _items(self, values: Mapping[Any, Any], path: Path) -> list[Any]:
+        return [[self.node(key, (*path, key)), self.node(value, (*path, key))] for key, value in values.items()]
+
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise _refusal(path, f"is a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
+        if tensor.is_meta:
+            raise _refusal(path, "is on the meta device: it has no values")
+        reference: dict[str, Any] = {}
+        values = tensor.detach()  # an imaginary part or a conjugate is a view with a flag: its bytes are not its values
+        values = values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values
+        self.found.append(Found(tensor=values, slot=_slot(path), reference=reference))
+        return {"tensor": reference}
+
+    def _array(self, array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
+        _check_numpy(array.dtype, path)
+        content = bytearray(array.tobytes())
+        stored = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        return {"array": [array.dtype.str, list(array.shape), self._tensor(stored, path)]}
+
+    def _scalar(self, value: np.generic, path: Path) -> dict[str, Any]:
+        _check_numpy(value.dtype, path)
+        return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[Slot, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._seen: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, Callable[[Any], Any]] = {
+            "int": lambda text: int(text, 16),
+            "float": float,
+            "complex": lambda parts: complex(*self._all(parts)),
+            "bytes": lambda text: base64.b64decode(text, validate=True),
+            "dict": lambda values: {key: self.value(value) for key, value in values.items()},
+            **{name: partial(self._made, kind, self._all) for name, kind in _SEQUENCES.items()},
+            **{name: partial(self._made, kind, self._items) for name, kind in _MAPPINGS.items()},
+            "size": torch.Size,
+            "dtype": lambda name: getattr(torch, name),
+            "device": torch.device,
+            "tensor": self._tensor,
+            "array": self._array,
+            "scalar": lambda parts: np.frombuffer(base64.b64decode(parts[1]), np.dtype(parts[0]))[0],
+        }
+
+    def value(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return self._all(node)
+        if isinstance(node, dict):
+            ((kind, content),) = node.items()
+            return self._kinds[kind](content)
+        return node
+
+    def _made(self, kind: Callable[[Any], Any], decode: Callable[[Any], Any], content: Any) -> Any:
+        return kind(decode(content))
+
+    def _all(self, nodes: list[Any]) -> list[Any]:
+        return [self.value(node) for node in nodes]
+
+    def _items(self, items: list[Any]) -> dict[Any, Any]:
+        return {self.value(key): self.value(value) for key, value in items}
+
+    def _tensor(self, reference: dict[str, Any]) -> torch.Tensor:
+        key = repr(reference)  # tied tensors come back as one
+        if key not in self._seen:
+            self._seen[key] = view(self._tensors, reference)
+        return self._seen[key]
+
+    def _array(self, parts: list[Any]) -> np.ndarray[Any, Any]:
+        dtype, shape, node = parts
+        return np.frombuffer(self.value(node).numpy().tobytes(), np.dtype(dtype)).reshape(shape).copy()
+
+
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS: dict[str, type] = {"items": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+
+
+def _slot(path: Path) -> Slot:
+    file, inside = (path[0], path[1:]) if path[0] in OWN_FILES else ("state", path)
+    return file, ".".join(str(key) for key in inside)
+
+
+def _check_numpy(dtype: np.dtype[Any], path: Path) -> None:
+    if dtype.hasobject or dtype.names:
+        raise _refusal(path, f"is of numpy's dtype {dtype}")
+
+
+def _refusal(path: Path, what: str) -> UsageError:
+    return UsageError(
+        f"{spell(path)} {what}",
+        limit="a checkpoint holds numbers, texts, bytes, tensors, arrays, and dicts, lists, tuples and sets of them",
+        remedy="leave it out, or store what it is made of",
+    )

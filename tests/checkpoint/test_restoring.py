@@ -1,0 +1,207 @@
+"""What does not fit is listed by name, and nothing is changed; what fails half-way is undone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.checkpoint.capturing import capture
+from flatout.checkpoint.folder import Checkpoints
+from flatout.checkpoint.restoring import restore
+from flatout.errors import UsageError
+
+
+def refused(state: Any, **objects: Any) -> str:
+    """The text of the refusal; the objects, the generators and the state are as before."""
+    before = [copy.deepcopy(one.state_dict()) for one in objects.values()]
+    drawn = torch.get_rng_state(), random.getstate()
+    with pytest.raises(UsageError) as caught:
+        restore(state, **objects)
+    for one, was in zip(objects.values(), before, strict=True):
+        assert str(one.state_dict()) == str(was)
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert drawn[1] == random.getstate()
+    return str(caught.value)
+
+
+def test_names_shapes_and_dtypes_are_listed() -> None:
+    saved = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(2, 2), "gone": nn.Linear(1, 1, bias=False)})
+    here = nn.ModuleDict({"a": nn.Linear(3, 5), "b": nn.Linear(2, 2).half(), "new": nn.Linear(1, 1, bias=False)})
+    text = refused(capture(model=saved), model=here)
+    assert text == (
+        "the checkpoint does not fit: 1 missing: model: new.weight; 1 unexpected: model: gone.weight; "
+        "2 of another shape: model: a.weight ([4, 3] saved, [5, 3] here), model: a.bias ([4] saved, [5] here); "
+        "2 of another dtype: model: b.weight (float32 saved, float16 here), model: b.bias (float32 saved, float16 here)"
+        "; strict=True needs the same names, shapes and dtypes; "
+        "build the objects as they were when it was saved, or pass strict=False to load what fits"
+    )
+    differences = restore(capture(model=saved), model=here, strict=False)
+    assert differences.missing == ("model: new.weight",)
+    assert torch.equal(here["b"].weight, saved["b"].weight.half())  # type: ignore[operator]
+
+
+def test_long_lists_are_cut() -> None:
+    here = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
+    text = refused(capture(model=nn.Linear(1, 1)), model=here)
+    assert "100 missing: model: 0.weight, " in text
+    assert " and 92 more" in text
+    assert len(text) < 500
+
+
+def test_sections_and_parts_that_are_not_there() -> None:
+    one = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(one.parameters(), 0.1)
+    text = refused(capture(model=one, extra=1), model=one, optimizer=optimizer)
+    assert "1 missing: optimizer (the checkpoint holds model, extra, generators)" in text
+    with pytest.raises(UsageError, match=r"1 missing: model\['b'\]; 1 unexpected: model\['c'\]"):
+        restore(capture(model={"a": one, "c": one}), model={"a": one, "b": one})
+
+
+def adamw(*shapes: int) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = torch.optim.AdamW(parameters)
+    for one in parameters:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    return optimizer
+
+
+def test_an_optimizer_over_other_parameters() -> None:
+    saved = capture(optimizer=adamw(2, 3))
+    assert "optimizer was saved with 1 group of 2 parameters; the optimizer here has 1 group of 3 parameters" in (
+        refused(saved, optimizer=adamw(2, 3, 4))
+    )
+    text = refused(saved, optimizer=adamw(3, 2))
+    assert "optimizer: exp_avg of parameter 0 ([2] saved, [3] here)" in text
+    assert "optimizer: exp_avg_sq of parameter 1 ([3] saved, [2] here)" in text
+
+
+def test_another_optimizer() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    text = refused(capture(optimizer=adamw(2)), optimizer=torch.optim.SGD([parameter], 0.1))
+    assert "missing: optimizer: group 0: momentum" in text
+    assert "unexpected: optimizer: group 0: betas" in text
+    assert "is not saved as an optimizer's state" in refused({"optimizer": {"a": 1}}, optimizer=adamw(2))
+
+
+def test_an_optimizer_keeps_its_way_of_computing_and_takes_the_rest() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    saved = capture(optimizer=torch.optim.AdamW(parameters, lr=0.5, fused=True))
+    here = torch.optim.AdamW(parameters, foreach=True)
+    assert not restore(saved, optimizer=here)
+    assert {key: here.param_groups[0][key] for key in ("lr", "fused", "foreach")} == {
+        "lr": 0.5,
+        "fused": None,
+        "foreach": True,
+    }
+
+
+class WideMoments(torch.optim.Optimizer):
+    """Keeps fp32 moments of bf16 weights."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            self.state[one]["moment"] = torch.full(one.shape, 1 / 3)
+
+
+def test_state_keeps_the_dtype_that_it_was_saved_with(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    one, other = WideMoments([parameter]), WideMoments([parameter])
+    one.step()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(capture(optimizer=one), step=1)
+    restore(checkpoints.at(1), optimizer=other)
+    assert torch.equal(other.state[parameter]["moment"], torch.full((2,), 1 / 3))
+
+
+class Fragile:
+    """Changes itself, then fails."""
+
+    def __init__(self) -> None:
+        self.values = [1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.extend(state["values"])
+        if len(state["values"]) > 1:
+            raise KeyError("no such shard")
+        self.values = list(state["values"])
+
+
+def test_a_failure_of_the_users_own_code_is_undone_and_placed() -> None:
+    model, data, scheduler = nn.Linear(2, 2), Fragile(), Fragile()
+    other = nn.Linear(2, 2)
+    state = capture(model=other, data=data, scheduler=scheduler)
+    state["data"], state["scheduler"] = {"values": [5]}, {"values": [6, 7]}
+    weight, drawn = model.weight.clone(), torch.get_rng_state()
+    with pytest.raises(KeyError, match="no such shard") as caught:
+        restore(state, model=model, data=data, scheduler=scheduler)
+    assert caught.value.__notes__ == ["while restoring scheduler; what was restored before it has been undone"]
+    assert (data.values, scheduler.values) == ([1], [1])
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_objects_without_a_state() -> None:
+    with pytest.raises(UsageError, match=r"data is a int; it must have state_dict\(\)"):
+        capture(data=3)
+    with pytest.raises(UsageError, match=r"data is a int; it must have load_state_dict\(\)"):
+        restore({"data": 3}, data=3)
+
+
+def test_a_model_without_memory() -> None:
+    saved = capture(model=nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"weight is on the meta device; .*to_empty"):
+        restore(saved, model=nn.Linear(2, 2, device="meta"))
+
+
+def test_a_lazy_model_takes_its_shapes_from_the_checkpoint() -> None:
+    saved, lazy = nn.Linear(3, 2), nn.LazyLinear(2)
+    restore(capture(model=saved), model=lazy)
+    assert torch.equal(lazy.weight, saved.weight)
+
+
+def test_extra_state_of_a_module() -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    one, other = Counting(1, 1), Counting(1, 1)
+    one.count = 4
+    assert not restore(capture(model=one), model=other)
+    assert other.count == 4
+
+
+@pytest.mark.parametrize("broken", [{}, {"python": (3, (1,), None), "torch": torch.zeros(3, dtype=torch.uint8)}])
+def test_generators_that_do_not_fit(broken: Any) -> None:
+    model = nn.Linear(1, 1)
+    state = capture(model=nn.Linear(1, 1)) | {"generators": broken}
+    text = refused(state, model=model)
+    assert "generators=False" in text
+    restore(state, model=model, generators=False)
+
+
+def test_a_model_can_be_restored_without_the_rest(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    checkpoints.save(capture(model=model, optimizer=optimizer, data=Fragile()), step=1)
+    fresh = nn.Linear(2, 2)
+    assert not restore(checkpoints.at(1), model=fresh, generators=False)
+    assert torch.equal(fresh.weight, model.weight)
