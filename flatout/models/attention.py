@@ -31,9 +31,7 @@ def key_mask(valid: Tensor | None, batch: int, tokens: int) -> Tensor | None:
     elif not (valid.is_floating_point() or valid.dtype is torch.bool) and valid.shape == (batch,):
         real = torch.arange(tokens, device=valid.device) < valid.clamp(min=1)[:, None]
     else:
-        limit = (
-            f"for {batch} sequences of {tokens} it must be whole-number lengths [{batch}] or bool [{batch}, {tokens}]"
-        )
+        limit = f"it must be lengths, whole numbers [{batch}], or bool [{batch}, {tokens}]"
         remedy = "turn a mask of 0 and 1 into bool with .bool()"
         raise UsageError(f"valid is {valid.dtype} {list(valid.shape)}", limit=limit, remedy=remedy)
     return real[:, None, None, :]
@@ -79,7 +77,7 @@ class SelfAttention(nn.Module):
         return queries, keys, values
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries [batch, heads, tokens, share], keys and values [batch, heads, keys, share] -> [batch, tokens, width]."""
+        """Three of [batch, heads, tokens, width / heads] -> [batch, tokens, width]; keys may outnumber queries."""
         causal = self.causal and mask is None
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, is_causal=causal)

@@ -199,7 +199,7 @@ class BertMaskedLM(nn.Module):
         return self.logits(self.bert(tokens, token_types, valid).hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., width] -> [..., vocabulary]. Most tokens are not masked: call it with the rows that are, hidden[mask]."""
+        """[..., width] -> [..., vocabulary]. Few tokens are masked: give it those rows alone, hidden[mask]."""
         x = self.norm(self.activation(self.transform(hidden)))
         return self.head(x)[..., : self.config.vocab_size]
 

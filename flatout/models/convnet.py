@@ -7,6 +7,7 @@ torch.Size([8, 10])
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class ConvNet(nn.Module):
         widths = (config.channels, *config.stages)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(width, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-            for width, after in zip(widths, widths[1:], strict=False)
+            for width, after in itertools.pairwise(widths)
         )
         shrink = 2 ** len(config.stages)
         flat = widths[-1] * (config.height // shrink) * (config.width // shrink)
@@ -64,9 +65,7 @@ class ConvNet(nn.Module):
         shape = (self.config.channels, self.config.height, self.config.width)
         if images.ndim != 4 or images.shape[1:] != shape:
             limit = f"it must be [batch, {', '.join(map(str, shape))}]"
-            raise UsageError(
-                f"the input is {list(images.shape)}", limit=limit, remedy="set the config to the data's size"
-            )
+            raise UsageError(f"the input is {list(images.shape)}", limit=limit, remedy="fit the config to the data")
         x = images
         for block in self.blocks:
             x = block(x)

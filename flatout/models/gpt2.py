@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flatout.errors import UsageError
 from flatout.models.config_checks import (
     check_above_zero,
     check_flag,
@@ -80,6 +81,8 @@ class GPT2Config:
     @classmethod
     def of_size(cls, size: Size, **changes: Any) -> GPT2Config:
         """A published size, with any other field changed: GPT2Config.of_size("355M", dropout=0.0)."""
+        if size not in _SIZES:
+            raise UsageError(f"there is no GPT-2 of size {size!r}", limit=f"published: {', '.join(_SIZES)}")
         width, heads, layers = _SIZES[size]
         return cls(**{"width": width, "heads": heads, "layers": layers, **changes})
 
@@ -166,7 +169,7 @@ class GPT2(nn.Module):
             self.head.weight = self.tokens.weight
 
     def _initialise(self) -> None:
-        """As the paper: every layer adds to the same sum, so what it adds starts smaller by the root of their number."""
+        """As the paper: all layers add to one sum, so what each adds starts smaller by the root of their number."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 adds = name.endswith(("attention.out.weight", "feed_forward.down.weight"))

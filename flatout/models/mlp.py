@@ -7,6 +7,7 @@ torch.Size([32, 10])
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class MLP(nn.Module):
         self.config = config = config or MLPConfig()
         widths = (config.inputs, *config.hidden)
         layers: list[nn.Module] = []
-        for width, after in zip(widths, widths[1:], strict=False):
+        for width, after in itertools.pairwise(widths):
             layers += [nn.Linear(width, after), nn.ReLU(), nn.Dropout(config.dropout)]
         self.hidden = nn.Sequential(*layers)
         self.head = nn.Linear(widths[-1], config.classes)

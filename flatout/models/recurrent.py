@@ -1,4 +1,4 @@
-"""Recurrent networks over tokens: a classifier of whole sequences and a generator of characters, with RNN or LSTM cells.
+"""Recurrent networks over tokens: a classifier of sequences and a generator of characters, of RNN or LSTM cells.
 
 A step needs the one before it, so a sequence is as many small products as it has tokens: on a GPU these models are
 bound by launches, not by arithmetic, unless cuDNN runs the whole sequence, which nn.RNN and nn.LSTM let it do.
@@ -103,7 +103,7 @@ class RecurrentClassifier(nn.Module):
         if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype is torch.bool:
             what = f"lengths is {lengths.dtype} {list(lengths.shape)}"
             raise UsageError(what, limit=f"it must be whole numbers [{batch}]", remedy="count a mask with .sum(1)")
-        # What comes after the last real token cannot change the output there; packing would need the lengths on the CPU.
+        # Nothing after the last real token can change the output there; packing would need the lengths on the CPU.
         last = lengths.to(torch.int64).clamp(1, count) - 1
         return self.head(output[torch.arange(batch, device=output.device), last])
 

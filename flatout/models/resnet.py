@@ -32,7 +32,7 @@ class ResNetConfig:
     width: int = 64
     """Channels after the first convolution."""
     zero_init_residual: bool = True
-    """Start each block as the identity (its last scale is 0), which large batches need to train (Goyal et al., 2017)."""
+    """Start each block as the identity (its last scale is 0): large batches train better so (Goyal et al., 2017)."""
 
     def __post_init__(self) -> None:
         check_whole(self, "classes", "channels", "width")

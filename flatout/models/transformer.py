@@ -57,7 +57,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqConfig:
-    """Sizes of a Seq2SeqTransformer; the defaults are the paper's base model. Source and target share the vocabulary."""
+    """Sizes of a Seq2SeqTransformer; the defaults are the paper's base model. Both sides share the vocabulary."""
 
     vocab_size: int = 37000
     max_tokens: int = 1024
