@@ -150,6 +150,36 @@ class DecoderBlock(nn.Module):
         return x + self.feed_forward(self.norm3(x))
 
 
+class Encoder(nn.Module):
+    """Blocks over the source and a last norm."""
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_block(config, causal=False) for _ in range(config.encoder_layers))
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Floating point [batch, source tokens, width] -> the same shape and dtype; `mask` as in SelfAttention."""
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """Blocks over the target, which also read the source, and a last norm."""
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        """As DecoderBlock."""
+        for block in self.blocks:
+            x = block(x, memory, mask)
+        return self.norm(x)
+
+
 class Seq2SeqTransformer(nn.Module):
     """An encoder that reads the source and a decoder that predicts each next token of the target."""
 
@@ -157,10 +187,8 @@ class Seq2SeqTransformer(nn.Module):
         super().__init__()
         self.config = config = config or Seq2SeqConfig()
         self.embedding = Positioned(config)
-        self.encoder_blocks = nn.ModuleList(_block(config, causal=False) for _ in range(config.encoder_layers))
-        self.encoder_norm = nn.LayerNorm(config.width)
-        self.decoder_blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
-        self.decoder_norm = nn.LayerNorm(config.width)
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
         self.head = _tied_head(self.embedding.tokens)
         _initialise(self)
 
@@ -175,10 +203,7 @@ class Seq2SeqTransformer(nn.Module):
     def encode(self, source: Tensor, source_valid: Tensor | None = None) -> Tensor:
         """int64 or int32 [batch, source tokens] -> what the decoder reads, [batch, source tokens, width]."""
         x = self.embedding(source, "source")
-        mask = key_mask(source_valid, *source.shape)
-        for block in self.encoder_blocks:
-            x = block(x, mask)
-        return self.encoder_norm(x)
+        return self.encoder(x, key_mask(source_valid, *source.shape))
 
     def decode(self, target: Tensor, memory: Tensor, source_valid: Tensor | None = None) -> Tensor:
         """Target as in forward, memory from encode -> logits [batch, tokens, vocabulary]."""
@@ -186,10 +211,8 @@ class Seq2SeqTransformer(nn.Module):
             what = f"source has {memory.shape[0]} sequences and target {target.shape[0]}"
             raise UsageError(what, limit="each source has one target")
         x = self.embedding(target, "target")
-        mask = key_mask(source_valid, *memory.shape[:2])
-        for block in self.decoder_blocks:
-            x = block(x, memory, mask)
-        return self.head(self.decoder_norm(x))[..., : self.config.vocab_size]
+        x = self.decoder(x, memory, key_mask(source_valid, *memory.shape[:2]))
+        return self.head(x)[..., : self.config.vocab_size]
 
 
 def sines(tokens: int, width: int) -> Tensor:
