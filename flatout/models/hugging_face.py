@@ -65,7 +65,7 @@ def load_strictly(
             misfits += _misfit(found[0], given[found[0]], _foreign_shape(shapes[ours], source))
     unexpected = [name for name in given if name not in used]
     if missing or unexpected or misfits:
-        lists = (_listed("missing", missing), _listed("unexpected", unexpected), _listed("of another shape", misfits))
+        lists = (_listed("missing", missing), _listed("unexpected", unexpected), _listed("that do not match", misfits))
         what = f"the state dict does not fit {model.__class__.__name__}: {'; '.join(filter(None, lists))}"
         raise UsageError(what, remedy="make the config with from_hugging_face from the config beside these weights")
     for ours, source in sources.items():
