@@ -226,10 +226,11 @@ class BertMaskedLM(nn.Module):
 
 
 def _initialise(model: nn.Module, config: BertConfig) -> None:
-    """As the paper: normal weights (theirs cut at two deviations), zero biases, norms as they are."""
+    """Normal weights, zero biases, norms as they are. The paper cuts the normal at two deviations; torch's
+    trunc_normal_ looks at what it drew, which waits for the device and fails on fake tensors."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            nn.init.trunc_normal_(parameter, std=config.init_std, a=-2 * config.init_std, b=2 * config.init_std)
+            nn.init.normal_(parameter, std=config.init_std)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
     for module in model.modules():

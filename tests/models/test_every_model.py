@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flatout.models
 from flatout.levers.compile import repeated_blocks
@@ -69,11 +70,25 @@ def test_blocks_are_found_for_regional_compile(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "convnet", "resnet", "transformer", "seq2seq", "bert_masked_lm", "gpt2"])
 def test_no_graph_breaks(name: str) -> None:
-    """Traced whole, forward and backward, without the compiler: code generation is not the model's business."""
+    """Traced whole, forward and backward, without code generation, which is not the model's business."""
     small = SMALL[name]
-    model, inputs = small.make().eval(), small.inputs(3, 7)
-    traced = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(traced(*inputs), model(*inputs))
+    model, inputs = small.make(), small.inputs(3, 7)
+    traced = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for forward in (traced, model):
+        model.zero_grad()
+        output = forward(*inputs)
+        output.square().sum().backward()
+        gradients.append([output.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+
+
+@every_model
+def test_runs_on_fake_tensors(name: str) -> None:
+    """Nothing in making or running a model looks at values: its memory can be forecast, no device is waited for."""
+    small = SMALL[name]
+    with FakeTensorMode():
+        main_output(small.make()(*small.inputs(3, 7))).sum().backward()
 
 
 def test_no_graph_breaks_with_a_mask() -> None:
