@@ -1,0 +1,65 @@
+"""Tokens in, logits out: a vocabulary padded so that its large matrix product runs on whole tiles.
+
+The product with the vocabulary is the largest of a small language model, and tensor cores read their operands in
+tiles: an odd number of rows (GPT-2's 50257) costs a slow kernel. So the matrix gets rows up to the next multiple,
+zeros which no token names and whose logits are cut off before anybody sees them: losses are exact, padding never wins.
+
+>>> padded_size(50257, 64)
+50304
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flatout.errors import UsageError
+
+
+def padded_size(size: int, multiple: int) -> int:
+    """The next multiple, so the rows of the matrix."""
+    return -(-size // multiple) * multiple
+
+
+class TokenEmbedding(nn.Embedding):
+    """Token -> vector, with rows of padding after the vocabulary.
+
+    weight: floating point [vocabulary padded to `multiple`, width]; the padding is zero and has gradient zero.
+    """
+
+    def __init__(self, vocab_size: int, width: int, *, multiple: int) -> None:
+        super().__init__(padded_size(vocab_size, multiple), width)
+        self.vocab_size = vocab_size
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Whole numbers [batch, tokens] -> the weight's dtype [batch, tokens, width]."""
+        # Looked up in the vocabulary alone, so that a token past its end is an error and not a row of padding.
+        padded = self.vocab_size < self.num_embeddings
+        return F.embedding(tokens, self.weight[: self.vocab_size] if padded else self.weight)
+
+    def zero_padding(self) -> None:
+        """To be called after the weight is initialised."""
+        zero_rows(self.weight, self.vocab_size)
+
+
+def zero_rows(parameter: Tensor, vocab_size: int) -> None:
+    """Zero the padding of a parameter [padded vocabulary, ...]."""
+    with torch.no_grad():
+        parameter[vocab_size:].zero_()
+
+
+def check_tokens(tokens: Tensor, *, max_tokens: int | None = None, name: str = "tokens") -> None:
+    """Tokens are whole numbers [batch, tokens], at least one and not more than the model has positions for."""
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        what = f"{name} is {tokens.dtype} {list(tokens.shape)}"
+        remedy = "add the batch with .unsqueeze(0)" if tokens.ndim == 1 else "pass token numbers, not vectors or scores"
+        raise UsageError(what, limit="it must be int64 or int32 [batch, tokens]", remedy=remedy)
+    length = tokens.shape[1]
+    if length < 1:
+        raise UsageError(f"{name} holds sequences of 0 tokens", limit="it must hold at least 1 each")
+    if max_tokens is not None and length > max_tokens:
+        limit = f"the model has {max_tokens} positions"
+        raise UsageError(
+            f"{name} holds sequences of {length} tokens", limit=limit, remedy="cut them or raise max_tokens"
+        )
