@@ -6,6 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatout.checkpoint.capturing import capture
+    from flatout.checkpoint.folder import Checkpoints
+    from flatout.checkpoint.restoring import restore
     from flatout.data.batches import batches
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from flatout.plan import Plan
     from flatout.timing import Measurement
     from flatout.train.evaluate import evaluate
+    from flatout.train.fit import fit
     from flatout.train.loss import supervised
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoints",
     "Finding",
     "FlatoutError",
     "Machine",
@@ -43,13 +48,17 @@ __all__ = [
     "UsageError",
     "__version__",
     "batches",
+    "capture",
     "device",
     "evaluate",
+    "fit",
+    "restore",
     "supervised",
     "to_device",
 ]
 
 _HOMES = {
+    "Checkpoints": "flatout.checkpoint.folder",
     "Finding": "flatout.diagnose.finding",
     "FlatoutError": "flatout.errors",
     "Machine": "flatout.machine.description",
@@ -63,8 +72,11 @@ _HOMES = {
     "TrialError": "flatout.errors",
     "UsageError": "flatout.errors",
     "batches": "flatout.data.batches",
+    "capture": "flatout.checkpoint.capturing",
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
+    "fit": "flatout.train.fit",
+    "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
 }

@@ -1,8 +1,8 @@
 """One way to train a workload each: `make(workload)` returns `run(steps) -> seconds of each step`.
 
 Each is written as its own documentation shows it, in fp32 with AdamW, shuffled batches of a TensorDataset through
-a DataLoader; Flatout has its own batches. A step lasts from one optimizer's step to the next, so fetching counts, and what
-a framework does around a step too. The first epoch's beginnings are left out by the caller.
+a DataLoader; Flatout has its own batches. A step lasts from one optimizer's step to the next, so fetching counts, and
+what a framework does around a step too. The first steps of each window are left out by the caller.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ class Batches:
         """Samples in an epoch."""
         self.epoch, self.position = 0, 0
         """The epoch that is under way, and how many of its samples were handed out (by all ranks together)."""
+        self.batch_size = handing_out.batch_size
         self._source, self._out, self._shuffle, self._order = source, handing_out, shuffle, order
         self._workers: tuple[int, Workers] | None = None
         self._pacing = self._first_pacing()
@@ -153,6 +154,7 @@ class Stream:
 
     def __init__(self, data: Any, handing_out: _HandingOut, collate_fn: Any) -> None:
         self.epoch, self.position = 0, 0
+        self.batch_size = handing_out.batch_size
         self._data, self._out, self._collate = data, handing_out, collate_fn
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class Ceilings:
         """Every rate but the GEMMs, by field name, in the order in which they are shown."""
         return {name: getattr(self, name) for name in _RATES}
 
+    def best_gemm(self) -> tuple[str, Peak] | None:
+        """(dtype, peak) of the fastest matrix product in floating point; None if none was measured."""
+        peaks = {name: peak for name, peak in self.gemm_flops_per_second.items() if name != "int8"}
+        return max(peaks.items(), key=lambda item: item[1].value) if peaks else None
+
     def raised_by(self, other: Ceilings) -> Ceilings:
         """With every peak of the other's that is higher, or that is missing here."""
         gemm = {**self.gemm_flops_per_second}

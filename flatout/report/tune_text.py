@@ -41,10 +41,10 @@ def share_of_ceiling(
 ) -> tuple[float | None, str]:
     if ceilings is None:
         return None, "unknown, because this machine's ceilings were not measured (flatout check --measure)"
-    peaks = {name: peak for name, peak in ceilings.gemm_flops_per_second.items() if name != "int8"}
-    if not flops or not step_seconds or not peaks:
+    best = ceilings.best_gemm()
+    if not flops or not step_seconds or best is None:
         return None, "unknown, because no matrix products were counted"
-    name, peak = max(peaks.items(), key=lambda item: item[1].value)
+    name, peak = best
     return flops / step_seconds / peak.value, f"{name} ceiling ({format_rate(peak.value, peak.unit)})"
 
 

@@ -30,9 +30,9 @@ from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
 from flatout.script.describe import device_of, observe
-from flatout.script.flops import count_step
 from flatout.script.numerics import NumericsRecorder, nudge_weights
 from flatout.script.watch import Watch
+from flatout.train.flops import count_step
 
 
 class Session:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.script.flops import count_step
+from flatout.train.flops import count_step
 
 
 def flops(work: Callable[[], Any]) -> float:

@@ -1,0 +1,111 @@
+"""A progress bar for `fit`: rate, time to go, loss, memory, share of the machine's ceiling.
+
+It reads the loss twice a second at most, because that waits for the device. Off a terminal it shows nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flatout.train.flops import count_step
+from flatout.units import format_bytes
+
+REFRESH_SECONDS = 0.5
+COUNTED_STEP = 3
+"""The step whose operations are counted; the counter slows it down."""
+
+
+class Progress:
+    """Use as a context; call `step_begins` before and `step_ended` after each step."""
+
+    def __init__(self, total_steps: int | None, done: int, *, shown: bool | None = None) -> None:
+        self.shown = sys.stderr.isatty() if shown is None else shown
+        self._total, self._done, self._steps = total_steps, done, 0
+        self._bar: Any = None
+        self._task: Any = None
+        self._counting: Callable[[], Any] | None = None
+        self._flops: float | None = None
+        self._ceiling: tuple[float, str] | None = None
+        self._drawn_at, self._drawn_steps = time.perf_counter(), 0
+
+    def __enter__(self) -> Progress:
+        if not self.shown:
+            return self
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._ceiling = _ceiling()
+        columns = (
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Bar(*columns, console=Console(stderr=True), refresh_per_second=2)
+        self._task = self._bar.add_task("", total=self._total, completed=self._done)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._counting is not None:
+            self._counting()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step_begins(self) -> None:
+        """Just before a step's forward pass."""
+        if self.shown and self._ceiling is not None and self._steps == COUNTED_STEP and self._counting is None:
+            self._counting = count_step()
+
+    def step_ended(self, loss: Any, samples: int) -> None:
+        """`loss` is a device tensor; it is read only when something is drawn."""
+        if not self.shown:
+            return
+        self._steps += 1
+        if self._counting is not None:
+            self._flops, self._counting = self._counting().flops or None, None
+        now = time.perf_counter()
+        if now - self._drawn_at < REFRESH_SECONDS:
+            return
+        value = float(loss)
+        rate = (self._steps - self._drawn_steps) / (time.perf_counter() - self._drawn_at)
+        self._drawn_at, self._drawn_steps = time.perf_counter(), self._steps
+        self._bar.update(self._task, completed=self._done + self._steps, description=self._text(value, rate, samples))
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+
+    def _text(self, loss: float, rate: float, samples: int) -> str:
+        parts = [f"loss {loss:.4g}", f"{rate * samples:,.0f} samples/s"]
+        parts.append(format_bytes(_memory_bytes()))
+        if self._flops is not None and self._ceiling is not None:
+            ceiling, dtype = self._ceiling
+            parts.append(f"{self._flops * rate / ceiling:.1%} of the {dtype} ceiling")
+        return " · ".join(parts)
+
+
+def _ceiling() -> tuple[float, str] | None:
+    """(FLOP/s, dtype) of this machine's fastest matrix product, if it was measured before."""
+    from flatout.machine.detect import detect
+
+    ceilings = detect().ceilings
+    best = ceilings.best_gemm() if ceilings is not None else None
+    return None if best is None else (best[1].value, best[0])
+
+
+def _memory_bytes() -> int:
+    """On CUDA what torch's allocator holds, otherwise the resident memory of this process."""
+    import psutil
+
+    torch = sys.modules["torch"]
+    with contextlib.suppress(RuntimeError):
+        if torch.cuda.is_initialized():
+            return int(torch.cuda.memory_reserved())
+    return int(psutil.Process().memory_info().rss)

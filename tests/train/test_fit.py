@@ -1,0 +1,154 @@
+"""`fit` with everything on: dropout, shuffling, a schedule, accumulation, fp16's scaling; killed, stopped, taken up."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.checkpoint.folder import Checkpoints
+from flatout.data.batches import batches
+from flatout.errors import UsageError
+from flatout.plan import Plan
+from flatout.train.evaluate import evaluate
+from flatout.train.fit import FitResult, fit
+from flatout.train.loss import supervised
+from flatout.train.step import TrainStep
+
+SAMPLES, EPOCHS = 50, 3
+
+
+def parts(batch_size: int = 8, plan: Plan | None = None) -> tuple[TrainStep, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=100)
+    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(4))
+    step = TrainStep(
+        model,
+        optimizer,
+        supervised(nn.CrossEntropyLoss()),
+        plan or Plan(precision="fp16", accumulate=2),
+        clip_norm=1.0,
+        scheduler=scheduler,
+    )
+    return step, batches((x, x[:, :3].argmax(1)), batch_size, seed=5)
+
+
+def weights(step: TrainStep) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in step.model.parameters()]
+
+
+def undisturbed() -> list[torch.Tensor]:
+    step, source = parts()
+    fit(step, source, epochs=EPOCHS)
+    return weights(step)
+
+
+def test_what_it_did_is_what_it_says() -> None:
+    step, source = parts(plan=Plan())
+    measure = supervised(nn.CrossEntropyLoss()).measure
+    held_out = batches((torch.randn(20, 6), torch.zeros(20, dtype=torch.long)), 20, shuffle=False)
+    found = fit(step, source, epochs=EPOCHS, evaluation=lambda: evaluate(step.model, held_out, measure))
+    assert (found.steps, found.epochs, found.skipped, found.resumed_at_step) == (21, 3, 0, None)
+    assert [set(figures) for figures in found.evaluations] == [{"loss", "accuracy"}] * 3
+    assert found.loss is not None
+    assert found.loss < 1.0
+    assert json.loads(json.dumps(found.to_json()))["steps"] == 21
+
+
+def test_steps_end_a_run_within_an_epoch_and_it_goes_on_from_there(tmp_path: Path) -> None:
+    for total in (4, 5, 10, 21):
+        step, source = parts()
+        fit(step, source, epochs=EPOCHS, steps=total, checkpoints=Checkpoints(tmp_path))
+        assert step.steps == total
+    assert all(torch.equal(a, b) for a, b in zip(weights(step), undisturbed(), strict=True))
+    step, source = parts()
+    done = fit(step, source, epochs=EPOCHS, checkpoints=Checkpoints(tmp_path))
+    assert (done.steps, done.resumed_at_step) == (0, 21)
+
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {here!r})
+import torch
+torch.set_num_threads(1)
+from test_fit import parts, weights, fit, Checkpoints, EPOCHS
+step, source = parts()
+inner = step.loss_fn
+def slow(model, batch):
+    time.sleep(0.004)
+    return inner(model, batch)
+step.loss_fn, step._weigh = slow, inner.weigh
+print("begins", flush=True)
+fit(step, source, epochs=EPOCHS, checkpoints=Checkpoints({folder!r}, asynchronous={background}), save_every_steps=1)
+torch.save(weights(step), {out!r})
+"""
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_kills_at_any_moment_leave_the_same_weights(tmp_path: Path, background: bool) -> None:
+    folder, out = tmp_path / "run", tmp_path / "weights.pt"
+    program = PROGRAM.format(here=str(Path(__file__).parent), folder=str(folder), out=str(out), background=background)
+    chance = random.Random(background)
+    for _ in range(5):
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begins\n"
+        time.sleep(chance.uniform(0.0, 0.25))
+        child.kill()
+        child.communicate()
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    for ours, expected in zip(torch.load(out), undisturbed(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
+    step, source = parts()
+
+    def evaluation() -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"loss": 1.0}
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        fit(step, source, epochs=EPOCHS, evaluation=evaluation, checkpoints=Checkpoints(tmp_path))
+    assert left.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    again, source = parts()
+    found = fit(again, source, epochs=EPOCHS, checkpoints=Checkpoints(tmp_path))
+    assert found.resumed_at_step == 8  # the step that was under way after the first epoch's 7
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), undisturbed(), strict=True))
+
+
+def test_a_run_goes_on_with_another_batch_size(tmp_path: Path) -> None:
+    step, source = parts(batch_size=8)
+    fit(step, source, epochs=1, steps=3, checkpoints=Checkpoints(tmp_path))
+    step, source = parts(batch_size=13)
+    found = fit(step, source, epochs=1, checkpoints=Checkpoints(tmp_path))
+    assert found.steps == 2  # the other 26 samples
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    step, source = parts()
+    with pytest.raises(UsageError, match="neither epochs nor steps"):
+        fit(step, source)
+    with pytest.raises(UsageError, match="epochs is 0"):
+        fit(step, source, epochs=0)
+    fit(step, source, epochs=1, checkpoints=Checkpoints(tmp_path))
+    other = nn.Linear(6, 3)
+    stranger = TrainStep(other, torch.optim.AdamW(other.parameters()), supervised(nn.CrossEntropyLoss()))
+    with pytest.raises(UsageError, match="1 group of 4 parameters; the optimizer here has 1 group of 2"):
+        fit(stranger, source, epochs=2, checkpoints=Checkpoints(tmp_path))
+    assert isinstance(fit(step, source, epochs=2), FitResult)
