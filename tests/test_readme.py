@@ -82,3 +82,12 @@ def test_commands_are_found_in_console_blocks_only() -> None:
 )
 def test_a_planted_command_is_judged(command: str, expected: str) -> None:
     assert complaint(command) == expected
+
+
+def test_the_librarys_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert list((tmp_path / "run").iterdir())

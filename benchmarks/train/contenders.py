@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,17 +41,6 @@ def _timed(step: Callable[[Any], None], source: Any, steps: int) -> list[float]:
     return [b - a for a, b in itertools.pairwise(marks)]
 
 
-class Criterion(nn.Module):
-    """The workload's loss as a module without weights."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.workload = workload
-
-    def forward(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.workload.loss(scores, targets)
-
-
 def by_hand(workload: Workload, source: Any = None) -> Run:
     model = workload.model()
     optimizer = workload.optimizer(model)
@@ -73,7 +61,7 @@ def by_hand_on_our_batches(workload: Workload) -> Run:
 
 def flatout(workload: Workload, plan: Plan | None = None) -> Run:
     model = workload.model()
-    step = TrainStep(model, workload.optimizer(model), supervised(Criterion(workload)), plan)
+    step = TrainStep(model, workload.optimizer(model), supervised(workload.loss), plan)
     source = batches((workload.inputs, workload.targets), workload.batch_size)
     return lambda steps: _timed(step, source, steps)
 

@@ -84,7 +84,7 @@ def workloads() -> list[Workload]:
             inputs=torch.randn(12_800, 784),
             targets=torch.randint(0, 10, (12_800,)),
             batch_size=64,
-            tune={"optimizer": "fused"},
+            tune={"precision": "bf16", "optimizer": "fused"},
         ),
         Workload(
             name="ConvNet 32x32, batch 64",

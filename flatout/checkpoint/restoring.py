@@ -51,26 +51,35 @@ def restore(
     """
     state = source.load() if isinstance(source, Checkpoint) else source.state if isinstance(source, Loaded) else source
     found = Findings()
+    given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "data": data}
+    loadings = []
+    for section, whole in given.items():
+        if whole is not None:
+            pairs = list(_pairs(section, whole, state, found))
+            loadings += [_compare(path, live, saved, found, strict) for path, live, saved in pairs]
+        if section == "model" and strict:
+            _refuse(found)  # another model explains an optimizer that does not fit either
     # a model's load is checked to the last shape, so it goes last: what might still fail goes before it
-    given = {"data": data, "scheduler": scheduler, "scaler": scaler, "optimizer": optimizer, "model": model}
-    loadings = [
-        _compare(path, live, saved, found, strict)
-        for section, whole in given.items()
-        if whole is not None
-        for path, live, saved in _pairs(section, whole, state, found)
-    ]
+    loadings.reverse()
+    if strict:
+        _refuse(found)
     differences = found.differences()
-    if strict and differences:
-        raise UsageError(
-            f"the checkpoint does not fit: {differences.text()}",
-            limit="strict=True needs the same names, shapes and dtypes",
-            remedy="build the objects as they were when it was saved, or pass strict=False to load what fits",
-        )
     if generators and "generators" in state:
         check_generators(state["generators"])
         loadings.append(_generators(state["generators"]))
     _load_all(loadings)
     return differences
+
+
+def _refuse(found: Findings) -> None:
+    """Raise for what does not fit, if anything does not."""
+    differences = found.differences()
+    if differences:
+        raise UsageError(
+            f"the checkpoint does not fit: {differences.text()}",
+            limit="strict=True needs the same names, shapes and dtypes",
+            remedy="build the objects as they were when it was saved, or pass strict=False to load what fits",
+        )
 
 
 def _load_all(loadings: list[_Loading]) -> None:

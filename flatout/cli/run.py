@@ -126,6 +126,9 @@ class Run:
         if mismatch is not None and "--trust-plan" not in self.options:
             self._verify(mismatch)
         choices = choices_of_plan(self.plan.choices(), LEVERS)
+        carried_out = {choice.field for choice in choices}
+        if left_out := [name for name in self.plan.choices() if name not in carried_out]:
+            self._note(f"not applied to a script, only by TrainStep and batches: {', '.join(left_out)}")
         self._enter_environment(choices)
         return choices
 

@@ -19,6 +19,8 @@ from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 
 BUSY_SHARE_WORTH_TRYING = 0.05
+RECOMPILE_LIMIT = 64
+"""Versions of one function: blocks of several shapes, last batches, evaluation. Past torch's 8 it runs uncompiled."""
 
 
 class Compile(Lever):
@@ -49,15 +51,17 @@ class Compile(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        from torch._dynamo import config as tracing
         from torch._inductor import config
 
-        before = config.fallback_random
+        before = config.fallback_random, tracing.recompile_limit
         config.fallback_random = True
+        tracing.recompile_limit = max(tracing.recompile_limit, RECOMPILE_LIMIT)
         try:
             with subject.modules.each(lambda module: _compile(module, value)):
                 yield
         finally:
-            config.fallback_random = before
+            config.fallback_random, tracing.recompile_limit = before
 
     def label(self, value: Any) -> str:
         return self.name if value == "default" else f"torch.compile {value}"
@@ -65,8 +69,13 @@ class Compile(Lever):
 
 def _compile(module: Any, mode: str) -> Undo[Any] | None:
     targets = repeated_blocks(module) if mode == "regional" else [module]
+    # Blocks of one class share their compiled code. Where they differ in shape (a ResNet's), the compiler would take
+    # the second block's sizes for a changing dimension and give all of them slow code for any size.
+    shapes = {tuple(parameter.shape for parameter in target.parameters()) for target in targets}
     for target in targets:
-        target.compile(mode=None if mode in ("regional", "default") else mode)
+        target.compile(
+            mode=None if mode in ("regional", "default") else mode, dynamic=False if len(shapes) > 1 else None
+        )
 
     def undo(module: Any) -> None:
         for target in repeated_blocks(module) if mode == "regional" else [module]:

@@ -29,7 +29,12 @@ class Supervised:
 
     def __call__(self, model: Any, batch: Any) -> Any:
         outputs, targets = self.outputs(model, batch)
-        return self.criterion(outputs, targets)
+        _check_elementwise(self.criterion, outputs, targets)
+        try:
+            return self.criterion(outputs, targets)
+        except (RuntimeError, ValueError, IndexError) as error:
+            _explain_targets(self.criterion, outputs, targets, error)
+            raise
 
     def outputs(self, model: Any, batch: Any) -> tuple[Any, Any]:
         """(scores, targets), flattened to [items, classes] and [items] where the classes stand last."""
@@ -88,6 +93,40 @@ def supervised(criterion: Any) -> Supervised:
             "the criterion's reduction is 'none'", limit="a step minimises one number", remedy="use 'mean' or 'sum'"
         )
     return Supervised(criterion)
+
+
+_ELEMENTWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BCEWithLogitsLoss")
+
+
+def _check_elementwise(criterion: Any, outputs: Any, targets: Any) -> None:
+    """[64, 1] against [64] broadcasts to [64, 64]: it trains, towards nonsense."""
+    if type(criterion).__name__ not in _ELEMENTWISE or not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
+        return
+    if outputs.shape != targets.shape:
+        raise UsageError(
+            f"the model gives {list(outputs.shape)} and the targets are {list(targets.shape)}",
+            limit=f"{type(criterion).__name__} compares them element by element",
+            remedy="give both one shape: squeeze the output or unsqueeze the targets",
+        )
+
+
+def _explain_targets(criterion: Any, outputs: Any, targets: Any, error: Exception) -> None:
+    """Raise a UsageError that says what is wrong with class indices, where that is what is wrong."""
+    if type(criterion).__name__ not in ("CrossEntropyLoss", "NLLLoss") or not hasattr(outputs, "shape"):
+        return
+    classes = outputs.shape[1] if outputs.dim() > 1 else 0
+    shapes = f"the model gives {list(outputs.shape)} and the targets are {list(targets.shape)} {targets.dtype}"
+    per_item = [*outputs.shape[:1], *outputs.shape[2:]]
+    if list(targets.shape) == per_item and targets.is_floating_point():
+        limit, remedy = "class indices are int64", "use targets.long()"
+    elif list(targets.shape) not in (per_item, list(outputs.shape)):
+        limit, remedy = f"there is one class index for each of {per_item}", "look at how the batch is put together"
+    elif not targets.is_floating_point() and targets.numel() and not 0 <= int(targets.max()) < classes:
+        shapes = f"a target is class {int(targets.max())}"
+        limit, remedy = f"the model has {classes} classes, 0 to {classes - 1}", "give its last layer more outputs"
+    else:
+        return
+    raise UsageError(shapes, limit=limit, remedy=remedy) from error
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

@@ -32,6 +32,7 @@ from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.loss import LossFn, Weigh
 from flatout.train.placement import explain_devices
+from flatout.train.ranks import mean_over_ranks, ranks_of
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
 _OF_THE_LOADER = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
@@ -87,7 +88,10 @@ class TrainStep:
     # what the user calls
 
     def __call__(self, batch: Any) -> Any:
-        """One step on `batch`. Returns its mean loss before the step, a detached scalar on the model's device."""
+        """One step on `batch`. Returns its mean loss before the step, a detached scalar on the model's device.
+
+        Under DDP a batch is this rank's share, and the mean of what the ranks return is the whole batch's mean.
+        """
         if not self.model.training:
             raise UsageError(
                 "the model is in evaluation mode", limit="a step trains", remedy="call model.train() first"
@@ -190,13 +194,19 @@ class TrainStep:
         return mean
 
     def _weights(self, parts: Sequence[Any]) -> tuple[list[Any], Any]:
-        """How many terms each part's mean has, and their sum; no sum where the parts are to be added up as they are."""
-        if len(parts) == 1:
+        """How many terms each part's mean has, and their sum; no sum where the parts are to be added up as they are.
+
+        Under DDP, which averages over the ranks, it is the mean of the ranks' sums: then each term weighs the same,
+        whichever rank has it.
+        """
+        ranks = ranks_of(self.model)
+        if len(parts) == 1 and ranks == 1:
             return [1], None
         weights = [self._weigh(part) for part in parts]
         if any(weight is None for weight in weights):
             return weights, None  # the loss sums over its terms
-        return weights, sum(weights)
+        total = sum(weights)
+        return weights, total if ranks == 1 else mean_over_ranks(total, self._update.parameters[0].device)
 
     def _loss(self, part: Any) -> Any:
         if not self._subject.wrappers:

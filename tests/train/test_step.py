@@ -262,3 +262,19 @@ def test_a_users_own_error_stays_the_users() -> None:
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         step((torch.randn(4, 9), torch.zeros(4, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "targets", "said"),
+    [
+        (nn.CrossEntropyLoss(), torch.zeros(12), "class indices are int64"),
+        (nn.CrossEntropyLoss(), torch.zeros(11, dtype=torch.long), r"one class index for each of \[12\]"),
+        (nn.CrossEntropyLoss(), torch.full((12,), 5), "a target is class 5; the model has 5 classes, 0 to 4"),
+        (nn.MSELoss(), torch.zeros(12), r"gives \[12, 5\] and the targets are \[12\]"),
+    ],
+)
+def test_wrong_targets_are_named(criterion: nn.Module, targets: torch.Tensor, said: str) -> None:
+    model = net()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(criterion))
+    with pytest.raises(UsageError, match=said):
+        step((data()[0][0], targets))
