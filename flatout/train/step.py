@@ -83,7 +83,8 @@ class TrainStep:
             fp16=self.plan.precision == "fp16",
             nonfinite=self.plan.nonfinite,
         )
-        self._calls = 0
+        self._loss_checked = False
+        self._mixes_samples: bool | None = None
 
     # what the user calls
 
@@ -173,13 +174,9 @@ class TrainStep:
     def _attempt(self) -> Attempt | None:
         if self.plan.out_of_memory == "raise":
             return None
-        return Attempt(self.model, buffers=self.plan.out_of_memory != "exact" and self._coupled)
-
-    @property
-    def _coupled(self) -> bool:
-        if self._calls == 0:
-            self._coupled_layers = batch_coupled_layers(self.model)
-        return bool(self._coupled_layers)
+        if self._mixes_samples is None:
+            self._mixes_samples = bool(batch_coupled_layers(self.model))
+        return Attempt(self.model, buffers=self.plan.out_of_memory != "exact" and self._mixes_samples)
 
     def _backward(self, parts: Sequence[Any]) -> Any:
         weights, total = self._weights(parts)
@@ -190,7 +187,6 @@ class TrainStep:
                 share = loss if total is None else loss * (weights[i] / total)
                 self._update.scale(share).backward()
             mean = share.detach() if mean is None else mean + share.detach()
-        self._calls += 1
         return mean
 
     def _weights(self, parts: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -215,7 +211,7 @@ class TrainStep:
             with calls_wrapped(self.model, self._subject.call) as calls:
                 loss = self.loss_fn(self.model, part)
             called = bool(calls)
-        if self._calls == 0:
+        if not self._loss_checked:
             _check_loss(loss)
             if not called:
                 raise UsageError(
@@ -223,6 +219,7 @@ class TrainStep:
                     limit=f"precision = {self.plan.precision!r} acts on that call",
                     remedy="call model(...) in loss_fn, not one of its parts",
                 )
+            self._loss_checked = True
         return loss
 
     def _without_reduction(self) -> contextlib.AbstractContextManager[Any]:

@@ -278,3 +278,23 @@ def test_wrong_targets_are_named(criterion: nn.Module, targets: torch.Tensor, sa
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(criterion))
     with pytest.raises(UsageError, match=said):
         step((data()[0][0], targets))
+
+
+def test_images_in_another_layout_train_the_same_model() -> None:
+    def trained(plan: Plan) -> tuple[nn.Module, TrainStep]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), plan)
+        x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            step((x, torch.arange(16) % 4))
+        return model, step
+
+    plain, _ = trained(Plan())
+    ours, step = trained(Plan(memory_format="channels_last", optimizer="fused"))
+    assert ours[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert step.rolled_back == []
+    assert_same(ours, plain, 1e-4)
+    step.close()
+    assert ours[0].weight.is_contiguous()
