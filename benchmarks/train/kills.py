@@ -97,7 +97,7 @@ def _kill(folder: Path, kills: int, chance: random.Random) -> tuple[int, int]:
     done = starts = 0
     while True:
         starts += 1
-        command = [sys.executable, "-m", "benchmarks.train.kills", "--child", str(folder)]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.train.kills", "--child", str(folder)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         child.stdout.readline()
