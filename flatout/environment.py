@@ -55,11 +55,14 @@ def trial_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **fixed, **order, **inductor_cache(), **changes}
 
 
-def inductor_cache() -> dict[str, str]:
+def inductor_folder() -> Path:
     """Where torch.compile keeps its products: the user's own choice, else our cache, so that a run finds a trial's."""
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return {}
-    return {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor")}
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir() / "inductor")
+
+
+def inductor_cache() -> dict[str, str]:
+    """The variable that tells torch.compile so."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(inductor_folder())}
 
 
 def preloaded_libraries() -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flatout.environment import cache_dir, inductor_cache
+from flatout.environment import inductor_folder
 from flatout.errors import TrialError
 from flatout.levers.lever import EXACTNESS_ORDER, Choice
 from flatout.machine.description import Machine
@@ -294,8 +294,7 @@ def _scratch_parent() -> str | None:
 
 def _shared_folders() -> tuple[Path, ...]:
     """What trials may leave behind on purpose: compiled kernels, in our own cache, so that a run finds them."""
-    folder = inductor_cache().get("TORCHINDUCTOR_CACHE_DIR")
-    return (Path(folder),) if folder else (cache_dir() / "inductor",)
+    return (inductor_folder(),)
 
 
 def _keep_logs(folder: Path, wanted: Path | None) -> Path | None:

@@ -119,7 +119,11 @@ def test_a_module_of_a_package_is_tuned_and_then_run_by_its_plan(tmp_path: Path)
     assert report["plan"] == json.loads((tmp_path / "flatout-report.json").read_text())["plan"]
 
 
-def test_where_copy_on_write_is_refused_a_trial_stops_before_the_first_write(tmp_path: Path) -> None:
+def test_where_copy_on_write_is_refused_a_trial_stops_before_the_first_write(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch itself sets this variable once it has compiled, for all processes that it starts
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "not there yet"))
     (tmp_path / "train.py").write_text(LOOP.format(steps=10_000_000, body="if step == 5: open('x.txt', 'w')"))
     result = tune(tmp_path, "--isolation", "guard", "train.py")
     assert result.returncode == 1
