@@ -70,13 +70,8 @@ def flatout_tuned(workload: Workload) -> Run:
     return flatout(workload, Plan(**workload.tune))  # type: ignore[arg-type]
 
 
-def fabric(workload: Workload) -> Run:
-    from lightning.fabric import Fabric
-
-    engine = Fabric(accelerator="cpu", devices=1)
-    raw = workload.model()
-    model, optimizer = engine.setup(raw, workload.optimizer(raw))
-    source = engine.setup_dataloaders(_loader(workload))
+def _engine(workload: Workload, engine: Any, model: Any, optimizer: Any, source: Any) -> Run:
+    """The loop of a library that takes over `backward` and leaves the rest to the user."""
 
     def step(batch: Any) -> None:
         inputs, targets = batch
@@ -85,6 +80,16 @@ def fabric(workload: Workload) -> Run:
         optimizer.step()
 
     return lambda steps: _timed(step, source, steps)
+
+
+def fabric(workload: Workload) -> Run:
+    from lightning.fabric import Fabric
+
+    engine = Fabric(accelerator="cpu", devices=1)
+    raw = workload.model()
+    model, optimizer = engine.setup(raw, workload.optimizer(raw))
+    source = engine.setup_dataloaders(_loader(workload))
+    return _engine(workload, engine, model, optimizer, source)
 
 
 def accelerate(workload: Workload) -> Run:
@@ -93,14 +98,7 @@ def accelerate(workload: Workload) -> Run:
     engine = Accelerator(cpu=True)
     raw = workload.model()
     model, optimizer, source = engine.prepare(raw, workload.optimizer(raw), _loader(workload))
-
-    def step(batch: Any) -> None:
-        inputs, targets = batch
-        optimizer.zero_grad()
-        engine.backward(workload.loss(model(inputs), targets))
-        optimizer.step()
-
-    return lambda steps: _timed(step, source, steps)
+    return _engine(workload, engine, model, optimizer, source)
 
 
 def lightning(workload: Workload) -> Run:

@@ -14,22 +14,35 @@ from typing import Any
 
 from flatout.errors import UsageError
 
+IsLeaf = Callable[[Any], bool]
+
 _ATOMS = (str, bytes, int, float, bool, type(None))
+
+
+def is_tensor(value: Any) -> bool:
+    """A tensor, or what moves like one (a PackedSequence)."""
+    return hasattr(value, "to") and hasattr(value, "device")
 
 
 def map_tensors(function: Callable[[Any], Any], nested: Any) -> Any:
     """`nested` with `function` applied to each tensor. Containers keep their types; everything else stays as it is."""
+    return map_leaves(function, nested, is_tensor)
+
+
+def map_leaves(function: Callable[[Any], Any], nested: Any, is_leaf: IsLeaf, *, lists: bool = True) -> Any:
+    """The same for any kind of leaf; without `lists` a list is left alone."""
     if isinstance(nested, _ATOMS):
         return nested
-    if hasattr(nested, "to") and hasattr(nested, "device"):  # a tensor, or what moves like one (a PackedSequence)
+    if is_leaf(nested):
         return function(nested)
     if isinstance(nested, Mapping):
-        return _with_items(nested, {key: map_tensors(function, value) for key, value in nested.items()})
-    if isinstance(nested, (list, tuple)):
-        values = [map_tensors(function, value) for value in nested]
+        mapped = {key: map_leaves(function, value, is_leaf, lists=lists) for key, value in nested.items()}
+        return _with_items(nested, mapped)
+    if isinstance(nested, tuple) or (lists and isinstance(nested, list)):
+        values = [map_leaves(function, value, is_leaf, lists=lists) for value in nested]
         return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        return _with_fields(nested, lambda value: map_tensors(function, value))
+        return _with_fields(nested, lambda value: map_leaves(function, value, is_leaf, lists=lists))
     return nested
 
 
@@ -53,19 +66,24 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def tensors_in(nested: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
     """Each tensor with the expression that leads to it: `batch[0]['x']`."""
+    return leaves_in(nested, path, is_tensor)
+
+
+def leaves_in(nested: Any, path: str, is_leaf: IsLeaf, *, lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """The same for any kind of leaf; without `lists` nothing in a list is one."""
     if isinstance(nested, _ATOMS):
         return
-    if hasattr(nested, "to") and hasattr(nested, "device"):
+    if is_leaf(nested):
         yield path, nested
     elif isinstance(nested, Mapping):
         for key, value in nested.items():
-            yield from tensors_in(value, f"{path}[{key!r}]")
-    elif isinstance(nested, (list, tuple)):
+            yield from leaves_in(value, f"{path}[{key!r}]", is_leaf, lists=lists)
+    elif isinstance(nested, tuple) or (lists and isinstance(nested, list)):
         for i, value in enumerate(nested):
-            yield from tensors_in(value, f"{path}[{i}]")
+            yield from leaves_in(value, f"{path}[{i}]", is_leaf, lists=lists)
     elif dataclasses.is_dataclass(nested) and not isinstance(nested, type):
         for field in dataclasses.fields(nested):
-            yield from tensors_in(getattr(nested, field.name), f"{path}.{field.name}")
+            yield from leaves_in(getattr(nested, field.name), f"{path}.{field.name}", is_leaf, lists=lists)
 
 
 def batch_length(batch: Any) -> int:

@@ -8,13 +8,12 @@ streams                 iterable data sets: in the order in which they come
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from flatout.data.fetch import strategy, take, tensors_below
-from flatout.data.nested import map_tensors
+from flatout.data.nested import leaves_in, map_leaves, map_tensors
 from flatout.data.order import epoch_seed
 from flatout.data.random_states import random_states_kept, seed_all
 from flatout.errors import UsageError
@@ -131,33 +130,13 @@ def _source_of(data: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> 
 
 
 def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:
-    """`function` on each tensor or numpy array of a nest of dicts, tuples and dataclasses."""
-    if _is_array(nested):
-        return function(nested)
-    if isinstance(nested, Mapping):
-        return {key: map_arrays(function, value) for key, value in nested.items()}
-    if isinstance(nested, tuple):
-        values = [map_arrays(function, value) for value in nested]
-        return type(nested)(*values) if hasattr(nested, "_fields") else tuple(values)
-    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        changes = {f.name: map_arrays(function, getattr(nested, f.name)) for f in dataclasses.fields(nested)}
-        return dataclasses.replace(nested, **changes)
-    return nested
+    """`function` on each tensor or numpy array of a nest of dicts, tuples and dataclasses. A list holds samples."""
+    return map_leaves(function, nested, _is_array, lists=False)
 
 
 def arrays_in(nested: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
-    """Each tensor or numpy array of a nest, with the expression that leads to it."""
-    if _is_array(nested):
-        yield path, nested
-    elif isinstance(nested, Mapping):
-        for key, value in nested.items():
-            yield from arrays_in(value, f"{path}[{key!r}]")
-    elif isinstance(nested, tuple):
-        for i, value in enumerate(nested):
-            yield from arrays_in(value, f"{path}[{i}]")
-    elif dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        for field in dataclasses.fields(nested):
-            yield from arrays_in(getattr(nested, field.name), f"{path}.{field.name}")
+    """Each tensor or numpy array of such a nest, with the expression that leads to it."""
+    return leaves_in(nested, path, _is_array, lists=False)
 
 
 def _is_array(value: Any) -> bool:

@@ -25,7 +25,6 @@ class GradientStep:
         self.nonfinite = nonfinite
         device = parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
-        self._zero = torch.zeros((), device=device)
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
         self._flags: deque[tuple[int, Any]] = deque()
         self.norm: Any = None
