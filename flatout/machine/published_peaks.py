@@ -1,83 +1,156 @@
 """What the makers of GPUs publish: a ceiling where none was measured, named as such, never a stand-in for another.
 
 Convention: **dense** products (data sheets like to print the figure with 2:4 sparsity, twice as high), matrix units,
-accumulation in fp32 where the maker states several, boost clock. Memory: the peak of the bus. Looked up by the exact
-name that the driver gives, because a laptop's "4090" is another chip.
+accumulation in fp32 where the maker states several, boost clock. Memory: the peak of the bus. Every figure names its
+document; what has none is left out. The figures are in gpu_catalogue.toml, their documents in gpu_documents.toml.
+
+A machine's own GPU is looked up by the exact name that its driver gives, because a laptop's "4090" is another chip; a
+person names a product more freely:
+
+>>> catalogue_entry("rtx4090").flops_per_second["bf16"] / 1e12
+165.2
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from flatout.errors import UsageError
 
 CONVENTION = "dense, fp32 accumulation, boost clock"
 
-_H100 = "NVIDIA H100 data sheet (sparse figures halved)"
-_H200 = "NVIDIA H200 data sheet (sparse figures halved)"
-_A100 = "NVIDIA A100 data sheet"
-_ADA = "NVIDIA Ada GPU architecture white paper, appendix A"
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Where a figure comes from."""
+
+    title: str  # with the table
+    url: str  # empty where it has none of its own
+    seen: str  # where a copy was read, or who quotes it; empty: nowhere, the figure is from memory of the document
+
+    @property
+    def verified(self) -> bool:
+        return bool(self.seen)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedPeaks:
-    """One product's figures, with where they come from. int8 counts integer operations."""
+class GpuEntry:
+    """One product of the catalogue: its size, its published figures and where each comes from.
 
-    flops_per_second: Mapping[str, float]  # by dtype; a dtype that is missing has no published figure
+    `memory_bytes` is the memory of the product as sold, its "GB" read as GiB: 24 * 2**30 for a card of 24 GB. A process
+    gets less. The driver keeps some hundred MiB, and ECC, where it is on with GDDR6, a sixteenth: torch has reported
+    22.1 GiB on an A10G of 24 GB, 14.7 on a T4 of 16, 31.4 on an RTX 5090 of 32, 139.8 on an H200 of 141.
+    """
+
+    key: str  # "rtx-4090", "a100-80gb"; without a form factor, the SXM module
+    name: str
+    driver_name: str | None  # None: the driver calls unlike products the same
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    memory_bytes: int
     memory_bytes_per_second: float
-    source: str
+    flops_per_second: Mapping[str, float]  # by dtype; a missing dtype has no published figure; int8 counts integer ones
+    source: str  # the document of most figures
+    sources: Mapping[str, Document]  # by field, or dtype
     convention: str = CONVENTION
 
 
-def _gpu(source: str, memory_gigabytes: float, /, **tera: float) -> PublishedPeaks:
-    return PublishedPeaks(
-        flops_per_second={dtype: value * 1e12 for dtype, value in tera.items()},
-        memory_bytes_per_second=memory_gigabytes * 1e9,
-        source=source,
+_FIGURES = ("compute_capability", "multiprocessors", "memory_bytes", "memory_bytes_per_second")
+
+
+def catalogue() -> tuple[GpuEntry, ...]:
+    """Every product of the catalogue, in the order of its file: by generation."""
+    return tuple(_entries().values())
+
+
+def catalogue_entry(name: str) -> GpuEntry:
+    """The product of that catalogue key or driver's name; case, spaces, dashes and the maker's name do not matter.
+
+    >>> catalogue_entry("NVIDIA GeForce RTX 4090") is catalogue_entry("RTX 4090") is catalogue_entry("rtx-4090")
+    True
+    """
+    names = _names()
+    found = names.get(_simplified(name))
+    if found is not None:
+        return found
+    near = _nearest(_simplified(name), names)
+    raise UsageError(
+        f"GPU {name!r} is not in the catalogue",
+        limit=f"nearest by name: {', '.join(near)}" if near else f"it holds {', '.join(_entries())}",
+        remedy="name one of these, or measure the GPU itself: flatout check --measure",
     )
 
 
-def _a100(memory_gigabytes: float) -> PublishedPeaks:
-    return _gpu(_A100, memory_gigabytes, fp32=19.5, tf32=156, bf16=312, fp16=312, int8=624)
+def published_peaks(gpu_name: str) -> tuple[GpuEntry | None, str]:
+    """The entry of the GPU that the driver calls so, and its source; or None and why there is none."""
+    for entry in catalogue():
+        if entry.driver_name == gpu_name:
+            return entry, entry.source
+    return None, f"no published figures for {gpu_name!r} are in the table; measure: flatout check --measure"
 
 
-def _table() -> dict[str, PublishedPeaks]:
-    hopper_sxm = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979, "int8": 1979}
-    hopper_nvl = {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "int8": 1670.5}
-    volta = "NVIDIA V100 data sheet"
-    return {
-        "NVIDIA H200": _gpu(_H200, 4800, **hopper_sxm),
-        "NVIDIA H200 NVL": _gpu(_H200, 4800, **hopper_nvl),
-        "NVIDIA H100 80GB HBM3": _gpu(_H100, 3350, **hopper_sxm),
-        "NVIDIA H100 NVL": _gpu(_H100, 3900, **hopper_nvl),
-        "NVIDIA H100 PCIe": _gpu(_H100, 2000, fp32=51, tf32=378, bf16=756.5, fp16=756.5, fp8=1513, int8=1513),
-        "NVIDIA A100-SXM4-80GB": _a100(2039),
-        "NVIDIA A100 80GB PCIe": _a100(1935),
-        "NVIDIA A100-SXM4-40GB": _a100(1555),
-        "NVIDIA A100-PCIE-40GB": _a100(1555),
-        "NVIDIA L4": _gpu(
-            "NVIDIA L4 data sheet (sparse figures halved)", 300, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5,
-            int8=242.5,
-        ),
-        "NVIDIA L40S": _gpu(
-            "NVIDIA L40S data sheet", 864, fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, int8=733
-        ),
-        "NVIDIA GeForce RTX 4090": _gpu(
-            _ADA, 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6
-        ),
-        "NVIDIA GeForce RTX 3090": _gpu(
-            "NVIDIA GA102 white paper, appendix A", 936, fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284
-        ),
-        "Tesla T4": _gpu("NVIDIA T4 data sheet", 320, fp32=8.1, fp16=65, int8=130),
-        "Tesla V100-SXM2-16GB": _gpu(volta, 900, fp32=15.7, fp16=125),
-        "Tesla V100-SXM2-32GB": _gpu(volta, 900, fp32=15.7, fp16=125),
-        "Tesla V100-PCIE-16GB": _gpu(volta, 900, fp32=14, fp16=112),
-        "Tesla V100-PCIE-32GB": _gpu(volta, 900, fp32=14, fp16=112),
-    }  # fmt: skip
+def _nearest(wanted: str, names: Mapping[str, GpuEntry]) -> list[str]:
+    """Keys whose name begins so ("a100" is four products), then those spelt much like it."""
+    begun = [name for name in names if wanted and name.startswith(wanted)]
+    return list(dict.fromkeys(names[name].key for name in begun + difflib.get_close_matches(wanted, names, n=4)))[:4]
 
 
-def published_peaks(gpu_name: str) -> tuple[PublishedPeaks | None, str]:
-    """The figures of that GPU and their source; or None and why there are none."""
-    found = _table().get(gpu_name)
-    if found is None:
-        return None, f"no published figures for {gpu_name!r} are in the table; measure: flatout check --measure"
-    return found, found.source
+def _simplified(name: str) -> str:
+    """
+    >>> _simplified("NVIDIA GeForce RTX 4090")
+    'rtx4090'
+    """
+    letters = "".join(letter for letter in name.casefold() if letter.isalnum())
+    for maker in ("nvidia", "geforce", "tesla"):  # in the order in which a driver puts them
+        letters = letters.removeprefix(maker)
+    return letters
+
+
+@functools.cache
+def _names() -> dict[str, GpuEntry]:
+    """By every simplified name that stands for exactly one product."""
+    driver_names = {_simplified(entry.driver_name): entry for entry in catalogue() if entry.driver_name}
+    return driver_names | {_simplified(entry.key): entry for entry in catalogue()}
+
+
+@functools.cache
+def _entries() -> dict[str, GpuEntry]:
+    """By key. Read when first asked for, so that importing this reads nothing."""
+    documents = {key: _document(fields) for key, fields in _read("gpu_documents.toml").items()}
+    data = _read("gpu_catalogue.toml")
+    return {key: _entry(key, fields, data["sources_of_all"], documents) for key, fields in data["gpus"].items()}
+
+
+def _read(file_name: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("flatout.machine").joinpath(file_name).read_text(encoding="utf-8"))
+
+
+def _document(fields: Mapping[str, str]) -> Document:
+    return Document(title=fields["document"], url=fields["url"], seen=fields["seen"])
+
+
+def _entry(
+    key: str, fields: Mapping[str, Any], sources_of_all: Mapping[str, str], documents: Mapping[str, Document]
+) -> GpuEntry:
+    figures = (*_FIGURES, *fields["tera"])
+    sources: dict[str, str] = {figure: fields["source"] for figure in figures}
+    sources |= {**sources_of_all, **fields.get("sources", {})}
+    major, minor = fields["compute_capability"]
+    return GpuEntry(
+        key=key,
+        name=fields["name"],
+        driver_name=fields.get("driver_name"),
+        compute_capability=(major, minor),
+        multiprocessors=fields["multiprocessors"],
+        memory_bytes=fields["memory_gib"] * 2**30,
+        memory_bytes_per_second=fields["memory_gigabytes_per_second"] * 1e9,
+        flops_per_second={dtype: value * 1e12 for dtype, value in fields["tera"].items()},
+        source=documents[fields["source"]].title,
+        sources={figure: documents[source] for figure, source in sources.items()},
+    )
