@@ -139,7 +139,7 @@ def _entry(
     key: str, fields: Mapping[str, Any], sources_of_all: Mapping[str, str], documents: Mapping[str, Document]
 ) -> GpuEntry:
     figures = (*_FIGURES, *fields["tera"])
-    sources: dict[str, str] = {figure: fields["source"] for figure in figures}
+    sources: dict[str, str] = dict.fromkeys(figures, fields["source"])
     sources |= {**sources_of_all, **fields.get("sources", {})}
     major, minor = fields["compute_capability"]
     return GpuEntry(
