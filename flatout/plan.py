@@ -60,6 +60,9 @@ class Plan:
     memory_format: Literal["channels_last"] | None = _choice(
         "layout of images and convolution weights in memory: NHWC instead of NCHW"
     )
+    attention: Literal["fused"] | None = _choice(
+        "attention that the model computes by hand: fused = by torch's kernel, which keeps no matrix of weights"
+    )
     optimizer: Literal["fused", "foreach"] | None = _choice(
         "implementation of the optimizer's step: fused = one kernel for it all, foreach = one per operation"
     )

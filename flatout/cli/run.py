@@ -230,8 +230,9 @@ class Run:
         if record.steps:
             observed = observe(watch, threads_at_start=self.runner.threads_at_start, rows=record.rows, loaders=False)
         rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
-        rolled_back += tuple(("batched fetch", incident) for incident in watch.subject.incidents)
+        rolled_back += tuple(watch.subject.incidents)
         used = resource.getrusage(resource.RUSAGE_SELF)
+        machine = self._machine or detect()
         facts = RunFacts(
             observed=observed,
             steps=record.steps,
@@ -239,6 +240,8 @@ class Run:
             growth_bytes_per_step=record.growth_bytes_per_step(),
             command=shlex.join(self.target.command),
             rolled_back=rolled_back,
+            epochs=self.runner.epochs,
+            gpus=_usable_gpus(machine),
         )
         return RunSummary(
             name=self.target.name,
@@ -249,7 +252,7 @@ class Run:
             peak_resident_bytes=used.ru_maxrss * 1024,
             record=record,
             observed=observed,
-            machine=self._machine or detect(),
+            machine=machine,
             plan=self.plan,
             applied=tuple(choice.label for choice in applied.choices),
             rolled_back=rolled_back,
@@ -270,6 +273,13 @@ def _report_path(options: dict[str, str]) -> Path | None:
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
     return path
+
+
+def _usable_gpus(machine: Any) -> tuple[str, ...]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ()
+    return tuple(gpu.name for gpu in machine.devices)
 
 
 def _first_rank() -> bool:

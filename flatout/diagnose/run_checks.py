@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from flatout.diagnose.finding import Finding
 from flatout.levers.observed import Observed
+from flatout.script.epochs import EpochStarts
 from flatout.units import format_bytes, format_seconds
 
 DATA_SHARE_LIMIT = 0.15
 EVALUATION_SHARE_LIMIT = 0.3
 OTHER_SHARE_LIMIT = 0.3
+EPOCH_START_LIMIT = 0.02
 CREEP_LIMIT_BYTES_PER_HOUR = 1 << 30
 
 
@@ -26,6 +28,9 @@ class RunFacts:
     command: str
     """The script and its arguments, as a shell would read them."""
     rolled_back: tuple[tuple[str, str], ...] = ()
+    epochs: EpochStarts | None = None
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs of this machine that torch can use."""
 
 
 def check_run(facts: RunFacts) -> list[Finding]:
@@ -77,6 +82,39 @@ def _starved(facts: RunFacts) -> Finding | None:
     )
 
 
+def _epoch_starts(facts: RunFacts) -> Finding | None:
+    epochs = facts.epochs
+    if epochs is None or not epochs.workers or not epochs.epoch_seconds or epochs.cost_seconds is None:
+        return None
+    share = epochs.cost_seconds / epochs.epoch_seconds
+    if share < EPOCH_START_LIMIT:
+        return None
+    return Finding(
+        name="epoch-starts",
+        severity="note",
+        title=f"starting the loader's workers takes {share:.0%} of an epoch",
+        evidence=f"{format_seconds(epochs.cost_seconds)} of {format_seconds(epochs.epoch_seconds)}, medians: from asking "
+        "for an iterator to the end of its first step, less a step's usual time",
+        cost_seconds=epochs.cost_seconds,
+        cost_share=share,
+        remedy=f"DataLoader(..., persistent_workers=True) keeps its {epochs.workers} workers between epochs "
+        "(random numbers drawn in workers then go on instead of being seeded anew)",
+    )
+
+
+def _idle_gpu(facts: RunFacts) -> Finding | None:
+    seen = facts.observed
+    if seen is None or seen.device != "cpu" or not facts.gpus or not seen.modules:
+        return None
+    return Finding(
+        name="idle-gpu",
+        severity="warning",
+        title="the script trains on the CPU beside a GPU",
+        evidence=f"the weights are on the CPU; torch can use {', '.join(facts.gpus)}",
+        remedy="model.to('cuda') before the optimizer is made, and each batch: flatout.to_device(batch, flatout.device())",
+    )
+
+
 def _evaluation(facts: RunFacts) -> Finding | None:
     found = _large_part(
         facts, "evaluation", EVALUATION_SHARE_LIMIT, "evaluation", "evaluation takes much of the time",
@@ -115,7 +153,9 @@ CHECKS: tuple[Callable[[RunFacts], Finding | None], ...] = (
     _no_step,
     _rolled_back,
     _memory_creep,
+    _idle_gpu,
     _starved,
+    _epoch_starts,
     _evaluation,
     _python,
 )

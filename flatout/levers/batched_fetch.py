@@ -37,7 +37,7 @@ class BatchedFetch(Lever):
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
         kinds = {"batched", "cached"} if value == "cached" else {"batched"}
-        return batched_fetch(kinds, on_mismatch=subject.incidents.append)
+        return batched_fetch(kinds, on_mismatch=lambda why: subject.incidents.append((self.name, why)))
 
     def label(self, value: Any) -> str:
         return "batched fetch" if value == "batched" else "batched fetch of kept samples"

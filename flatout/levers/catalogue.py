@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flatout.levers.allocator import PreloadedAllocator, RetainMemory
+from flatout.levers.attention import FusedAttention
 from flatout.levers.autocast import Autocast
 from flatout.levers.batched_fetch import BatchedFetch
 from flatout.levers.channels_last import ChannelsLast
@@ -28,6 +29,7 @@ LEVERS: tuple[Lever, ...] = (
     FusedOptimizer(),
     CudnnBenchmark(),
     ChannelsLast(),
+    FusedAttention(),
     Autocast(),
     MatmulPrecision(),
     Compile(),

@@ -14,13 +14,12 @@ from typing import Any
 
 from flatout.environment import cpp_compiler
 from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.model_call import versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 
 BUSY_SHARE_WORTH_TRYING = 0.05
-RECOMPILE_LIMIT = 64
-"""Versions of one function: blocks of several shapes, last batches, evaluation. Past torch's 8 it runs uncompiled."""
 
 
 class Compile(Lever):
@@ -51,17 +50,15 @@ class Compile(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        from torch._dynamo import config as tracing
         from torch._inductor import config
 
-        before = config.fallback_random, tracing.recompile_limit
+        before = config.fallback_random
         config.fallback_random = True
-        tracing.recompile_limit = max(tracing.recompile_limit, RECOMPILE_LIMIT)
         try:
-            with subject.modules.each(lambda module: _compile(module, value)):
+            with versions_allowed(), subject.modules.each(lambda module: _compile(module, value)):
                 yield
         finally:
-            config.fallback_random, tracing.recompile_limit = before
+            config.fallback_random = before
 
     def label(self, value: Any) -> str:
         return self.name if value == "default" else f"torch.compile {value}"

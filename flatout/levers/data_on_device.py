@@ -29,4 +29,6 @@ class DataOnDevice(Lever):
         return offer("cuda", reason="the data are tensors in memory")
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        return batched_fetch({"batched"}, device=value, on_mismatch=subject.incidents.append)
+        return batched_fetch(
+            {"batched"}, device=value, on_mismatch=lambda why: subject.incidents.append((self.name, why))
+        )

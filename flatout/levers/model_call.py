@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 ATTRIBUTE = "_compiled_call_impl"
+RECOMPILE_LIMIT = 64
+"""Versions of one function: blocks of several shapes, last batches, evaluation. Past torch's 8 it runs untraced."""
 
 
 @contextlib.contextmanager
@@ -35,3 +37,16 @@ def calls_wrapped(model: Any, wrapper: Callable[[Any, Callable[[], Any]], Any]) 
 def set_call(module: Any, call: Any) -> None:
     """Have `module(...)` run `call`; None: what the module's class says."""
     module.__dict__[ATTRIBUTE] = call
+
+
+@contextlib.contextmanager
+def versions_allowed() -> Iterator[None]:
+    """Let torch trace a function for as many shapes and modes as a training loop may have."""
+    from torch._dynamo import config
+
+    before = config.recompile_limit
+    config.recompile_limit = max(before, RECOMPILE_LIMIT)
+    try:
+        yield
+    finally:
+        config.recompile_limit = before

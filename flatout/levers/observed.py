@@ -55,6 +55,8 @@ class ModuleSeen:
     repeated_block: str = ""
     channels_last: bool = False
     compiled: bool = False
+    attention_by_hand: str = ""
+    """The class of the modules that compute attention without torch's fused kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,8 +89,8 @@ class Subject:
         self.loaders: Handles[Any] = Handles()
         self.wrappers: list[Wrapper] = []
         self.backward_wrappers: list[BackwardWrapper] = []
-        self.incidents: list[str] = []
-        """What a lever took back by itself while it was on, for the summary."""
+        self.incidents: list[tuple[str, str]] = []
+        """(lever, what it took back by itself while it was on and why), for the summary."""
         self.iterator_hooks: list[Callable[[Any], None]] = []
 
     @property

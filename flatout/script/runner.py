@@ -12,6 +12,7 @@ from types import ModuleType
 
 from flatout.levers.applied import Applied, describe_error
 from flatout.levers.lever import Choice
+from flatout.script.epochs import EpochStarts
 from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
 from flatout.script.session import resident_bytes
@@ -33,6 +34,7 @@ class Runner:
     def __init__(self, choices: Sequence[Choice] = ()) -> None:
         self.watch = Watch()
         self.record = RunRecord()
+        self.epochs = EpochStarts()
         self.applied = Applied(self.watch.subject)
         self.threads_at_start: int | None = None
         self.fault: str | None = None
@@ -45,6 +47,7 @@ class Runner:
         self._window_began = 0.0
         self._next_resident = 0.0
         self.watch.at_boundary.append(self._boundary)
+        self.watch.at_iterator.append(self.epochs.iterator_made)
         self.watch.on_forward_failure = self.applied.roll_back_forward
 
     def install(self) -> None:
@@ -78,6 +81,7 @@ class Runner:
             self.applied.set(self._choices)
             self._mark_boundary()
             return
+        self.epochs.step_ended(now, self.record.recent_seconds)
         self.record.add_step((now - self._last_boundary) / (self.watch.steps - self._steps_at_boundary))
         self._manage_window(now)
         if now >= self._next_resident:

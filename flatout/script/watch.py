@@ -106,12 +106,15 @@ class Watch:
         self.at_boundary: list[Callable[[], None]] = []
         self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
         self.before_optimizer: list[Callable[[Any], None]] = []
+        self.at_iterator: list[Callable[[Any, float], None]] = []
+        """Called with a loader that feeds training, when it has made an iterator, and the time before it did."""
         self.on_forward_failure: Callable[[Exception], bool] | None = None
         self.saw_autocast = False
         self.saw_scaler = False
         self.device_calls: DeviceCalls | None = None
         self._spans = Spans()
         self._patches = Patches()
+        self._lasting_patches = Patches()
         self._weights = WeightProbe()
         self._optimizers_open: list[OpenStep] = []
         self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -142,10 +145,11 @@ class Watch:
         self._autocast_enabled = torch.is_autocast_enabled
         self._hooks = [optimizers.register_optimizer_step_post_hook(self._optimizer_ends)]
         os.register_at_fork(after_in_child=self.disable)
+        self._lasting_patches.replace(torch.utils.data.DataLoader, "__iter__", self._wrap_loader_iter)
         self._patch()
 
     def _patch(self) -> None:
-        """Everything but the one hook that counts steps."""
+        """Everything but the hook that counts steps and what is called once an epoch."""
         import torch
         from torch.optim import optimizer as optimizers
         from torch.utils.data import dataloader
@@ -155,12 +159,12 @@ class Watch:
         self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_pass(original, "outputs"))
         self._patches.replace(torch.nn.Module, "__call__", self._wrap_module_call)
         self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", self._wrap_scale)
-        self._patches.replace(dataloader.DataLoader, "__iter__", self._wrap_loader_iter)
         self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
 
     def uninstall(self) -> None:
         self.disable()
         self._unpatch()
+        self._lasting_patches.undo()
         for hook in self._hooks:
             hook.remove()
 
@@ -388,8 +392,13 @@ class Watch:
                 return original(loader)
             for hook in self.subject.iterator_hooks:
                 hook(loader)
+            began = time.perf_counter()
             iterator = original(loader)
             self._loader_of[iterator] = loader
+            if loader in self.subject.loaders:
+                self.count_passed()
+                for callback in self.at_iterator:
+                    callback(loader, began)
             return iterator
 
         return __iter__

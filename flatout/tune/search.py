@@ -45,8 +45,13 @@ MOST_RESTARTS = 60
 ATTEMPTS = 6
 """So often a short script is started again within one comparison."""
 LEVER_SECONDS = 25.0
-CONFLICTS = {"loader_workers": ("fetch", "data_device"), "fetch": ("loader_workers",), "data_device": ("pin_memory",)}
-"""Choices that cannot stand beside each other: the newer one replaces the older."""
+CONFLICTS = {
+    "loader_workers": ("fetch", "data_device"),
+    "fetch": ("loader_workers",),
+    "data_device": ("pin_memory",),
+    "compile": ("attention",),
+}
+"""Choices that cannot stand beside each other, or of which one does the other's work: the newer replaces the older."""
 
 Progress = Callable[[str], None]
 

@@ -98,6 +98,7 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("loader workers", machine(cores=1), SEEN, (1,)),
     ("pinned memory", AMPERE, ON_GPU, (True,)),
     ("allocator", CPU, SEEN, ("jemalloc",)),
+    ("fused attention", CPU, replace(SEEN, modules=(replace(MODULE, attention_by_hand="Head"),)), ("fused",)),
 ]
 
 
@@ -148,6 +149,7 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("fp32 products", TURING, ON_GPU, "no TF32"),
     ("fp32 products", AMX, replace(SEEN, matmul_precision="high"), "itself"),
     ("torch.compile", CPU, replace(SEEN, compiled_in_script=True), "itself"),
+    ("fused attention", CPU, SEEN, "no module computes attention"),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, compiled=True),)), "itself"),
     ("torch.compile", CPU, replace(SEEN, modules=()), "no module"),
     ("loader workers", CPU, replace(SEEN, loaders=(WORKED,)), "itself"),

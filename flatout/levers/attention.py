@@ -1,0 +1,120 @@
+"""Attention that a model computes by hand, run by torch's fused kernel: the scores are never written to memory.
+
+The modules that do so are known by their code: a forward, or a function that it calls, that takes a softmax between
+two products. Each is traced by torch.compile's front end, without its code generator: the graph is searched for the
+attention (`attention_graph`), everything else in it runs as it stands, and torch's guards see to it that another
+shape or mode is traced anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.model_call import ATTRIBUTE, set_call, versions_allowed
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject, Undo
+from flatout.machine.description import Machine
+
+PRODUCTS = {"matmul", "bmm", "einsum"}
+DEPTH = 3
+"""A forward, the method that it calls, the function which that one calls."""
+
+
+class FusedAttention(Lever):
+    """softmax(q k^T) v in one kernel. Weights that are dropped out or returned are left to the script."""
+
+    name = "fused attention"
+    plan_field = "attention"
+    exactness = "rounding"
+    acts_on_forward = True
+    compiles = True
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if observed.compiled_in_script or any(module.compiled for module in observed.modules):
+            return refuse("the script compiles its model itself, which fuses attention too")
+        if not any(module.attention_by_hand for module in observed.modules):
+            return refuse("no module computes attention by hand")
+        return offer("fused", reason="a softmax stands between two products")
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        def tell(why: str) -> None:
+            if (self.name, why) not in subject.incidents:
+                subject.incidents.append((self.name, why))
+
+        with versions_allowed(), subject.modules.each(lambda module: _fuse(module, tell)):
+            yield
+
+    def label(self, value: Any) -> str:
+        return self.name
+
+
+def attention_by_hand(model: Any) -> list[Any]:
+    """The innermost modules of `model` whose own code takes a softmax between two products."""
+    verdicts: dict[type, bool] = {}
+    found = [module for module in model.modules() if _by_hand(module, verdicts)]
+    known = {id(module) for module in found}
+    return [module for module in found if not any(id(inner) in known for inner in _below(module))]
+
+
+def _below(module: Any) -> Iterator[Any]:
+    return (inner for inner in module.modules() if inner is not module)
+
+
+def _by_hand(module: Any, verdicts: dict[type, bool]) -> bool:
+    kind = type(module)
+    if kind not in verdicts:
+        names: set[str] = set()
+        _names(getattr(kind, "forward", None), module, names, DEPTH)
+        if any(type(child).__name__ == "Softmax" for child in module.children()):
+            names.add("softmax")
+        verdicts[kind] = "softmax" in names and bool(names & PRODUCTS)
+    return verdicts[kind]
+
+
+def _names(function: Any, module: Any, names: set[str], depth: int) -> None:
+    """Add the names that a function calls by, `@` as 'matmul', and those of the script's functions it calls."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType) or not depth or _is_torchs(function):
+        return
+    code: CodeType = function.__code__
+    names |= set(code.co_names)
+    if any(one.opname == "BINARY_OP" and one.argrepr.startswith("@") for one in dis.get_instructions(code)):
+        names.add("matmul")
+    for name in code.co_names:
+        called = function.__globals__.get(name)
+        if not isinstance(called, FunctionType):
+            called = getattr(type(module), name, None)
+        if called is not function:
+            _names(called, module, names, depth - 1)
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    return function.__module__.partition(".")[0] == "torch"
+
+
+def _fuse(model: Any, tell: Any) -> Undo[Any] | None:
+    import torch
+
+    from flatout.levers.attention_graph import fuse_attention
+
+    def backend(graph_module: Any, examples: Any) -> Any:
+        if not fuse_attention(graph_module) and "softmax" in str(graph_module.code):
+            tell("the weights are dropped out, returned or computed in a way that is not known")
+        return graph_module.forward
+
+    targets = attention_by_hand(model)
+    before = [getattr(target, ATTRIBUTE) for target in targets]
+    for target, call in zip(targets, before, strict=True):
+        set_call(target, torch.compile(call or target._call_impl, backend=backend))
+
+    def undo(model: Any) -> None:
+        for target, call in zip(attention_by_hand(model), before, strict=True):
+            set_call(target, call)
+
+    return undo if targets else None

@@ -1,0 +1,47 @@
+"""What it costs to start an epoch: workers are started, the data set is sent to them, and the first batch is awaited.
+
+Medians of steps do not see it, because it falls on one step in an epoch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+MOST_KEPT = 512
+
+
+class EpochStarts:
+    """Fed by a run: `iterator_made` when the training loader makes one, `step_ended` at the boundary after it."""
+
+    def __init__(self) -> None:
+        self.workers = 0
+        """Processes of the training loader that are started anew for every epoch."""
+        self._began: float | None = None
+        self._previous: float | None = None
+        self._costs: list[float] = []
+        self._lengths: list[float] = []
+
+    def iterator_made(self, loader: Any, began: float) -> None:
+        """`began`: the clock before the loader was asked for it, in seconds."""
+        self.workers = 0 if loader.persistent_workers else loader.num_workers
+        if self._previous is not None:
+            self._lengths = [*self._lengths, began - self._previous][-MOST_KEPT:]
+        self._previous = self._began = began
+
+    def step_ended(self, now: float, typical_seconds: float | None) -> None:
+        if self._began is None:
+            return
+        if typical_seconds is not None:
+            self._costs = [*self._costs, max(0.0, now - self._began - typical_seconds)][-MOST_KEPT:]
+        self._began = None
+
+    @property
+    def cost_seconds(self) -> float | None:
+        """Median, from asking for the iterator to the end of its first step, less a step's usual time."""
+        return statistics.median(self._costs) if self._costs else None
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """Median, from one iterator to the next; None before the second."""
+        return statistics.median(self._lengths) if self._lengths else None

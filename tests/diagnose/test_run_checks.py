@@ -1,0 +1,52 @@
+"""What a run's facts lead to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from flatout.diagnose.run_checks import RunFacts, check_run
+from flatout.levers.observed import ModuleSeen, Observed
+from flatout.script.epochs import EpochStarts
+
+SEEN = Observed(step_seconds=0.01, breakdown_seconds={"forward": 0.01}, modules=(ModuleSeen(kind="Net", parameters=1),))
+
+
+def names(**facts: object) -> list[str]:
+    given = {
+        "observed": SEEN,
+        "steps": 9,
+        "planned": True,
+        "growth_bytes_per_step": None,
+        "command": "train.py",
+    } | facts
+    return [finding.name for finding in check_run(RunFacts(**given))]  # type: ignore[arg-type]
+
+
+def epochs(cost: float, *, workers: int = 4, persistent: bool = False) -> EpochStarts:
+    """Three epochs of ten seconds; the first step of each ends `cost` seconds late."""
+    loader = SimpleNamespace(num_workers=workers, persistent_workers=persistent)
+    seen = EpochStarts()
+    for number in range(3):
+        seen.iterator_made(loader, 10.0 * number)
+        seen.step_ended(10.0 * number + cost + 0.01, 0.01)
+        seen.step_ended(10.0 * number + cost + 0.02, 0.01)
+    return seen
+
+
+def test_dear_starts_of_epochs_are_told_where_workers_could_live_on() -> None:
+    assert names(epochs=epochs(1.0)) == ["epoch-starts"]
+    assert names(epochs=epochs(0.05)) == []
+    assert names(epochs=epochs(1.0, workers=0)) == []
+    assert names(epochs=epochs(1.0, persistent=True)) == []
+    assert names(epochs=EpochStarts()) == []
+    (finding,) = check_run(
+        RunFacts(observed=SEEN, steps=9, planned=True, growth_bytes_per_step=None, command="t.py", epochs=epochs(1.0))
+    )
+    assert finding.cost_share is not None and abs(finding.cost_share - 0.1) < 1e-9
+    assert "persistent_workers=True" in finding.remedy
+
+
+def test_a_gpu_that_idles_is_told_once_the_weights_are_on_the_cpu() -> None:
+    assert names(gpus=("NVIDIA H200",)) == ["idle-gpu"]
+    assert names(gpus=("NVIDIA H200",), observed=Observed(device="cuda:0", modules=SEEN.modules)) == []
+    assert names() == []
