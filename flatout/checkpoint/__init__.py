@@ -11,5 +11,7 @@
             metric=loss.item(),
         )
 
+Of several ranks each calls all of it: `capture` takes the random states of every rank, and rank 0 writes.
+
 `capturing` and `restoring` go between live objects and a state, `folder` between a state and the disk.
 """

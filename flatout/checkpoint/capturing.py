@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flatout.checkpoint.generators import generator_states
 from flatout.checkpoint.model_names import plain_names
+from flatout.checkpoint.rank_generators import states_of_ranks
 from flatout.errors import UsageError
 from flatout.plan import Plan
 
@@ -27,7 +27,10 @@ def capture(
     plan: Plan | None = None,
     extra: Any = None,
 ) -> dict[str, Any]:
-    """The state of a run, with that of every random number generator.
+    """The state of a run, with that of every random number generator, on every rank.
+
+    Where torch.distributed runs, call it on all ranks, equally often: each gives its random states, and rank 0, whose
+    state is the one to save, waits for them. If one does not come within 300 s, rank 0 raises UsageError naming it.
 
     Each of model, optimizer, scheduler, scaler and data (where the run stands in its data) is an object with
     state_dict(), or a list or dict of such. `extra` is any nested value of the user's. Tensors are the live ones, not
@@ -39,7 +42,7 @@ def capture(
         state["plan"] = plan.to_toml()
     if extra is not None:
         state["extra"] = extra
-    state["generators"] = generator_states()
+    state["generators"] = states_of_ranks()
     return state
 
 

@@ -24,6 +24,7 @@ import torch
 from flatout.checkpoint.background import BackgroundWork, HostCopies
 from flatout.checkpoint.disk import abandoned_folders, check_space, remove_folder, sweep, whole_folder, write_error
 from flatout.checkpoint.manifest import SCHEMA, damaged, schema_of
+from flatout.checkpoint.rank_generators import rank_and_ranks
 from flatout.checkpoint.saved import Checkpoint, Loaded, fill, open_checkpoint, structure_text
 from flatout.checkpoint.storages import Slot
 from flatout.checkpoint.structure import split
@@ -39,7 +40,8 @@ class Checkpoints:
 
     `keep_last` and `keep_best` say how many of the newest and of the best by metric stay; an older one is deleted
     only once a newer one is safely on the disk. With `asynchronous`, save copies the tensors to the host and returns;
-    one thread writes them, at most one save in flight. Only rank 0 writes: elsewhere save does nothing.
+    one thread writes them, at most one save in flight. Only rank 0 writes: elsewhere save does nothing;
+    `rank` defaults to that of torch.distributed.
     Raises UsageError for values out of range and for a `folder` that is a file.
     """
 
@@ -51,12 +53,12 @@ class Checkpoints:
         keep_best: int = 1,
         best: Literal["min", "max"] = "min",
         asynchronous: bool = False,
-        rank: int = 0,
+        rank: int | None = None,
     ) -> None:
         _check_settings(Path(folder), keep_last, keep_best, best)
         self.folder = Path(folder)
         self._keeping = _Keeping(last=keep_last, best=keep_best, lowest_is_best=best == "min")
-        self._asynchronous, self._writes = asynchronous, rank == 0
+        self._asynchronous, self._rank = asynchronous, rank
         self._copies, self._background = HostCopies(), BackgroundWork()
         self._swept = False
         # a failure that nobody waited for is at least shown when the interpreter exits
@@ -69,7 +71,7 @@ class Checkpoints:
         be written, MachineError if the disk is full or fails; the checkpoints before are untouched. With
         `asynchronous`, first waits for the save before; if that one failed, raises its error and saves nothing.
         """
-        if not self._writes:
+        if (rank_and_ranks()[0] if self._rank is None else self._rank) != 0:
             return
         self.wait()
         step, metric = _checked_step(step), None if metric is None else float(metric)

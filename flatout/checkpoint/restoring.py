@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from flatout.checkpoint.differences import Differences, Findings
-from flatout.checkpoint.generators import check_generators, generator_states, set_generators
 from flatout.checkpoint.model_names import plain_names, without_wrappers
 from flatout.checkpoint.optimizers import check_optimizer, load_optimizer
+from flatout.checkpoint.rank_generators import states_here
 from flatout.checkpoint.saved import Checkpoint, Loaded
 from flatout.errors import UsageError
+from flatout.generators import check_generators, generator_states, set_generators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ def restore(
     Objects are matched as `capture` took them, lists and dicts included. Tensors go to the device of their parameter;
     an optimizer keeps its own way of computing (fused, foreach, capturable). Objects are loaded from copies, so the
     state can be restored again. `generators=False` leaves the random numbers alone, as for an evaluation.
+    Each rank of torch.distributed goes on from its own random states. Where there were fewer ranks, the further ones
+    are seeded from rank 0's states and their number; another number of ranks is warned of, once, by rank 0.
     Raises UsageError that lists what is missing, unexpected, or of another shape or dtype, before anything is
     changed. With strict=False what fits is loaded, converted to the dtype here, and the rest is left as it is.
     """
@@ -63,11 +67,12 @@ def restore(
     loadings.reverse()
     if strict:
         _refuse(found)
-    differences = found.differences()
+    differences, note = found.differences(), None
     if generators and "generators" in state:
-        check_generators(state["generators"])
-        loadings.append(_generators(state["generators"]))
+        note = _generators(state["generators"], loadings)
     _load_all(loadings)
+    if note is not None:
+        warnings.warn(note, stacklevel=2)
     return differences
 
 
@@ -138,12 +143,18 @@ def _reload(live: Any, before: Any) -> Callable[[], None]:
     return lambda: live.load_state_dict(before)
 
 
-def _generators(states: Mapping[str, Any]) -> _Loading:
+def _generators(saved: Mapping[str, Any], loadings: list[_Loading]) -> str | None:
+    """Adds this rank's states to what is loaded; returns what to say of them."""
+    check_generators(saved)
+    states, note = states_here(saved)
+    check_generators(states)
+
     def before() -> Callable[[], None]:
         now = generator_states()
         return lambda: set_generators(now)
 
-    return _Loading(path="generators", load=lambda: set_generators(states), before=before)
+    loadings.append(_Loading(path="generators", load=lambda: set_generators(states), before=before))
+    return note
 
 
 def _compare_model(path: str, model: torch.nn.Module, saved: Any, found: Findings) -> _Loading:

@@ -19,10 +19,10 @@ from typing import Any
 
 from flatout.data.order import epoch_order, epoch_seed, share_of_rank, spans
 from flatout.data.prefetch import on_device
-from flatout.data.random_states import random_states_kept, seed_all
 from flatout.data.sources import Source, source_of
 from flatout.data.workers import Key, Pacing, Workers
 from flatout.errors import UsageError
+from flatout.generators import generators_kept, seed_generators
 from flatout.machine.detect import usable_cores
 from flatout.plan import Plan
 
@@ -144,8 +144,8 @@ class EpochOrder:
     def __call__(self, epoch: int) -> Any:
         import torch
 
-        with random_states_kept():
-            seed_all(epoch_seed(self._seed, epoch))
+        with generators_kept():
+            seed_generators(epoch_seed(self._seed, epoch))
             return torch.as_tensor(list(self._sampler))
 
 

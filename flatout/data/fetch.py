@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.random_states import random_states_kept
+from flatout.generators import generators_kept
 from flatout.machine.detect import available_memory_bytes
 
 MEMORY_SHARE = 0.25
@@ -79,7 +79,7 @@ def _probe_samples(dataset: Any) -> Strategy:
     count = len(dataset)
     picked = [i * (count - 1) // max(1, PROBED_SAMPLES - 1) for i in range(min(PROBED_SAMPLES, count))]
     try:
-        with random_states_kept() as changed:
+        with generators_kept() as changed:
             start = time.perf_counter()
             first = [dataset[i] for i in picked]
             seconds = (time.perf_counter() - start) / len(picked)
@@ -159,7 +159,7 @@ class _Batches:
             self.stored: Any = list(tensors)
             self.indices = _index_tensor(indices) if indices is not None else None
         else:
-            with random_states_kept() as changed:
+            with generators_kept() as changed:
                 self.stored = default_collate([dataset[i] for i in range(len(dataset))])
                 if changed():
                     raise ValueError("some samples draw random numbers")
@@ -262,7 +262,7 @@ def _agrees(source: _Batches, batch: Any, fetcher: Any, wanted: Sequence[int], o
     """The first batch is compared whole; of kept samples one of each batch is."""
     if not source.checked:
         source.checked = True
-        with random_states_kept():
+        with generators_kept():
             return same_bits(original(fetcher, wanted), batch)
     if source.kind == "batched":
         return True

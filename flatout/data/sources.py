@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from flatout.data.fetch import strategy, take, tensors_below
 from flatout.data.nested import leaves_in, map_leaves, map_tensors
 from flatout.data.order import epoch_seed
-from flatout.data.random_states import random_states_kept, seed_all
 from flatout.errors import UsageError
+from flatout.generators import generators_kept, seed_generators
 
 
 class Source(Protocol):
@@ -73,10 +73,10 @@ class Samples:
         if not self._draws:
             many = getattr(self._dataset, "__getitems__", None)
             return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
-        with random_states_kept():
+        with generators_kept():
             samples = []
             for i in wanted:
-                seed_all(epoch_seed(epoch_seed(self._seed, epoch), i + 1))
+                seed_generators(epoch_seed(epoch_seed(self._seed, epoch), i + 1))
                 samples.append(self._dataset[i])
             return self._collate(samples)
 

@@ -21,6 +21,7 @@ from flatout.data.batches import Batches, Stream
 from flatout.errors import UsageError
 from flatout.train.interruption import stop_on_sigterm
 from flatout.train.progress import Progress
+from flatout.train.ranks import SharedStop
 from flatout.train.step import TrainStep
 
 Evaluation = Callable[[], Mapping[str, float]]
@@ -104,14 +105,15 @@ def fit(
 
     `evaluation` runs after each epoch; its figure `metric` ranks the checkpoints. With `checkpoints` the run goes on
     from the newest whole one, and saves after each epoch, every `save_every_steps` steps, and on SIGTERM, after which
-    it raises SystemExit(143). `progress` shows a bar; by default on a terminal.
+    it raises SystemExit(143). `progress` shows a bar; by default on a terminal. Of several ranks each calls it, with
+    the same arguments; asked to stop, they stop after the same step.
 
     Raises UsageError where neither `epochs` nor `steps` is given, and whatever the step or the evaluation raise.
     """
     _check_length(epochs, steps)
     run = _Run(step, source, checkpoints)
     resumed_at = run.resume()
-    first, began = step.steps, time.perf_counter()
+    first, began, stopping = step.steps, time.perf_counter(), SharedStop(step.model)
     with stop_on_sigterm() as stop, Progress(_total(source, epochs, steps), first, shown=progress) as bar:
         while source.epoch < (epochs or math.inf) and step.steps < (steps or math.inf):
             run.loss_sum, run.loss_steps, before = None, 0, source.epoch
@@ -120,7 +122,7 @@ def fit(
                 loss = step(batch)
                 run.count(loss)
                 bar.step_ended(loss, source.batch_size)
-                if stop.requested:
+                if stopping(stop.requested):
                     _leave(run)
                 if step.steps >= (steps or math.inf):
                     break

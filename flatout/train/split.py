@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from flatout.generators import set_generators, torch_generator_states
+
 
 def batch_coupled_layers(model: Any) -> list[str]:
     """Names of the layers in training mode whose output for one sample depends on the others of its batch."""
@@ -21,21 +23,16 @@ def batch_coupled_layers(model: Any) -> list[str]:
 
 
 class Attempt:
-    """What a forward and backward pass changes besides gradients: random states and buffers, to be put back."""
+    """What a forward and backward pass changes besides gradients: torch's random states and buffers, to be put back."""
 
     def __init__(self, model: Any, *, buffers: bool) -> None:
-        import torch
-
-        self._cpu_state = torch.get_rng_state()
-        self._cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._generators = torch_generator_states()
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if buffers else []
 
     def put_back(self) -> None:
         import torch
 
-        torch.set_rng_state(self._cpu_state)
-        if self._cuda_states:
-            torch.cuda.set_rng_state_all(self._cuda_states)
+        set_generators(self._generators)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

@@ -8,6 +8,10 @@ One call is one step of the optimizer, whatever the plan does inside: `accumulat
 does not fit into the memory is split further and tried again. The gradient is that of the mean loss over the whole
 batch all the same, each part weighted by how many terms its mean had (see `flatout.train.loss`).
 
+Under DDP a rank whose batch does not fit begins again alone, and the others wait for it. Once the forward pass of its
+last part is over, whose backward pass reduces the gradients, it raises instead. A model or loss that itself exchanges
+values between the ranks would do so more often on that one: it needs out_of_memory="raise".
+
 The plan's levers are those of `flatout tune`, applied by the same functions.
 """
 
@@ -32,7 +36,7 @@ from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.loss import LossFn, Weigh
 from flatout.train.placement import explain_devices
-from flatout.train.ranks import mean_over_ranks, ranks_of
+from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
 _OF_THE_LOADER = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
@@ -85,6 +89,10 @@ class TrainStep:
         )
         self._loss_checked = False
         self._mixes_samples: bool | None = None
+        self._shared: SharedStep | None = None
+        if ranks_of(model) > 1:
+            self._shared = SharedStep()
+            self._levers.enter_context(self._shared.watching(model))
 
     # what the user calls
 
@@ -155,6 +163,8 @@ class TrainStep:
 
     def _backward_in_parts(self, batch: Any) -> Any:
         """Gradients of the whole batch's mean loss; with smaller parts again where the memory ended."""
+        if self._shared is not None:
+            self._shared.begin()
         while True:
             attempt = self._attempt()
             self.optimizer.zero_grad(set_to_none=True)
@@ -168,6 +178,8 @@ class TrainStep:
             # Only here, outside of the handler, nothing holds the failed try's tensors any more.
             if attempt is not None:
                 attempt.put_back()
+            if self._shared is not None:
+                self._shared.begin_again(self.model)
             release(self.model, self.optimizer)
             self._split_further(batch)
 
@@ -193,16 +205,19 @@ class TrainStep:
         """How many terms each part's mean has, and their sum; no sum where the parts are to be added up as they are.
 
         Under DDP, which averages over the ranks, it is the mean of the ranks' sums: then each term weighs the same,
-        whichever rank has it.
+        whichever rank has it, in however many parts.
         """
-        ranks = ranks_of(self.model)
-        if len(parts) == 1 and ranks == 1:
+        shared = self._shared
+        if len(parts) == 1 and shared is None:
             return [1], None
         weights = [self._weigh(part) for part in parts]
         if any(weight is None for weight in weights):
             return weights, None  # the loss sums over its terms
-        total = sum(weights)
-        return weights, total if ranks == 1 else mean_over_ranks(total, self._update.parameters[0].device)
+        if shared is None:
+            return weights, sum(weights)
+        if shared.weight is None:
+            shared.weight = mean_over_ranks(sum(weights), self._update.parameters[0].device, self.model.process_group)
+        return weights, shared.weight
 
     def _loss(self, part: Any) -> Any:
         if not self._subject.wrappers:
@@ -238,12 +253,8 @@ class TrainStep:
         """Raise where splitting is not wanted, not exact, or not possible any more."""
         if self.plan.out_of_memory == "raise":
             raise error
-        if hasattr(self.model, "no_sync"):  # the other ranks are in a collective that this one left
-            raise MachineError(
-                "out of memory on one rank",
-                limit="a step of several ranks cannot be tried again on one of them",
-                remedy="use a smaller batch or a larger accumulate",
-            ) from error
+        if hasattr(self.model, "no_sync"):
+            self._refuse_to_split_alone(error)
         if self.plan.out_of_memory == "exact" and (coupled := batch_coupled_layers(self.model)):
             raise MachineError(
                 f"a batch does not fit, and {coupled[0]} mixes the samples of a batch",
@@ -256,6 +267,16 @@ class TrainStep:
                 f"a single sample of this batch does not fit into the memory of {_device_of(self.model)}",
                 limit="a batch cannot be split further",
                 remedy="use activation_checkpointing, a smaller precision, or a smaller model",
+            ) from error
+
+    def _refuse_to_split_alone(self, error: Exception) -> None:
+        """Raise where the other ranks are in a collective that this one left, or would have to take part again."""
+        obstacle = "it is no rank of DDP" if self._shared is None else self._shared.obstacle(self.model)
+        if obstacle is not None:
+            raise MachineError(
+                "out of memory on one rank",
+                limit=f"it cannot begin its share of a step again by itself: {obstacle}",
+                remedy="use a smaller batch or a larger accumulate: parts before the last can be tried again",
             ) from error
 
     def _split_further(self, batch: Any) -> None:

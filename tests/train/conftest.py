@@ -1,0 +1,59 @@
+"""Processes that train together."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+BEGIN = """
+import os, sys, torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+torch.set_num_threads(1)
+rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+if ranks > 1:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
+    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+def leave(code=0):
+    sys.stdout.flush()
+    if ranks > 1 and code == 0:
+        distributed.barrier()
+    os._exit(code)  # gloo's threads at times abort the interpreter's own end
+"""
+
+RunRanks = Callable[..., list[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def run_ranks() -> RunRanks:
+    """(script, ranks, *arguments) -> of each rank its exit status, stdout and stderr.
+
+    The script finds `rank`, `ranks` and, from sys.argv[4] on, the arguments; it ends with leave().
+    """
+
+    def run(script: str, ranks: int, *arguments: object) -> list[tuple[int, str, str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + script]
+        children = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), port, *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            texts = [child.communicate(timeout=120) for child in children]
+        finally:
+            for child in children:
+                child.kill()
+        return [(child.returncode, *text) for child, text in zip(children, texts, strict=True)]
+
+    return run
