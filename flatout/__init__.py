@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flatout.timing import Measurement
     from flatout.train.evaluate import evaluate
     from flatout.train.fit import fit
+    from flatout.train.forecast import forecast
     from flatout.train.loss import supervised
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
@@ -52,6 +53,7 @@ __all__ = [
     "device",
     "evaluate",
     "fit",
+    "forecast",
     "restore",
     "supervised",
     "to_device",
@@ -76,6 +78,7 @@ _HOMES = {
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
     "fit": "flatout.train.fit",
+    "forecast": "flatout.train.forecast",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",

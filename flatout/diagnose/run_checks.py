@@ -111,7 +111,8 @@ def _idle_gpu(facts: RunFacts) -> Finding | None:
         severity="warning",
         title="the script trains on the CPU beside a GPU",
         evidence=f"the weights are on the CPU; torch can use {', '.join(facts.gpus)}",
-        remedy="model.to('cuda') before the optimizer is made, and each batch: flatout.to_device(batch, flatout.device())",
+        remedy="model.to('cuda') before the optimizer is made, and for each batch "
+        "flatout.to_device(batch, flatout.device())",
     )
 
 

@@ -1,0 +1,129 @@
+"""Run training steps on fake tensors: shapes, dtypes and lifetimes are real, the numbers and their memory are not.
+
+The one adapter to torch's private fake-tensor machinery. Twins of a model, its optimizer and a batch are made without
+their memory; what a step does to the twins, it does to nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn import functional
+
+DEPENDS_ON_DATA: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    GuardOnDataDependentSymNode,
+)
+"""What a fake run raises where a program's course hangs on a tensor's values."""
+
+
+class FakeRun:
+    """A world of fake tensors.
+
+    with FakeRun() as world:
+        model, optimizer = world.twins((model, optimizer))
+        ...
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def twins(self, objects: Any) -> Any:
+        """A deep copy in which every tensor is fake; what was shared is shared again."""
+        with FakeCopyMode(self._mode):
+            return copy.deepcopy(objects)
+
+    def tensor_like(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A fake tensor of another shape."""
+        with self._mode:
+            made: Tensor = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        return made
+
+    def __enter__(self) -> FakeRun:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+
+@contextlib.contextmanager
+def real_gradients_guarded(parameters: list[Any]) -> Iterator[list[str]]:
+    """Yields a list that has an entry afterwards if a fake gradient was put on one of these; it is taken off again.
+
+    That happens where a loss function uses the model that surrounds it instead of the one that it is given.
+    """
+    touched: list[str] = []
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield touched
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            if parameter.grad is not gradient and isinstance(parameter.grad, FakeTensor):
+                parameter.grad = gradient
+                touched.append("gradient")
+
+
+@contextlib.contextmanager
+def operations_as_on_cuda() -> Iterator[None]:
+    """Let fake tensors of the CPU go through the kernels that CUDA has, where those keep other things for backward.
+
+    Dropout keeps a mask of one byte an element, not of four; attention keeps one number a row, not the scores.
+    """
+    before = functional.dropout, functional.scaled_dot_product_attention
+    functional.dropout = _dropout
+    functional.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        functional.dropout, functional.scaled_dot_product_attention = before
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    bias = attn_mask
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype)
+    if bias is not None:
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    lead = query.shape[:-3]
+    query, key, value = (one.reshape(-1, *one.shape[-3:]) for one in (query, key, value))
+    if query.dim() == 3:
+        query, key, value = (one.unsqueeze(0) for one in (query, key, value))
+    out = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+    return out.reshape(*lead, *out.shape[-3:])

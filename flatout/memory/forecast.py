@@ -1,0 +1,188 @@
+"""What a training step will hold at its peak, computed from a fake run: a value, and how it is made of a timeline.
+
+On the CPU the forecast is the sum of the tensors alive. On CUDA the same events go through the caching allocator's
+rules, which round and keep: what counts there is what is reserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flatout.memory.allocator_settings import AllocatorSettings
+from flatout.memory.caching_allocator import CachingAllocator
+from flatout.memory.timeline import CATEGORIES, Allocation, Category, Timeline, by_category
+from flatout.units import format_bytes
+
+MOST_HOLDERS = 12
+HOPPER = (9, 0)
+CUBLAS_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
+CUBLAS_WORKSPACE_HOPPER_BYTES = 4096 * 8 * 1024
+"""Held per handle and stream from the first product on: torch's defaults, CUBLAS_WORKSPACE_CONFIG unset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """One tensor that is alive at the peak."""
+
+    size_bytes: int
+    category: Category
+    operation: str
+    module: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """The peak of one training step, the steady one: gradients and the optimizer's state are there.
+
+    `peak_bytes` is what the device must have: tensors on the CPU, reserved memory on CUDA. The categories add up to
+    `tensor_bytes`; rounding and what is cached between blocks make up the rest.
+    """
+
+    device: str
+    batch_size: int | None
+    peak_bytes: int
+    tensor_bytes: int
+    """Tensors alive at the peak."""
+    categories: Mapping[str, int]
+    """Bytes at the peak: weights, gradients, optimizer, inputs, activations, temporaries."""
+    rounding_bytes: int = 0
+    """CUDA: blocks are multiples of 512 bytes."""
+    cached_bytes: int = 0
+    """CUDA: reserved and in no block, at the peak of what is reserved: free pieces between blocks."""
+    workspace_bytes: int = 0
+    """CUDA: cuBLAS's workspace, which stays."""
+    phase: str
+    """In which part of a step the peak is: forward, backward or optimizer."""
+    module: str
+    line: str
+    """The user's line that led to it: of the forward, where the peak is in its backward."""
+    operation: str
+    between_steps_bytes: int
+    """Tensors held when a step has ended."""
+    capacity_bytes: int | None = None
+    largest: tuple[Holder, ...] = ()
+    uncertainty: float
+    """As a share: the measured peak is expected within peak_bytes * (1 -+ uncertainty)."""
+    method: str = "fake run"
+    not_covered: tuple[str, ...] = ()
+    seconds: float | None = field(default=None, compare=False)
+    """What the forecast itself took."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Does the peak, at the upper end of its uncertainty, stay under the capacity? None if that is unknown."""
+        if self.capacity_bytes is None:
+            return None
+        return self.peak_bytes * (1 + self.uncertainty) <= self.capacity_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits}
+
+    def __str__(self) -> str:
+        parts = [f"{name} {format_bytes(size)}" for name, size in self.categories.items() if size]
+        extra = [("rounding", self.rounding_bytes), ("cached", self.cached_bytes), ("workspace", self.workspace_bytes)]
+        parts += [f"{name} {format_bytes(size)}" for name, size in extra if size]
+        where = " ".join(
+            part for part in (f"in the {self.phase}", self.module and f"of {self.module}", self.line) if part
+        )
+        batch = f"batch {self.batch_size}" if self.batch_size is not None else "this batch"
+        return (
+            f"{batch} on {self.device}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%} = "
+            f"{' + '.join(parts)}; {where}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The device that is forecast for."""
+
+    name: str
+    """As the user named it: 'cpu', 'cuda', 'rtx-4090'."""
+    cuda: bool
+    capacity_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    settings: AllocatorSettings | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        if not self.cuda:
+            return 0
+        hopper = self.compute_capability is not None and self.compute_capability >= HOPPER
+        return CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else CUBLAS_WORKSPACE_BYTES
+
+
+def forecast_of(
+    timeline: Timeline,
+    target: Target,
+    *,
+    batch_size: int | None,
+    uncertainty: float,
+    not_covered: Sequence[str],
+    method: str = "fake run",
+    device: str | None = None,
+    seconds: float | None = None,
+) -> MemoryForecast:
+    """The forecast that a timeline of a few steps gives. `device`: count only tensors there ('cuda'); None: all."""
+    peak = timeline.peak(device)
+    alive = timeline.alive_at(peak.event, device)
+    sums = by_category(alive)
+    reserved = _reserved(timeline, target, device) if target.cuda else None
+    rounding = cached = 0
+    if reserved is not None:
+        rounding = sum(-(-one.size_bytes // 512) * 512 - one.size_bytes for one in alive)
+        cached = max(0, reserved - peak.size_bytes - rounding - target.workspace_bytes)
+    cause = peak.allocation
+    return MemoryForecast(
+        device=target.name,
+        batch_size=batch_size,
+        peak_bytes=reserved if reserved is not None else peak.size_bytes,
+        tensor_bytes=peak.size_bytes,
+        categories={name: sums[name] for name in CATEGORIES},
+        rounding_bytes=rounding,
+        cached_bytes=cached,
+        workspace_bytes=target.workspace_bytes,
+        phase=cause.phase if cause else "forward",
+        module=cause.module if cause else "",
+        line=cause.line if cause else "",
+        operation=cause.operation if cause else "",
+        between_steps_bytes=list(timeline.totals(device))[-1] if timeline.events else 0,
+        capacity_bytes=target.capacity_bytes,
+        largest=tuple(_holder(one) for one in alive[:MOST_HOLDERS]),
+        uncertainty=uncertainty,
+        method=method,
+        not_covered=tuple(not_covered),
+        seconds=seconds,
+    )
+
+
+def _holder(one: Allocation) -> Holder:
+    return Holder(
+        size_bytes=one.size_bytes,
+        category=one.category,
+        operation=one.operation,
+        module=one.module,
+        line=one.line,
+        shape=one.shape,
+        dtype=one.dtype,
+    )
+
+
+def _reserved(timeline: Timeline, target: Target, device: str | None) -> int:
+    """The peak of what the caching allocator reserves for these events, without a limit."""
+    allocator = CachingAllocator(settings=target.settings)
+    handles: dict[int, int] = {}
+    allocator.allocate(target.workspace_bytes)
+    for index, born in timeline.events:
+        one = timeline.allocations[index]
+        if not one.size_bytes or (device is not None and one.device != device):
+            continue
+        if born:
+            handles[index] = allocator.allocate(one.size_bytes)
+        elif index in handles:
+            allocator.free(handles.pop(index))
+    return allocator.statistics().peak_reserved_bytes

@@ -1,0 +1,284 @@
+"""Follow every tensor's storage from birth to death, on real or on fake tensors, by torch's dispatcher.
+
+    with Tracker() as tracker:
+        tracker.hold(model.parameters(), "weights")
+        tracker.model = model                     # names modules
+        ...                                       # steps
+    tracker.timeline().peak().size_bytes
+
+Where a forward ends and a backward begins is seen from the autograd engine, where an optimizer steps from its hooks.
+
+A storage is counted once, at its size in bytes, from the operation that first returned it until nothing refers to it.
+Memory that a kernel takes and gives back within one operation is not seen; benchmarks/memory shows how little that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flatout.memory.timeline import Allocation, Category, Phase, Timeline
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Lines of torch and of Flatout are not the user's."""
+
+
+class Tracker:
+    """Records while its context is open. `step` may be set by whoever knows where steps begin."""
+
+    def __init__(self, *, lines: bool = True) -> None:
+        self.step = 0
+        self.model: Any = None
+        self._lines = lines
+        self._allocations: list[Allocation] = []
+        self._events: list[tuple[int, bool]] = []
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._held_bytes = self._peak_bytes = 0
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self._in_optimizer = 0
+        self._phase: Phase = "forward"
+        self._origins: list[tuple[int, str, str]] = []
+        """(sequence number of the newest autograd node, module, line) where either changed, in forward order."""
+        self._stack = contextlib.ExitStack()
+        self._finished = False
+
+    def __enter__(self) -> Tracker:
+        enter = self._stack.enter_context
+        self._stack.callback(self._stop)
+        for handle in (
+            optimizers.register_optimizer_step_pre_hook(self._optimizer_starts),
+            optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
+            torch.nn.modules.module.register_module_forward_pre_hook(self._module_starts),
+            torch.nn.modules.module.register_module_forward_hook(self._module_ends, always_call=True),
+        ):
+            self._stack.callback(handle.remove)
+        enter(_Mode(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    # what is asked of it
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = self._held_bytes
+
+    def hold(self, tensors: Iterable[Any], category: Category) -> None:
+        """Count tensors that were there before, and say what they are; those already counted are only named."""
+        for tensor in tensors:
+            index = self.see(tensor, "")
+            if index is not None:
+                self._allocations[index].category = category
+
+    def name(self, tensors: Iterable[Any], category: Category) -> None:
+        """Say what tensors are that were counted before; others are left out."""
+        for tensor in tensors:
+            entry = self._alive.get(_identity(tensor)) if isinstance(tensor, Tensor) else None
+            if entry is not None:
+                self._allocations[entry[0]].category = category
+
+    def _name_activations(self) -> None:
+        """A forward has ended: what it made and is still alive is kept for the backward pass."""
+        for index, _ in self._alive.values():
+            one = self._allocations[index]
+            if one.phase == "forward" and one.step == self.step and one.category == "temporaries":
+                one.category = "activations"
+
+    def _name_gradients(self) -> None:
+        """A backward has ended."""
+        if self.model is not None:
+            self.name((parameter.grad for parameter in self.model.parameters()), "gradients")
+
+    def _enter_phase(self, phase: Phase) -> None:
+        if phase != self._phase:
+            if self._phase == "forward" and phase == "backward":
+                self._name_activations()
+            if self._phase == "backward":
+                self._name_gradients()
+            self._phase = phase
+
+    def timeline(self) -> Timeline:
+        """Everything so far. Storages still alive have no end."""
+        if self._phase == "backward":
+            self._name_gradients()
+        return Timeline(list(self._allocations), list(self._events))
+
+    def alive(self) -> list[Allocation]:
+        return [self._allocations[index] for index, _ in self._alive.values()]
+
+    # what the dispatcher tells
+
+    def see(self, tensor: Any, operation: str) -> int | None:
+        """Count a tensor's storage if it is new; returns its index."""
+        if not isinstance(tensor, Tensor):
+            return None
+        for inner in _plain_tensors(tensor):
+            index = self._see_plain(inner, operation)
+        return index
+
+    def _see_plain(self, tensor: Tensor, operation: str) -> int | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # sparse, oneDNN's own layout: no storage to be seen
+            return None
+        key = storage._cdata
+        known = self._alive.get(key)
+        if known is not None:
+            index = known[0]
+            if self._allocations[index].size_bytes == storage.nbytes():
+                return index
+            self._end(key)  # resized in place: another allocation
+        phase, module, line = self._origin(operation)
+        index = len(self._allocations)
+        self._allocations.append(
+            Allocation(
+                size_bytes=storage.nbytes(),
+                born=len(self._events),
+                phase=phase,
+                step=self.step,
+                operation=operation,
+                module=module,
+                line=line,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                device=tensor.device.type,
+            )
+        )
+        self._alive[key] = index, weakref.ref(storage, lambda _: self._end(key, index))
+        self._events.append((index, True))
+        self._held_bytes += storage.nbytes()
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        return index
+
+    def _end(self, key: int, index: int | None = None) -> None:
+        entry = self._alive.get(key)
+        if entry is None or self._finished or (index is not None and entry[0] != index):
+            return
+        del self._alive[key]
+        one = self._allocations[entry[0]]
+        one.died = len(self._events)
+        self._events.append((entry[0], False))
+        self._held_bytes -= one.size_bytes
+
+    def _stop(self) -> None:
+        self._finished = True  # what dies from now on outlived the watch
+
+    # where things come from
+
+    def _origin(self, operation: str) -> tuple[Phase, str, str]:
+        if not operation:
+            return "before", "", ""
+        if self._phase == "backward":
+            return ("backward", *self._forward_origin(torch._C._current_autograd_node()))
+        return self._phase, self._module(), self._users_line()
+
+    def operation_starts(self) -> None:
+        """Note the phase, and in a forward which autograd nodes come from where."""
+        if torch._C._current_graph_task_id() != -1:
+            self._enter_phase("backward")
+            return
+        self._enter_phase("optimizer" if self._in_optimizer else "forward")
+        if self._in_optimizer or not torch.is_grad_enabled():
+            return
+        origin = self._module(), self._users_line()
+        if not self._origins or self._origins[-1][1:] != origin:
+            self._origins.append((torch.autograd._get_sequence_nr() - 1, *origin))
+
+    def _forward_origin(self, node: Any) -> tuple[str, str]:
+        """Module and line of the forward operation that this backward node belongs to."""
+        if node is None or not self._origins:
+            return "", ""
+        at = bisect_right(self._origins, node._sequence_nr(), key=lambda entry: entry[0]) - 1
+        return self._origins[at][1:] if at >= 0 else ("", "")
+
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def _users_line(self) -> str:
+        if not self._lines:
+            return ""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not file.startswith(_OURS) and not file.startswith("<"):
+                return f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _module_starts(self, module: Any, args: Any) -> None:
+        if not self._modules:
+            self._names = {id(one): name for name, one in module.named_modules()}
+        self._modules.append(self._names.get(id(module), type(module).__name__))
+
+    def _module_ends(self, module: Any, args: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+
+    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._in_optimizer += 1
+
+    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._in_optimizer = max(0, self._in_optimizer - 1)
+        self._name_gradients()
+        self.name((value for state in optimizer.state.values() for value in tree_leaves(state)), "optimizer")
+
+
+class _Mode(TorchDispatchMode):
+    """Tells the tracker what each operation returned."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._tracker.operation_starts()
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self._tracker.see(out, func.__name__)
+        elif out is not None:
+            for leaf in tree_leaves(out):
+                self._tracker.see(leaf, func.__name__)
+        return out
+
+
+def _identity(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Those that hold the memory of a sparse or a wrapping tensor; else the tensor itself."""
+    if tensor.layout in (torch.sparse_coo,):
+        yield tensor._indices()
+        yield tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield tensor.crow_indices()
+        yield tensor.col_indices()
+        yield tensor.values()
+    else:
+        yield tensor

@@ -1,0 +1,38 @@
+"""The starts of epochs are seen in a real loop, also where only steps are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flatout.script.runner import Runner
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    runner = Runner()
+    runner._torch_imported(torch)
+    yield runner
+    assert runner.fault is None
+    runner.watch.uninstall()
+
+
+def test_the_training_loader_s_iterators_are_told_also_while_resting(runner: Runner) -> None:
+    made: list[int] = []
+    runner.watch.at_iterator.append(lambda loader, began: made.append(loader.num_workers))
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.randn(12, 3), batch_size=4)
+    for epoch in range(4):
+        if epoch == 2:
+            runner.watch.rest(16)
+        for batch in data:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    runner.ended()
+    assert made == [0, 0, 0]  # in the first epoch nothing says yet what the loader is for
+    assert runner.record.steps == 12
+    assert runner.epochs.cost_seconds is not None and runner.epochs.workers == 0
