@@ -36,12 +36,15 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class Tracker:
-    """Records while its context is open. `step` may be set by whoever knows where steps begin."""
+    """Records while its context is open. `step` may be set by whoever knows where steps begin.
 
-    def __init__(self, *, lines: bool = True) -> None:
+    limit_bytes: an operation after which more is held raises torch.OutOfMemoryError.
+    """
+
+    def __init__(self, *, lines: bool = True, limit_bytes: int | None = None) -> None:
         self.step = 0
         self.model: Any = None
-        self._lines = lines
+        self._lines, self._limit_bytes = lines, limit_bytes
         self._allocations: list[Allocation] = []
         self._events: list[tuple[int, bool]] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -96,7 +99,7 @@ class Tracker:
     def name(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what tensors are that were counted before; others are left out."""
         for tensor in tensors:
-            entry = self._alive.get(_identity(tensor)) if isinstance(tensor, Tensor) else None
+            entry = self._alive.get(identity(tensor)) if isinstance(tensor, Tensor) else None
             if entry is not None:
                 self._allocations[entry[0]].category = category
 
@@ -128,6 +131,15 @@ class Tracker:
 
     def alive(self) -> list[Allocation]:
         return [self._allocations[index] for index, _ in self._alive.values()]
+
+    def alive_by_storage(self) -> dict[int, Allocation]:
+        """What is alive, by the identity of its storage (`identity` of any tensor on it)."""
+        return {key: self._allocations[index] for key, (index, _) in self._alive.items()}
+
+    @property
+    def events(self) -> int:
+        """How many births and deaths there were."""
+        return len(self._events)
 
     # what the dispatcher tells
 
@@ -171,6 +183,10 @@ class Tracker:
         self._events.append((index, True))
         self._held_bytes += storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        if self._limit_bytes is not None and self._held_bytes > self._limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"{self._held_bytes} bytes of tensors are held, and the limit is {self._limit_bytes}"
+            )
         return index
 
     def _end(self, key: int, index: int | None = None) -> None:
@@ -221,12 +237,15 @@ class Tracker:
         if not self._lines:
             return ""
         frame: FrameType | None = sys._getframe(2)
+        first = ""
         while frame is not None:
             file = frame.f_code.co_filename
             if not file.startswith(_OURS) and not file.startswith("<"):
-                return f"{file}:{frame.f_lineno}"
+                if self._prefer is None or (file.startswith(self._prefer) and "-packages/" not in file):
+                    return f"{file}:{frame.f_lineno}"
+                first = first or f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        return ""
+        return first
 
     def _module_starts(self, module: Any, args: Any) -> None:
         if not self._modules:
@@ -264,7 +283,8 @@ class _Mode(TorchDispatchMode):
         return out
 
 
-def _identity(tensor: Tensor) -> int:
+def identity(tensor: Tensor) -> int:
+    """That of its storage; 0 where there is none to be seen."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
