@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from flatout.timing import Measurement
     from flatout.train.evaluate import evaluate
     from flatout.train.fit import fit
+    from flatout.train.fit_into import fit_into
     from flatout.train.forecast import forecast
+    from flatout.train.largest_batch import largest_batch
     from flatout.train.loss import supervised
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
@@ -53,7 +55,9 @@ __all__ = [
     "device",
     "evaluate",
     "fit",
+    "fit_into",
     "forecast",
+    "largest_batch",
     "restore",
     "supervised",
     "to_device",
@@ -78,7 +82,9 @@ _HOMES = {
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
     "fit": "flatout.train.fit",
+    "fit_into": "flatout.train.fit_into",
     "forecast": "flatout.train.forecast",
+    "largest_batch": "flatout.train.largest_batch",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",

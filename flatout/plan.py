@@ -89,6 +89,12 @@ class Plan:
     activation_checkpointing: Literal["block", "selective"] | None = _choice(
         "recompute activations in backward: block = of each repeated block, selective = all but matrix products"
     )
+    checkpointed_blocks: int | None = _choice(
+        "of how many repeated blocks, from the first, activations are recomputed; unset = of all", low=1, high=4096
+    )
+    optimizer_in_backward: bool | None = _choice(
+        "update each parameter as soon as its gradient is there, and free it: gradients are never held together"
+    )
     out_of_memory: Literal["split", "exact", "raise"] | None = _choice(
         "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run"
     )
@@ -258,6 +264,7 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def _check_contradictions(plan: Plan) -> None:
+    _check_memory_choices(plan)
     if not plan.loader_workers:
         have = "unset" if plan.loader_workers is None else "0"
         for name in ("persistent_workers", "prefetch_factor"):
@@ -274,6 +281,25 @@ def _check_contradictions(plan: Plan) -> None:
         if plan.pin_memory:
             limit = "only batches in the CPU's memory can be page-locked"
             raise PlanError(f"{what} while pin_memory is true", limit=limit, remedy="drop one of the two")
+
+
+def _check_memory_choices(plan: Plan) -> None:
+    if plan.checkpointed_blocks is not None and plan.activation_checkpointing is None:
+        what = f"checkpointed_blocks is {plan.checkpointed_blocks} while activation_checkpointing is unset"
+        raise PlanError(what, limit="it says of how many", remedy="set activation_checkpointing = 'block'")
+    if not plan.optimizer_in_backward:
+        return
+    needs_all = {
+        "accumulate": (plan.accumulate or 1) > 1,
+        "nonfinite": plan.nonfinite is not None,
+        "precision": plan.precision == "fp16",
+    }
+    for name, clash in needs_all.items():
+        if clash:
+            what = f"optimizer_in_backward is true while {name} is {_toml(getattr(plan, name))}"
+            raise PlanError(
+                what, limit="that needs all gradients before the first update", remedy="drop one of the two"
+            )
 
 
 def _check_reasons(plan: Plan) -> None:

@@ -87,6 +87,10 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
         fields |= {"fetch": None}
     if fields["fetch"] is None or fields["pin_memory"]:
         fields |= {"data_device": None}
+    if fields["activation_checkpointing"] is None:
+        fields |= {"checkpointed_blocks": None}
+    if (fields["accumulate"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16":
+        fields |= {"optimizer_in_backward": None}
     return Plan(**fields, reasons={name: reason for name in choice_names() if fields[name] is not None})
 
 
@@ -172,6 +176,8 @@ def test_a_wrong_value_is_named_with_limit_and_remedy(choices: dict[str, Any], m
         {"prefetch_factor": 2},
         {"fetch": "batched", "loader_workers": 1},
         {"data_device": "cuda"},
+        {"checkpointed_blocks": 2},
+        {"optimizer_in_backward": True, "accumulate": 2},
         {"data_device": "cuda", "fetch": "cached", "pin_memory": True},
     ],
 )

@@ -93,8 +93,8 @@ def _epoch_starts(facts: RunFacts) -> Finding | None:
         name="epoch-starts",
         severity="note",
         title=f"starting the loader's workers takes {share:.0%} of an epoch",
-        evidence=f"{format_seconds(epochs.cost_seconds)} of {format_seconds(epochs.epoch_seconds)}, medians: from asking "
-        "for an iterator to the end of its first step, less a step's usual time",
+        evidence=f"{format_seconds(epochs.cost_seconds)} of {format_seconds(epochs.epoch_seconds)}: medians, from "
+        "asking for an iterator to the end of its first step, less a step's usual time",
         cost_seconds=epochs.cost_seconds,
         cost_share=share,
         remedy=f"DataLoader(..., persistent_workers=True) keeps its {epochs.workers} workers between epochs "

@@ -21,12 +21,18 @@ from flatout.machine.description import Machine
 
 
 class ActivationCheckpointing(Lever):
-    """Around each repeated block of the model; the same bits, because random numbers are drawn again as before."""
+    """Around repeated blocks of the model; the same bits, because random numbers are drawn again as before.
+
+    blocks: of how many, from the first on, whose activations would be held longest; None: all.
+    """
 
     name = "activation checkpointing"
     plan_field = "activation_checkpointing"
     exactness = "bit-same"
     acts_on_forward = True
+
+    def __init__(self, blocks: int | None = None) -> None:
+        self.blocks = blocks
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not any(module.repeated_block for module in observed.modules):
@@ -34,11 +40,11 @@ class ActivationCheckpointing(Lever):
         return offer("selective", "block", reason="saves memory, costs time")
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        return subject.modules.each(lambda module: _checkpoint_blocks(module, selective=value == "selective"))
+        return subject.modules.each(lambda module: _checkpoint_blocks(module, value == "selective", self.blocks))
 
 
-def _checkpoint_blocks(module: Any, *, selective: bool) -> Undo[Any] | None:
-    blocks = repeated_blocks(module)
+def _checkpoint_blocks(module: Any, selective: bool, count: int | None) -> Undo[Any] | None:
+    blocks = repeated_blocks(module)[:count]
     if not blocks:
         return None
     before = [getattr(block, ATTRIBUTE) for block in blocks]
@@ -46,7 +52,7 @@ def _checkpoint_blocks(module: Any, *, selective: bool) -> Undo[Any] | None:
         set_call(block, _checkpointed(compiled or block._call_impl, selective))
 
     def undo(module: Any) -> None:
-        for block, compiled in zip(repeated_blocks(module), before, strict=True):
+        for block, compiled in zip(repeated_blocks(module)[:count], before, strict=True):
             set_call(block, compiled)
 
     return undo

@@ -38,13 +38,14 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 class Tracker:
     """Records while its context is open. `step` may be set by whoever knows where steps begin.
 
-    limit_bytes: an operation after which more is held raises torch.OutOfMemoryError.
+    limit_bytes: an operation after which more is held raises torch.OutOfMemoryError. prefer: the folder whose lines
+    are named, where one of them led to an allocation; None: the innermost line that is not torch's.
     """
 
-    def __init__(self, *, lines: bool = True, limit_bytes: int | None = None) -> None:
+    def __init__(self, *, lines: bool = True, limit_bytes: int | None = None, prefer: str | None = None) -> None:
         self.step = 0
         self.model: Any = None
-        self._lines, self._limit_bytes = lines, limit_bytes
+        self._lines, self._limit_bytes, self._prefer = lines, limit_bytes, prefer
         self._allocations: list[Allocation] = []
         self._events: list[tuple[int, bool]] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}

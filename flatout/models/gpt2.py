@@ -32,7 +32,7 @@ from flatout.models.config_checks import (
 from flatout.models.feed_forward import Activation, activation_from_hugging_face
 from flatout.models.hugging_face import Source, load_strictly
 from flatout.models.pre_norm_block import PreNormBlock
-from flatout.models.vocabulary import TokenEmbedding, check_tokens, zero_rows
+from flatout.models.vocabulary import TokenEmbedding, check_tokens, token_loss, zero_rows
 
 Size = Literal["124M", "355M", "774M", "1.5B"]
 _SIZES: dict[Size, tuple[int, int, int]] = {
@@ -131,12 +131,15 @@ class GPT2(nn.Module):
         self._tie()
         self._initialise()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, chunk_bytes: int | None = None) -> Tensor:
         """int64 or int32 [batch, tokens] -> logits, the weights' dtype [batch, tokens, vocabulary].
 
-        A batch padded on the right needs no mask: no token looks to its right. Leave the padding out of the loss.
+        With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100. chunk_bytes: of
+        logits that are held at once for it. A batch padded on the right needs no mask: no token looks to its right.
         """
-        return self.logits(self.hidden(tokens))
+        if targets is None:
+            return self.logits(self.hidden(tokens))
+        return token_loss(self.hidden(tokens), self.head, targets, self.config.vocab_size, chunk_bytes)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """int64 or int32 [batch, tokens] -> what the head reads, [batch, tokens, width]."""

@@ -25,7 +25,7 @@ from flatout.models.attention import CrossAttention, SelfAttention, causal_key_m
 from flatout.models.config_checks import check_flag, check_heads, check_share, check_whole
 from flatout.models.feed_forward import FeedForward
 from flatout.models.pre_norm_block import PreNormBlock
-from flatout.models.vocabulary import TokenEmbedding, check_tokens
+from flatout.models.vocabulary import TokenEmbedding, check_tokens, token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +111,27 @@ class TransformerLM(nn.Module):
         self.head = _tied_head(self.embedding.tokens)
         _initialise(self)
 
-    def forward(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        valid: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        chunk_bytes: int | None = None,
+    ) -> Tensor:
         """int64 or int32 [batch, tokens] -> logits, the weights' dtype [batch, tokens, vocabulary].
 
         valid: which tokens are real, as lengths or mask (see `attention`); a causal model with padding on the right
-        needs none.
+        needs none. With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100, with
+        at most chunk_bytes of logits held at once.
         """
         x = self.embedding(tokens)
         make_mask = causal_key_mask if self.config.causal else key_mask
         mask = make_mask(valid, *tokens.shape)
         for block in self.blocks:
             x = block(x, mask)
+        if targets is not None:
+            return token_loss(self.norm(x), self.head, targets, self.config.vocab_size, chunk_bytes)
         return self.head(self.norm(x))[..., : self.config.vocab_size]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatout.errors import UsageError
+from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 
 
 def padded_size(size: int, multiple: int) -> int:
@@ -47,6 +48,15 @@ def zero_rows(parameter: Tensor, vocab_size: int) -> None:
     """Zero the padding of a parameter [padded vocabulary, ...]."""
     with torch.no_grad():
         parameter[vocab_size:].zero_()
+
+
+def token_loss(hidden: Tensor, head: nn.Linear, targets: Tensor, classes: int, chunk_bytes: int | None) -> Tensor:
+    """Mean cross-entropy of the head's first `classes` outputs, a scalar; targets of -100 count as none."""
+    if chunk_bytes is None:
+        scores = head(hidden)[..., :classes]
+        return F.cross_entropy(scores.flatten(0, -2).float(), targets.flatten())
+    bias = None if head.bias is None else head.bias[:classes]
+    return linear_cross_entropy(hidden, head.weight[:classes], targets, bias, chunk_bytes=chunk_bytes)
 
 
 def check_tokens(tokens: Tensor, *, max_tokens: int | None = None, name: str = "tokens") -> None:

@@ -113,6 +113,28 @@ def find_target(device: str | None, model: Any) -> Target:
     )
 
 
+def count_operations(model: Any, optimizer: Any, loss_fn: LossFn, batch: Any, plan: Plan) -> float:
+    """Floating point operations of one step under the plan, recomputation included, counted in a fake run."""
+    from flatout.memory.fake_run import FakeRun
+    from flatout.train.flops import count_step
+
+    world = FakeRun()
+    model, optimizer, loss_fn, batch = world.twins((model, optimizer, loss_fn, batch))
+    with generators_kept(), world:
+        step = TrainStep(model, optimizer, loss_fn, _carried_out(plan))
+        finish = count_step()
+        try:
+            step(batch)
+        finally:
+            counted = finish()
+            step.close()
+    return counted.flops
+
+
+def _carried_out(plan: Plan) -> Plan:
+    return plan.without(*(name for name in _NOT_OF_MEMORY if getattr(plan, name) is not None))
+
+
 class _Asked:
     """One question, with what answering it needs."""
 
@@ -132,7 +154,7 @@ class _Asked:
         self.model, self.optimizer, self.loss_fn, self.batch = model, optimizer, loss_fn, batch
         self.plan, self.target, self.samples, self.batch_size = plan, target, samples, batch_size
         self.depends_on_data = DEPENDS_ON_DATA
-        self.carried_out = plan.without(*(name for name in _NOT_OF_MEMORY if getattr(plan, name) is not None))
+        self.carried_out = _carried_out(plan)
 
     @property
     def pretends(self) -> bool:

@@ -34,6 +34,7 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
+from flatout.train.in_backward import UpdatesInBackward, check_in_backward
 from flatout.train.loss import LossFn, Weigh
 from flatout.train.placement import explain_devices
 from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
@@ -87,6 +88,11 @@ class TrainStep:
             fp16=self.plan.precision == "fp16",
             nonfinite=self.plan.nonfinite,
         )
+        self._in_backward: UpdatesInBackward | None = None
+        if self.plan.optimizer_in_backward:
+            check_in_backward(clip_norm=clip_norm, ranks=ranks_of(model))
+            self._in_backward = UpdatesInBackward(optimizer)
+            self._levers.callback(self._in_backward.close)
         self._loss_checked = False
         self._mixes_samples: bool | None = None
         self._shared: SharedStep | None = None
@@ -107,7 +113,8 @@ class TrainStep:
             )
         self._update.check(wait=False)
         loss = self._backward_in_parts(batch)
-        self._update.take(self.steps)
+        if self._in_backward is None:
+            self._update.take(self.steps)
         if self.scheduler is not None:
             self.scheduler.step()
         self.steps += 1
@@ -159,7 +166,8 @@ class TrainStep:
             # Without the lever's own scaling of each backward pass: here the whole step is scaled, and the scale saved.
             del wanted["precision"]
             self._levers.enter_context(self._subject.around_calls(autocast_call("fp16")))
-        self._applied.set(choices_of_plan(wanted, (*LEVERS, ActivationCheckpointing())))
+        checkpointing = ActivationCheckpointing(self.plan.checkpointed_blocks)
+        self._applied.set(choices_of_plan(wanted, (*LEVERS, checkpointing)))
 
     def _backward_in_parts(self, batch: Any) -> Any:
         """Gradients of the whole batch's mean loss; with smaller parts again where the memory ended."""
@@ -184,7 +192,7 @@ class TrainStep:
             self._split_further(batch)
 
     def _attempt(self) -> Attempt | None:
-        if self.plan.out_of_memory == "raise":
+        if self.plan.out_of_memory == "raise" or self._in_backward is not None:
             return None
         if self._mixes_samples is None:
             self._mixes_samples = bool(batch_coupled_layers(self.model))
@@ -251,8 +259,8 @@ class TrainStep:
 
     def _refuse_to_split(self, error: Exception, batch: Any) -> None:
         """Raise where splitting is not wanted, not exact, or not possible any more."""
-        if self.plan.out_of_memory == "raise":
-            raise error
+        if self.plan.out_of_memory == "raise" or self._in_backward is not None:
+            raise error  # weights that were updated in this backward cannot be taken back
         if hasattr(self.model, "no_sync"):
             self._refuse_to_split_alone(error)
         if self.plan.out_of_memory == "exact" and (coupled := batch_coupled_layers(self.model)):

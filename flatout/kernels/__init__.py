@@ -1,0 +1,1 @@
+"""Operations that torch lacks; one file an operation."""

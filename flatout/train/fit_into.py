@@ -1,0 +1,367 @@
+"""`fit_into`: which measures bring a training step under a memory budget, at the least cost in time.
+
+Memory comes from forecasts, which need no room. Time comes from real steps, measure by measure, on as many samples as
+fit; where not even one fits here, or another GPU is meant, from the operations that a fake run counts. Combinations
+are looked at from the fastest predicted on, until some fit; the finalists run against each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.data.nested import batch_length
+from flatout.errors import MachineError, UsageError
+from flatout.generators import generators_kept
+from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
+from flatout.levers.compile import repeated_blocks
+from flatout.levers.lever import EXACTNESS_ORDER
+from flatout.memory.forecast import MemoryForecast
+from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.plan import Exactness, Plan
+from flatout.train.forecast import count_operations, find_target, forecast
+from flatout.train.largest_batch import repeated, state_kept, tell_terminal
+from flatout.train.loss import LossFn
+from flatout.train.step import TrainStep
+from flatout.units import format_bytes, format_seconds, parse_bytes
+
+FINALISTS = 4
+ROUNDS = 3
+MOST_FORECASTS = 120
+TIMING_SAMPLES = 32
+"""Samples of the steps that are timed, where the example batch has more: shares hardly change with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Considered:
+    """One combination of measures."""
+
+    choices: dict[str, Any]
+    """Plan fields that it adds; empty: the plan as given."""
+    peak_bytes: int
+    fits: bool
+    predicted_ratio: float
+    """Time of a step over that of the plan as given, the product of the measures' own ratios."""
+    step_seconds: float | None = None
+    """Median of real steps, for the finalists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitInto:
+    """The choice with its evidence; `plan` and `loss_fn` are ready for TrainStep."""
+
+    plan: Plan
+    loss_fn: LossFn
+    """The one given; or, where that helps and it can be, the same loss held in chunks."""
+    forecast: MemoryForecast
+    budget_bytes: int
+    considered: tuple[Considered, ...]
+    timed_by: str
+    """'real steps of n samples', or 'operations counted in a fake run'."""
+
+    def __str__(self) -> str:
+        lines = [f"budget {format_bytes(self.budget_bytes)} · time from {self.timed_by}"]
+        for one in self.considered:
+            label = ", ".join(f"{name} {value}" for name, value in one.choices.items()) or "as given"
+            took = f" · {format_seconds(one.step_seconds)} a step" if one.step_seconds is not None else ""
+            verdict = "fits" if one.fits else "too large"
+            lines.append(f"{label}: {format_bytes(one.peak_bytes)} ({verdict}), x{one.predicted_ratio:.2f} time{took}")
+        lines.append(f"chosen: {', '.join(self.plan.choices()) or 'as given'}")
+        return "\n".join(lines)
+
+
+def fit_into(
+    budget: int | str,
+    model: Any,
+    optimizer: Any,
+    loss_fn: LossFn,
+    example_batch: Any,
+    plan: Plan | None = None,
+    *,
+    device: str | None = None,
+    batch_size: int | None = None,
+    exactness: Exactness = "reduced",
+    progress: Callable[[str], None] | None = None,
+) -> FitInto:
+    """The plan whose step stays under `budget` (bytes, or '2 GiB') on `device`, and loses the least time by it.
+
+    Measures: activation checkpointing (block or selective, of all blocks or of some), bf16 where `exactness` allows
+    'reduced', a loss held in chunks where `loss_fn.chunked` makes one (LanguageModelLoss), accumulation over smaller
+    parts, updates in backward. The rest of the arguments: as for `forecast`.
+
+    Raises MachineError, with the least that is possible, where no combination fits; UsageError where the weights and
+    the optimizer's state alone are more than the budget.
+    """
+    plan, budget_bytes = plan or Plan(), _bytes(budget)
+    samples = batch_size or batch_length(example_batch)
+    tell = progress or tell_terminal
+    problem = _Problem(model, optimizer, loss_fn, example_batch, plan, device, samples, budget_bytes, tell)
+    given = problem.forecast({})
+    _check_budget(budget_bytes, given)
+    if given.peak_bytes <= budget_bytes:
+        as_given = Considered(choices={}, peak_bytes=given.peak_bytes, fits=True, predicted_ratio=1.0)
+        return FitInto(
+            plan=plan,
+            loss_fn=loss_fn,
+            forecast=given,
+            budget_bytes=budget_bytes,
+            considered=(as_given,),
+            timed_by="nothing: it fits",
+        )
+    problem.find_ratios(_measures(model, loss_fn, plan, samples, exactness))
+    fitting = problem.cheapest_that_fit()
+    best = problem.run_against_each_other(fitting)
+    chosen = plan
+    for name, value in _of_plan(best).items():
+        chosen = chosen.with_choice(name, value, f"to stay under {format_bytes(budget_bytes)}")
+    return FitInto(
+        plan=chosen,
+        loss_fn=problem.loss(best),
+        forecast=problem.forecast(best),
+        budget_bytes=budget_bytes,
+        considered=tuple(problem.considered.values()),
+        timed_by=problem.timed_by,
+    )
+
+
+Choices = dict[str, Any]
+CHUNKED = "loss held in chunks of bytes"
+"""A choice that is no field of a plan: it belongs to the loss function."""
+
+
+class _Problem:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: LossFn,
+        batch: Any,
+        plan: Plan,
+        device: str | None,
+        samples: int,
+        budget: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.model, self.optimizer, self.loss_fn, self.batch, self.plan = model, optimizer, loss_fn, batch, plan
+        self.device, self.samples, self.budget, self.tell = device, samples, budget, tell
+        self.considered: dict[tuple[Any, ...], Considered] = {}
+        self.timed_by = ""
+        self._forecasts: dict[tuple[Any, ...], MemoryForecast] = {}
+        self._kinds: list[list[Choices]] = []
+        self._ratios: dict[tuple[Any, ...], float] = {}
+
+    def forecast(self, choices: Choices) -> MemoryForecast:
+        key = _key(choices)
+        if key not in self._forecasts:
+            self.tell(f"forecasting {_label(choices)}")
+            self._forecasts[key] = forecast(
+                self.model,
+                self.optimizer,
+                self.loss(choices),
+                self.batch,
+                self._with(choices),
+                device=self.device,
+                batch_size=self.samples,
+            )
+        return self._forecasts[key]
+
+    def _with(self, choices: Choices) -> Plan:
+        plan = self.plan
+        for name, value in _of_plan(choices).items():
+            plan = plan.with_choice(name, value, "tried")
+        return plan
+
+    def loss(self, choices: Choices) -> LossFn:
+        chunked: Callable[[int], LossFn] | None = getattr(self.loss_fn, "chunked", None)
+        return chunked(choices[CHUNKED]) if CHUNKED in choices and chunked is not None else self.loss_fn
+
+    # time
+
+    def find_ratios(self, kinds: list[list[Choices]]) -> None:
+        """The time of each measure alone over the time without any."""
+        self._kinds = kinds
+        alone = [choices for kind in kinds for choices in kind]
+        size = self._size_to_time()
+        if size is None:
+            self.timed_by = "operations counted in a fake run"
+            base = self._operations({})
+            self._ratios = {_key(one): self._operations(one) / base for one in alone}
+            return
+        self.timed_by = f"real steps of {size} samples"
+        ends = [one for one in alone if "checkpointed_blocks" not in one]
+        seconds = self._interleaved([{}, *ends], size)
+        self._ratios = {_key(one): took / seconds[0] for one, took in zip(ends, seconds[1:], strict=True)}
+        blocks = len(repeated_blocks(self.model))
+        for one in alone:  # some of the blocks cost as much of it as there are of all
+            if "checkpointed_blocks" in one:
+                whole = self._ratios[_key({"activation_checkpointing": one["activation_checkpointing"]})]
+                self._ratios[_key(one)] = 1 + (whole - 1) * one["checkpointed_blocks"] / blocks
+
+    def _operations(self, choices: Choices) -> float:
+        self.tell(f"counting operations of {_label(choices)}")
+        return count_operations(self.model, self.optimizer, self.loss(choices), self.batch, self._with(choices))
+
+    def _size_to_time(self) -> int | None:
+        """As many samples as can really run here in the budget's stead; None where the target is not here."""
+        if self.device is not None and find_target(self.device, self.model).name != find_target(None, self.model).name:
+            return None
+        size = min(self.samples, TIMING_SAMPLES)
+        while size >= 1:
+            self.tell(f"trying whether {size} samples run here")
+            if self._seconds({}, size, steps=1) is not None:
+                return size
+            size //= 2
+        return None
+
+    def _interleaved(self, all_choices: list[Choices], size: int) -> list[float]:
+        """Median seconds of a step of each, in rounds by turns: the machine's drift falls on all alike."""
+        taken: list[list[float]] = [[] for _ in all_choices]
+        for number in range(ROUNDS):
+            for index, choices in enumerate(all_choices):
+                self.tell(f"timing {_label(choices)}, round {number + 1} of {ROUNDS}")
+                seconds = self._seconds(choices, size, steps=2)
+                taken[index].append(seconds if seconds is not None else float("inf"))
+        return [statistics.median(one) for one in taken]
+
+    def _seconds(self, choices: Choices, size: int, *, steps: int) -> float | None:
+        """Of the fastest of some real steps; None where they do not fit. The user's state is put back."""
+        import torch
+
+        if choices.get("accumulate", 1) > size:
+            size = choices["accumulate"]
+        batch = repeated(self.batch, batch_length(self.batch), size)
+        plan = self._with(choices)
+        plan = plan.without("compile") if plan.compile is not None else plan
+        seconds = []
+        with state_kept(self.model, self.optimizer), generators_kept():
+            step = TrainStep(self.model, self.optimizer, self.loss(choices), plan)
+            try:
+                for _ in range(1 + steps):
+                    began = time.perf_counter()
+                    step(batch)
+                    if torch.cuda.is_initialized():
+                        torch.cuda.synchronize()
+                    seconds.append(time.perf_counter() - began)
+            except Exception as error:
+                if not (is_out_of_memory(error) or isinstance(error, MachineError)):
+                    raise
+                return None
+            finally:
+                step.close()
+        return min(seconds[1:])
+
+    # memory
+
+    def _ranked(self) -> list[tuple[float, Choices]]:
+        """Every combination of one or no measure of each kind, the fastest predicted first."""
+        ranked = []
+        for parts in itertools.product(*([{}, *kind] for kind in self._kinds)):
+            choices: Choices = {name: value for part in parts for name, value in part.items()}
+            if not choices or _contradict(choices):
+                continue
+            ratio = 1.0
+            for part in parts:
+                ratio *= self._ratios[_key(part)] if part else 1.0
+            ranked.append((ratio, choices))
+        return sorted(ranked, key=lambda pair: pair[0])
+
+    def cheapest_that_fit(self) -> list[Choices]:
+        fitting: list[Choices] = []
+        least: MemoryForecast | None = None
+        for ratio, choices in self._ranked()[:MOST_FORECASTS]:
+            made = self.forecast(choices)
+            fits = made.peak_bytes <= self.budget
+            self.considered[_key(choices)] = Considered(
+                choices=choices, peak_bytes=made.peak_bytes, fits=fits, predicted_ratio=ratio
+            )
+            least = made if least is None or made.peak_bytes < least.peak_bytes else least
+            if fits:
+                fitting.append(choices)
+            if len(fitting) == FINALISTS:
+                break
+        if fitting:
+            return fitting
+        lowest = f"{format_bytes(least.peak_bytes)} is the least" if least else "no measure applies to this model"
+        raise MachineError(
+            f"no combination of measures brings a step of {self.samples} samples under {format_bytes(self.budget)}",
+            limit=lowest,
+            remedy="use a smaller batch, a smaller model or an optimizer with less state",
+        )
+
+    def run_against_each_other(self, fitting: list[Choices]) -> Choices:
+        size = self._size_to_time() if self.timed_by.startswith("real") and len(fitting) > 1 else None
+        if size is None:
+            return fitting[0]
+        seconds = self._interleaved(fitting, size)
+        for choices, took in zip(fitting, seconds, strict=True):
+            old = self.considered[_key(choices)]
+            self.considered[_key(choices)] = Considered(
+                choices=old.choices,
+                peak_bytes=old.peak_bytes,
+                fits=old.fits,
+                predicted_ratio=old.predicted_ratio,
+                step_seconds=took,
+            )
+        return fitting[seconds.index(min(seconds))]
+
+
+def _of_plan(choices: Choices) -> Choices:
+    return {name: value for name, value in choices.items() if name != CHUNKED}
+
+
+def _measures(model: Any, loss_fn: LossFn, plan: Plan, samples: int, exactness: Exactness) -> list[list[Choices]]:
+    """Measures that this model and plan leave open, by kind; of each kind at most one is taken."""
+    kinds: list[list[Choices]] = []
+    blocks = len(repeated_blocks(model))
+    if plan.activation_checkpointing is None and blocks:
+        kinds.append(list(_checkpointings(blocks)))
+    if hasattr(loss_fn, "chunked") and getattr(loss_fn, "chunk_bytes", None) is None:
+        kinds.append([{CHUNKED: CHUNK_BYTES}])
+    if plan.precision is None and EXACTNESS_ORDER.index(exactness) >= EXACTNESS_ORDER.index("reduced"):
+        kinds.append([{"precision": "bf16"}])
+    if plan.accumulate is None and samples > 1:
+        parts = [count for count in (2, 4, 8, 16, 32) if count <= samples]
+        kinds.append([{"accumulate": count} for count in parts])
+    if plan.optimizer_in_backward is None and plan.nonfinite is None and plan.precision != "fp16":
+        kinds.append([{"optimizer_in_backward": True}])
+    return kinds
+
+
+def _checkpointings(blocks: int) -> Iterator[Choices]:
+    for kind in ("selective", "block"):
+        yield {"activation_checkpointing": kind}
+        for count in sorted({blocks // 4, blocks // 2, blocks * 3 // 4} - {0, blocks}):
+            yield {"activation_checkpointing": kind, "checkpointed_blocks": count}
+
+
+def _contradict(choices: Choices) -> bool:
+    return bool(choices.get("optimizer_in_backward")) and choices.get("accumulate", 1) > 1
+
+
+def _check_budget(budget: int, given: MemoryForecast) -> None:
+    fixed = given.categories["weights"] + given.categories["optimizer"]
+    if fixed > budget:
+        raise UsageError(
+            f"the budget is {format_bytes(budget)}",
+            limit=f"weights and the optimizer's state alone are {format_bytes(fixed)}",
+            remedy="give more, a smaller model, or an optimizer with less state (SGD, Adafactor)",
+        )
+
+
+def _bytes(budget: int | str) -> int:
+    value = parse_bytes(budget) if isinstance(budget, str) else budget
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"budget is {budget!r}", limit="it is a number of bytes above 0, or a text such as '2 GiB'")
+    return value
+
+
+def _key(choices: Choices) -> tuple[Any, ...]:
+    return tuple(sorted(choices.items()))
+
+
+def _label(choices: Choices) -> str:
+    return ", ".join(f"{name}={value}" for name, value in choices.items()) or "the plan as given"

@@ -1,0 +1,335 @@
+"""`largest_batch`: the most samples that fit in one step, found by forecast and proved by real steps.
+
+A forecast takes no memory, so it may be asked about any size; a size is returned only after real steps of it, training
+and evaluation, stayed under the limit. Weights, optimizer, random states and statistics are what they were, to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.data.nested import batch_length, map_tensors, tensors_in
+from flatout.errors import MachineError, UsageError
+from flatout.generators import generators_kept
+from flatout.machine.detect import available_memory_bytes
+from flatout.memory.forecast import MemoryForecast
+from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.memory.real_run import LimitedRun
+from flatout.plan import Plan
+from flatout.train.forecast import find_target, forecast
+from flatout.train.loss import LossFn
+from flatout.train.step import TrainStep
+from flatout.units import format_bytes
+
+MOST_TRIES = 5
+MOST_FORECASTS = 24
+STEPS_A_TRY = 2
+SHARE_OF_HOST_MEMORY = 0.9
+"""Of what is available: the rest is for what is not a tensor."""
+SMALL_FORECAST_MISS = 1.02
+LARGEST_SIZE = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One size that really ran, or did not."""
+
+    batch_size: int
+    peak_bytes: int
+    fitted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestBatch:
+    """The answer with its evidence. `plan` is the given one, with accumulation where a global batch was asked for."""
+
+    batch_size: int
+    peak_bytes: int
+    """Measured in the try of that size."""
+    limit_bytes: int
+    plan: Plan
+    tries: tuple[Try, ...]
+    forecasts: tuple[tuple[int, int], ...]
+    """(batch size, forecast bytes), in the order in which they were asked for."""
+
+    def __str__(self) -> str:
+        more = next((one for one in self.tries if not one.fitted), None)
+        above = f"; {more.batch_size} took more" if more else ""
+        return (
+            f"batch {self.batch_size}: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)} measured "
+            f"in {len(self.tries)} real tries{above}"
+        )
+
+
+def largest_batch(
+    model: Any,
+    optimizer: Any,
+    loss_fn: LossFn,
+    example_batch: Any,
+    plan: Plan | None = None,
+    *,
+    limit_bytes: int | None = None,
+    at_most: int | None = None,
+    multiple_of: int = 1,
+    global_batch: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LargestBatch:
+    """The largest batch whose step, and whose evaluation, stay under `limit_bytes` on the model's device.
+
+    example_batch: samples as long as they come; its tensors are repeated to other sizes. limit_bytes: tensors on the
+    CPU, reserved memory on CUDA; None: what is available now, on the CPU 90 % of it. at_most: a size that is large
+    enough. multiple_of: sizes to choose from. global_batch: samples a step; the plan then accumulates over micro-
+    batches of the size found. progress: called with a line before each forecast and try; None: lines on a terminal's
+    standard error.
+
+    Raises MachineError where not even the smallest size fits, UsageError for a batch without tensors.
+    """
+    plan = plan or Plan()
+    _check_sizes(at_most, multiple_of, global_batch, limit_bytes)
+    tell = progress or tell_terminal
+    limit = limit_bytes if limit_bytes is not None else _available(model)
+    cap = min(at_most or LARGEST_SIZE, global_batch or LARGEST_SIZE) // multiple_of
+    search = _Search(model, optimizer, loss_fn, example_batch, plan.without(*_ACCUMULATE), limit, multiple_of, tell)
+    found = search.run(max(1, cap))
+    if global_batch is not None:
+        parts = -(-global_batch // found.batch_size)
+        plan = plan.with_choice("accumulate", parts, f"{found.batch_size} samples are the most that fit in one part")
+    return LargestBatch(
+        batch_size=found.batch_size,
+        peak_bytes=found.peak_bytes,
+        limit_bytes=limit,
+        plan=plan,
+        tries=tuple(search.tries),
+        forecasts=tuple(search.forecasts.items()),
+    )
+
+
+_ACCUMULATE = ("accumulate",)
+
+
+class _Search:
+    """Sizes are counted in units of `multiple_of` samples."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: LossFn,
+        batch: Any,
+        plan: Plan,
+        limit: int,
+        unit: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.model, self.optimizer, self.loss_fn, self.batch = model, optimizer, loss_fn, batch
+        self.plan, self.limit, self.unit, self.tell = plan, limit, unit, tell
+        self.samples = batch_length(batch)
+        self.tries: list[Try] = []
+        self.forecasts: dict[int, int] = {}
+
+    def run(self, cap: int) -> Try:
+        """Start where the forecast says; move by what the tries measure, until n fits and n + 1 does not."""
+        size = self._by_forecast(cap)
+        fits: Try | None = None
+        too_large = cap + 1
+        while len(self.tries) < MOST_TRIES and (fits is None or too_large - fits.batch_size // self.unit > 1):
+            tried = self._try(size)
+            if tried.fitted:
+                fits = tried
+            else:
+                too_large = size
+                if size == 1:
+                    break
+            low = fits.batch_size // self.unit if fits is not None else 0
+            size = self._next(size, tried, low, too_large)
+        if fits is None:
+            fits = self._try_small(too_large)
+        return fits
+
+    def _try_small(self, too_large: int) -> Try:
+        """The forecast was far off: halve until something fits."""
+        while too_large > 1:
+            too_large //= 2
+            tried = self._try(too_large)
+            if tried.fitted:
+                return tried
+        raise MachineError(
+            f"a batch of {self.unit} takes more than {format_bytes(self.limit)}",
+            limit=f"that is all there is for tensors on {_device(self.model)}",
+            remedy="flatout.fit_into(...) names measures that need less",
+        )
+
+    # forecast
+
+    def _forecast(self, size: int) -> int:
+        samples = size * self.unit
+        if samples not in self.forecasts:
+            self.tell(f"forecasting batch {samples}")
+            made: MemoryForecast = forecast(
+                self.model, self.optimizer, self.loss_fn, self.batch, self.plan, batch_size=samples
+            )
+            self.forecasts[samples] = made.peak_bytes
+        return self.forecasts[samples]
+
+    def _by_forecast(self, cap: int) -> int:
+        """The largest size whose forecast is under the limit: a straight line first, then halving what is left."""
+        low, high = 0, cap + 1
+        size = min(cap, max(1, self.samples // self.unit))
+        for _ in range(MOST_FORECASTS):
+            if self._forecast(size) <= self.limit:
+                low = size
+            else:
+                high = size
+            if high - low <= 1:
+                break
+            size = self._guess(low, high)
+        return max(1, low)
+
+    def _guess(self, low: int, high: int) -> int:
+        """Where the line through two forecasts crosses the limit, between the bounds: one on each side if known."""
+        known = sorted((samples // self.unit, size) for samples, size in self.forecasts.items())
+        below = [pair for pair in known if pair[0] <= low]
+        above = [pair for pair in known if pair[0] >= high]
+        points = [below[-1], above[0]] if below and above else below[-2:] or above[:2]
+        guess = 2 * low if low else high // 2
+        if len(points) == 2 and points[1][1] > points[0][1]:
+            (a, bytes_a), (b, bytes_b) = points
+            guess = int(a + (self.limit - bytes_a) * (b - a) / (bytes_b - bytes_a))
+        return min(high - 1, max(low + 1, guess))
+
+    # real tries
+
+    def _try(self, size: int) -> Try:
+        samples = size * self.unit
+        self.tell(f"trying batch {samples}: {STEPS_A_TRY} steps and an evaluation")
+        with state_kept(self.model, self.optimizer), generators_kept():
+            run = LimitedRun(_device(self.model), self.limit)
+            try:
+                with run:
+                    run.hold(self._present())
+                    batch = repeated(self.batch, self.samples, samples)
+                    run.hold(one for _, one in tensors_in(batch))
+                    self._steps(batch)
+                fitted = True
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                fitted = False
+        self.tries.append(Try(batch_size=samples, peak_bytes=run.peak_bytes, fitted=fitted))
+        return self.tries[-1]
+
+    def _steps(self, batch: Any) -> None:
+        import torch
+
+        plan = self.plan.without(*(() if self.plan.compile is None else ("compile",)))
+        if self.plan.out_of_memory != "raise":
+            plan = plan.with_choice("out_of_memory", "raise", "a try must not split")
+        step = TrainStep(self.model, self.optimizer, self.loss_fn, plan)
+        try:
+            for _ in range(STEPS_A_TRY):
+                step(batch)
+            self.model.eval()
+            with torch.no_grad():
+                self.loss_fn(self.model, batch)
+        finally:
+            self.model.train()
+            step.close()
+
+    def _present(self) -> Iterator[Any]:
+        """What is there before a step. The user's other tensors are not this training's."""
+        yield from (*self.model.parameters(), *self.model.buffers())
+        yield from (one for state in self.optimizer.state.values() for _, one in tensors_in(state))
+
+    def _next(self, size: int, tried: Try, low: int, too_large: int) -> int:
+        """The neighbour, where the forecast was right; else a step as long as the forecast was wrong."""
+        forecast_bytes = self._forecast(size)
+        miss = tried.peak_bytes / forecast_bytes if forecast_bytes else 1.0
+        if tried.fitted:
+            room = max(0, self.limit - tried.peak_bytes)
+            slope = max(1.0, tried.peak_bytes / size)
+            guess = size + 1 if miss > 1 / SMALL_FORECAST_MISS else size + max(1, int(room / slope))
+        else:
+            guess = size - 1 if miss < SMALL_FORECAST_MISS else int(size / miss)
+        return min(too_large - 1, max(low + 1, guess))
+
+
+@contextlib.contextmanager
+def state_kept(model: Any, optimizer: Any) -> Iterator[None]:
+    """Put weights, buffers, gradients, modes and the optimizer's state back to the bit. Copies lie in host memory."""
+    import torch
+
+    kept = [*model.parameters(), *model.buffers()]
+    kept += [one for state in optimizer.state.values() for _, one in tensors_in(state)]
+    copies = [one.detach().to("cpu", copy=True) for one in kept]
+    gradients = [(one, one.grad) for one in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    groups = [dict(group) for group in optimizer.param_groups]
+    states = {owner: map_tensors(lambda one: one, state) for owner, state in optimizer.state.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one, copy in zip(kept, copies, strict=True):
+                one.copy_(copy)
+        for one, gradient in gradients:
+            one.grad = gradient
+        for module, training in modes:
+            module.training = training
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        optimizer.state.clear()
+        optimizer.state.update(states)
+
+
+def repeated(batch: Any, samples: int, wanted: int) -> Any:
+    """The batch with its samples repeated, or cut, to another number."""
+    import torch
+
+    if wanted == samples:
+        return batch
+    order = torch.arange(wanted) % samples
+
+    def repeat(tensor: Any) -> Any:
+        if not tensor.dim() or tensor.shape[0] != samples:
+            return tensor
+        return tensor[order.to(tensor.device)]
+
+    return map_tensors(repeat, batch)
+
+
+def _available(model: Any) -> int:
+    import torch
+
+    if _device(model) == "cpu":
+        return int(SHARE_OF_HOST_MEMORY * available_memory_bytes()) + _tensor_bytes(model)
+    free, _ = torch.cuda.mem_get_info()
+    return int(free) + int(torch.cuda.memory_reserved())
+
+
+def _tensor_bytes(model: Any) -> int:
+    return sum(one.untyped_storage().nbytes() for one in (*model.parameters(), *model.buffers()))
+
+
+def _device(model: Any) -> str:
+    return find_target(None, model).name
+
+
+def _check_sizes(at_most: int | None, multiple_of: int, global_batch: int | None, limit_bytes: int | None) -> None:
+    given = {"at_most": at_most, "multiple_of": multiple_of, "global_batch": global_batch, "limit_bytes": limit_bytes}
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}", limit="it must be a whole number of at least 1")
+    for name in ("at_most", "global_batch"):
+        value = given[name]
+        if value is not None and value < multiple_of:
+            raise UsageError(f"{name} is {value}", limit=f"multiple_of is {multiple_of}", remedy="make one of them fit")
+
+
+def tell_terminal(line: str) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"flatout: {line}\n")

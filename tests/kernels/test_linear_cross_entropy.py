@@ -1,0 +1,99 @@
+"""Against torch's own two operations: values, gradients, ignored targets, dtypes; and what it holds at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from flatout.errors import UsageError
+from flatout.kernels.linear_cross_entropy import linear_cross_entropy
+from flatout.memory.tracking import Tracker
+
+ROWS, FEATURES, CLASSES = 37, 8, 11
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, FEATURES, dtype=dtype, requires_grad=True)
+    weight = torch.randn(CLASSES, FEATURES, dtype=dtype, requires_grad=True)
+    bias = torch.randn(CLASSES, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, CLASSES, (ROWS,))
+    targets[::5] = -100
+    return hidden, weight, bias, targets
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk_bytes", [1, 5 * CLASSES * 8, 1 << 20])
+def test_equals_torch(smoothing: float, reduction: Any, chunk_bytes: int) -> None:
+    hidden, weight, bias, targets = inputs()
+    plain = functional.cross_entropy(
+        functional.linear(hidden, weight, bias), targets, label_smoothing=smoothing, reduction=reduction
+    )
+    ours = linear_cross_entropy(
+        hidden, weight, targets, bias, label_smoothing=smoothing, reduction=reduction, chunk_bytes=chunk_bytes
+    )
+    torch.testing.assert_close(ours, plain)
+    expected = torch.autograd.grad(plain * 3, [hidden, weight, bias])
+    torch.testing.assert_close(torch.autograd.grad(ours * 3, [hidden, weight, bias]), expected)
+
+
+def test_shapes_without_bias_and_with_frozen_weight() -> None:
+    hidden, weight, _, targets = inputs(torch.float32)
+    weight.requires_grad_(False)
+    deep, flat = hidden[:36].view(4, 9, FEATURES), targets[:36].view(4, 9)
+    plain = functional.cross_entropy(functional.linear(hidden[:36], weight), targets[:36])
+    ours = linear_cross_entropy(deep, weight, flat)
+    torch.testing.assert_close(ours, plain)
+    ours.backward()
+    (expected,) = torch.autograd.grad(plain, [hidden])
+    torch.testing.assert_close(hidden.grad, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(deep, weight, flat), plain)
+
+
+def test_under_autocast() -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = functional.cross_entropy(functional.linear(hidden, weight, bias), targets)
+        ours = linear_cross_entropy(hidden, weight, targets, bias)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
+    expected = torch.autograd.grad(plain, [hidden, weight, bias])
+    seen = torch.autograd.grad(ours, [hidden, weight, bias])
+    assert [one.dtype for one in seen] == [torch.float32] * 3
+    torch.testing.assert_close(seen, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_the_scores_are_never_held_together() -> None:
+    hidden = torch.randn(512, 16, requires_grad=True)
+    weight = torch.randn(4096, 16, requires_grad=True)
+    targets = torch.randint(0, 4096, (512,))
+    scores = 512 * 4096 * 4
+    with Tracker() as tracker:
+        linear_cross_entropy(hidden, weight, targets, chunk_bytes=scores // 32).backward()
+    assert tracker.peak_bytes < scores / 4
+    with Tracker() as tracker:
+        functional.cross_entropy(functional.linear(hidden, weight), targets).backward()
+    assert tracker.peak_bytes > 2 * scores
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weight": torch.randn(11, 7)}, r"hidden is \[37, 8\] and weight \[11, 7\]"),
+        ({"targets": torch.zeros(36, dtype=torch.long)}, r"targets are \[36\]"),
+        ({"targets": torch.zeros(37)}, "torch.float32"),
+        ({"bias": torch.zeros(10)}, r"bias is \[10\]"),
+        ({"reduction": "none"}, "reduction is 'none'"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], words: str) -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    given = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias} | change
+    with pytest.raises(UsageError, match=words):
+        linear_cross_entropy(**given)

@@ -1,0 +1,82 @@
+"""Updates in backward: the same bits as a step after it, and no two gradients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatout
+from flatout.errors import PlanError, UsageError
+from flatout.plan import Plan
+from flatout.train.step import TrainStep
+
+LOSS = flatout.supervised(nn.CrossEntropyLoss())
+BATCH = (torch.randn(4, 8), torch.randint(0, 3, (4,)))
+PLAN = Plan(optimizer_in_backward=True)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_bits(name: str) -> None:
+    trained = []
+    for plan in (Plan(), PLAN):
+        net = model()
+        halves = [{"params": net[0].parameters()}, {"params": net[3].parameters(), "lr": 3e-3}]
+        optimizer = OPTIMIZERS[name](halves)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        step = TrainStep(net, optimizer, LOSS, plan, scheduler=scheduler)
+        for _ in range(5):
+            step(BATCH)
+        step.close()
+        states = (optimizer.state.get(one, {}) for one in net.parameters())
+        trained.append([*net.parameters(), *(value for state in states for value in state.values())])
+        if plan is PLAN:
+            assert all(one.grad is None for one in net.parameters())
+    assert len(trained[0]) == len(trained[1])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def test_gradients_are_not_held_together() -> None:
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    batch = (torch.randn(2, 256), torch.randint(0, 3, (2,)))
+    plain, freed = (flatout.forecast(net, optimizer, LOSS, batch, plan).peak_bytes for plan in (Plan(), PLAN))
+    gradients = 8 * 256 * 256 * 4
+    assert plain - freed > 0.8 * gradients
+
+
+def test_what_cannot_be_had_with_it() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="clip_norm is 1.0"):
+        TrainStep(net, optimizer, LOSS, PLAN, clip_norm=1.0)
+    for choices in ({"accumulate": 2}, {"nonfinite": "skip"}, {"precision": "fp16"}):
+        with pytest.raises(PlanError, match="optimizer_in_backward is true"):
+            Plan(optimizer_in_backward=True, **choices)  # type: ignore[arg-type]
+
+
+def test_out_of_memory_ends_the_run() -> None:
+    net = model()
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        raise torch.OutOfMemoryError("injected")
+
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_fn, PLAN)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(BATCH)

@@ -1,0 +1,120 @@
+"""The largest batch: equal to trying all sizes, never one that was not tried, and nothing of the user's changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatout
+from flatout.errors import MachineError, UsageError
+from flatout.memory.real_run import LimitedRun
+from flatout.plan import Plan
+from flatout.train.largest_batch import largest_batch, repeated
+from flatout.train.step import TrainStep
+
+LOSS = flatout.supervised(nn.CrossEntropyLoss())
+BATCH = (torch.randn(4, 1, 8, 8), torch.randint(0, 10, (4,)))
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(288, 10)
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
+
+
+MODELS: list[Callable[[], nn.Module]] = [conv, mlp]
+OPTIMIZERS: list[Callable[..., Any]] = [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
+
+
+def fits(model: nn.Module, optimizer: Any, size: int, limit: int) -> bool:
+    step = TrainStep(model, optimizer, LOSS, Plan(out_of_memory="raise"))
+    run = LimitedRun("cpu", limit)
+    try:
+        with run:
+            run.hold([*model.parameters(), *model.buffers()])
+            batch = repeated(BATCH, 4, size)
+            run.hold(batch)
+            for _ in range(2):
+                step(batch)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "sgd"])
+def test_equals_trying_every_size(make: Callable[[], nn.Module], optimizer: Callable[..., Any]) -> None:
+    model = make()
+    limit = 800_000
+    found = largest_batch(model, optimizer(model.parameters()), LOSS, BATCH, limit_bytes=limit)
+    assert len(found.tries) <= 5
+    assert any(one.batch_size == found.batch_size and one.fitted for one in found.tries)
+    assert found.peak_bytes <= limit
+    sizes = range(max(1, found.batch_size - 3), found.batch_size + 4)
+    fresh = [fits(model := make(), optimizer(model.parameters()), size, limit) for size in sizes]
+    assert fresh == [size <= found.batch_size for size in sizes]
+
+
+def test_nothing_of_the_user_s_is_changed() -> None:
+    torch.manual_seed(0)
+    model = conv()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = TrainStep(model, optimizer, LOSS)
+    step(BATCH)
+    model[1].eval()
+    gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    before = [one.clone() for one in (*model.parameters(), *model.buffers())]
+    moments = [one.clone() for state in optimizer.state.values() for one in state.values()]
+    identities = [id(one) for state in optimizer.state.values() for one in state.values()]
+    random = torch.get_rng_state()
+    largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=500_000, at_most=64)
+    assert all(torch.equal(a, b) for a, b in zip((*model.parameters(), *model.buffers()), before, strict=True))
+    assert [id(one) for state in optimizer.state.values() for one in state.values()] == identities
+    seen = [one for state in optimizer.state.values() for one in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(seen, moments, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    now = [one.grad for one in model.parameters() if one.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(now, gradients, strict=True))
+    assert not model[1].training and model.training
+
+
+def test_a_fresh_optimizer_has_no_state_afterwards() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=500_000, at_most=8)
+    assert not optimizer.state and all(one.grad is None for one in model.parameters())
+
+
+def test_sizes_asked_for() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    found = largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=800_000, multiple_of=8)
+    assert found.batch_size % 8 == 0
+    capped = largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=1 << 30, at_most=24)
+    assert capped.batch_size == 24
+    lines: list[str] = []
+    split = largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=800_000, global_batch=4096, progress=lines.append)
+    assert split.plan.accumulate == -(-4096 // split.batch_size)
+    assert any(line.startswith("forecasting") for line in lines) and any(line.startswith("trying") for line in lines)
+    assert str(split.batch_size) in str(split)
+
+
+def test_bad_input() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(MachineError, match="a batch of 1 takes more than 19.5 KiB"):
+        largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=20_000)
+    with pytest.raises(UsageError, match="limit_bytes is 0"):
+        largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=0)
+    with pytest.raises(UsageError, match="multiple_of is 8"):
+        largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=1 << 20, at_most=4, multiple_of=8)
+    with pytest.raises(UsageError, match="without a tensor"):
+        largest_batch(model, optimizer, LOSS, "text", limit_bytes=1 << 20)
