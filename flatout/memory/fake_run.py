@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEPENDS_ON_DATA: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -78,6 +80,40 @@ def real_gradients_guarded(parameters: list[Any]) -> Iterator[list[str]]:
             if parameter.grad is not gradient and isinstance(parameter.grad, FakeTensor):
                 parameter.grad = gradient
                 touched.append("gradient")
+
+
+class ValuesForOptimizers(TorchDispatchMode):
+    """Within an optimizer's step, a tensor that is read as a number reads as 1: Adafactor reads its weights' norms.
+
+    What it does with a number is arithmetic; no size hangs on it. In a forward, one may: there reading is refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> ValuesForOptimizers:
+        self._handles = [
+            optimizers.register_optimizer_step_pre_hook(lambda *_: self._count(1)),
+            optimizers.register_optimizer_step_post_hook(lambda *_: self._count(-1)),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def _count(self, change: int) -> None:
+        self._steps += change
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._steps and func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@
 Where a forward ends and a backward begins is seen from the autograd engine, where an optimizer steps from its hooks.
 
 A storage is counted once, at its size in bytes, from the operation that first returned it until nothing refers to it.
-Memory that a kernel takes and gives back within one operation is not seen; benchmarks/memory shows how little that is.
+Memory that a kernel takes and gives back within one operation is not seen here; `workspace_of` may tell how much that
+is, and it is counted as born and freed around the operation (see `kernel_workspaces`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -30,6 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flatout.memory.timeline import Allocation, Category, Phase, Timeline
+from flatout.memory.workspace import Workspace
+
+WorkspaceOf = Callable[[Any, Any, Any, Any], Workspace | None]
+"""(operation, its arguments, its keywords, its results) -> what its kernel holds beside them."""
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Lines of torch and of Flatout are not the user's."""
@@ -39,16 +44,26 @@ class Tracker:
     """Records while its context is open. `step` may be set by whoever knows where steps begin.
 
     limit_bytes: an operation after which more is held raises torch.OutOfMemoryError. prefer: the folder whose lines
-    are named, where one of them led to an allocation; None: the innermost line that is not torch's.
+    are named, where one of them led to an allocation; None: the innermost line that is not torch's. workspace_of: what
+    kernels hold beside their results; None: nothing.
     """
 
-    def __init__(self, *, lines: bool = True, limit_bytes: int | None = None, prefer: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lines: bool = True,
+        limit_bytes: int | None = None,
+        prefer: str | None = None,
+        workspace_of: WorkspaceOf | None = None,
+    ) -> None:
         self.step = 0
         self.model: Any = None
+        self._workspace_of = workspace_of
         self._lines, self._limit_bytes, self._prefer = lines, limit_bytes, prefer
         self._allocations: list[Allocation] = []
         self._events: list[tuple[int, bool]] = []
-        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        """Storage -> (allocation's index, bytes that the storage shows, the storage)."""
         self._held_bytes = self._peak_bytes = 0
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
@@ -106,7 +121,7 @@ class Tracker:
 
     def _name_activations(self) -> None:
         """A forward has ended: what it made and is still alive is kept for the backward pass."""
-        for index, _ in self._alive.values():
+        for index, *_ in self._alive.values():
             one = self._allocations[index]
             if one.phase == "forward" and one.step == self.step and one.category == "temporaries":
                 one.category = "activations"
@@ -131,11 +146,11 @@ class Tracker:
         return Timeline(list(self._allocations), list(self._events))
 
     def alive(self) -> list[Allocation]:
-        return [self._allocations[index] for index, _ in self._alive.values()]
+        return [self._allocations[index] for index, *_ in self._alive.values()]
 
     def alive_by_storage(self) -> dict[int, Allocation]:
         """What is alive, by the identity of its storage (`identity` of any tensor on it)."""
-        return {key: self._allocations[index] for key, (index, _) in self._alive.items()}
+        return {key: self._allocations[index] for key, (index, *_) in self._alive.items()}
 
     @property
     def events(self) -> int:
@@ -144,61 +159,83 @@ class Tracker:
 
     # what the dispatcher tells
 
-    def see(self, tensor: Any, operation: str) -> int | None:
-        """Count a tensor's storage if it is new; returns its index."""
+    def see(self, tensor: Any, operation: str, size_bytes: int = 0) -> int | None:
+        """Count a tensor's storage if it is new; returns its index. size_bytes: if it holds more than it shows."""
         if not isinstance(tensor, Tensor):
             return None
         for inner in _plain_tensors(tensor):
-            index = self._see_plain(inner, operation)
+            index = self._see_plain(inner, operation, size_bytes)
         return index
 
-    def _see_plain(self, tensor: Tensor, operation: str) -> int | None:
+    def see_results(self, operation: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count what an operation returned, and for a moment what its kernel held beside that."""
+        name = operation.__name__
+        results = [out] if isinstance(out, Tensor) else tree_leaves(out) if out is not None else []
+        workspace = self._workspace_of(operation, args, kwargs, out) if self._workspace_of is not None else None
+        if workspace is None:
+            for one in results:
+                self.see(one, name)
+            return
+        for number, one in enumerate(results):
+            self.see(one, name, workspace.returned_bytes.get(number, 0))
+        if workspace.inside_bytes > 0:
+            self._dies(self._born(name, workspace.inside_bytes, (), "", _device_of(results, args)))
+
+    def _see_plain(self, tensor: Tensor, operation: str, size_bytes: int) -> int | None:
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, oneDNN's own layout: no storage to be seen
             return None
-        key = storage._cdata
+        key, shown = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
         if known is not None:
             index = known[0]
-            if self._allocations[index].size_bytes == storage.nbytes():
+            if known[1] == shown:
                 return index
             self._end(key)  # resized in place: another allocation
-        phase, module, line = self._origin(operation)
-        index = len(self._allocations)
-        self._allocations.append(
-            Allocation(
-                size_bytes=storage.nbytes(),
-                born=len(self._events),
-                phase=phase,
-                step=self.step,
-                operation=operation,
-                module=module,
-                line=line,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                device=tensor.device.type,
-            )
-        )
-        self._alive[key] = index, weakref.ref(storage, lambda _: self._end(key, index))
-        self._events.append((index, True))
-        self._held_bytes += storage.nbytes()
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        index = self._born(operation, max(shown, size_bytes), tuple(tensor.shape), dtype, tensor.device.type)
+        self._alive[key] = index, shown, weakref.ref(storage, lambda _: self._end(key, index))
         if self._limit_bytes is not None and self._held_bytes > self._limit_bytes:
             raise torch.OutOfMemoryError(
                 f"{self._held_bytes} bytes of tensors are held, and the limit is {self._limit_bytes}"
             )
         return index
 
+    def _born(self, operation: str, size_bytes: int, shape: tuple[int, ...], dtype: str, device: str) -> int:
+        phase, module, line = self._origin(operation)
+        index = len(self._allocations)
+        self._allocations.append(
+            Allocation(
+                size_bytes=size_bytes,
+                born=len(self._events),
+                phase=phase,
+                step=self.step,
+                operation=operation,
+                module=module,
+                line=line,
+                shape=shape,
+                dtype=dtype,
+                device=device,
+            )
+        )
+        self._events.append((index, True))
+        self._held_bytes += size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        return index
+
+    def _dies(self, index: int) -> None:
+        one = self._allocations[index]
+        one.died = len(self._events)
+        self._events.append((index, False))
+        self._held_bytes -= one.size_bytes
+
     def _end(self, key: int, index: int | None = None) -> None:
         entry = self._alive.get(key)
         if entry is None or self._finished or (index is not None and entry[0] != index):
             return
         del self._alive[key]
-        one = self._allocations[entry[0]]
-        one.died = len(self._events)
-        self._events.append((entry[0], False))
-        self._held_bytes -= one.size_bytes
+        self._dies(entry[0])
 
     def _stop(self) -> None:
         self._finished = True  # what dies from now on outlived the watch
@@ -276,12 +313,12 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._tracker.operation_starts()
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self._tracker.see(out, func.__name__)
-        elif out is not None:
-            for leaf in tree_leaves(out):
-                self._tracker.see(leaf, func.__name__)
+        self._tracker.see_results(func, args, kwargs or {}, out)
         return out
+
+
+def _device_of(*values: Any) -> str:
+    return next((one.device.type for one in tree_leaves(values) if isinstance(one, Tensor)), "cpu")
 
 
 def identity(tensor: Tensor) -> int:

@@ -33,6 +33,7 @@ UNCERTAINTY_CPU = 0.03
 UNCERTAINTY_CUDA = 0.1
 UNCERTAINTY_COMPILED = 0.3
 UNCERTAINTY_EXTENDED = 0.15
+UNCERTAINTY_SUMS = 0.3
 CONTEXT_BYTES = 600 * 1024**2
 """Taken off a catalogue entry's memory: the driver's context and torch's kernels, some hundred MiB."""
 
@@ -163,6 +164,13 @@ class _Asked:
         return self.target.cuda != (here == "cuda")
 
     @property
+    def workspace_of(self) -> Any:
+        """Rules for what kernels hold inside, where they are known: of the CPU."""
+        from flatout.memory.kernel_workspaces import cpu_workspace
+
+        return None if self.target.cuda else cpu_workspace
+
+    @property
     def uncertainty(self) -> float:
         if self.plan.compile is not None:
             return UNCERTAINTY_COMPILED
@@ -183,11 +191,11 @@ class _Asked:
             if any(issubclass(kind, torch.nn.RNNBase) for kind in kinds):
                 found.append("what cuDNN's recurrent layers keep for the backward pass")
         else:
-            found.append("memory that kernels take and give back within one operation")
+            found.append("buffers inside kernels that Flatout has no rule for (flatout.memory.kernel_workspaces)")
         return found
 
     def fake_timeline(self) -> Timeline:
-        from flatout.memory.fake_run import FakeRun, operations_as_on_cuda, real_gradients_guarded
+        from flatout.memory.fake_run import FakeRun, ValuesForOptimizers, operations_as_on_cuda, real_gradients_guarded
         from flatout.memory.tracking import Tracker
 
         world = FakeRun()
@@ -205,7 +213,8 @@ class _Asked:
             _default_to_foreach(optimizer)
         pretend = operations_as_on_cuda() if self.target.cuda and self.pretends else contextlib.nullcontext()
         guarded = real_gradients_guarded(list(self.model.parameters()))
-        with guarded as touched, generators_kept(), world, pretend, Tracker() as tracker:
+        tracker = Tracker(workspace_of=self.workspace_of)
+        with guarded as touched, generators_kept(), world, pretend, ValuesForOptimizers(), tracker:
             _steps(tracker, model, optimizer, loss_fn, batch, self.carried_out)
         if touched:
             raise UsageError(
@@ -217,49 +226,61 @@ class _Asked:
 
     def extended(self, error: Exception) -> MemoryForecast:
         """Two small real runs; what they differ in grows with the batch, the rest does not."""
-        small = max(1, min(self.samples // 2, self.batch_size // 4 or 1))
+        from flatout.memory.timeline import extended
+
         if self.samples < 2:
             raise UsageError(
                 f"a fake run is impossible: {_first_line(error)}",
                 limit="two real steps of 1 and 2 samples would be measured, and the example batch has 1 sample",
                 remedy="give an example batch of at least 2 samples",
             ) from error
+        least = self.plan.accumulate or 1  # fewer samples would be split into fewer parts
+        small = max(1, min(self.samples // 2, max(least, self.batch_size // 4)))
         sizes = small, 2 * small
-        first, second = (self._forecast_of_real(size) for size in sizes)
+        first, second = (self._real_timeline(size) for size in sizes)
         scale = (self.batch_size - sizes[0]) / (sizes[1] - sizes[0])
-
-        def extend(a: int, b: int) -> int:
-            return max(0, round(a + (b - a) * scale))
-
-        names = first.categories.keys()
-        categories = {name: extend(first.categories[name], second.categories[name]) for name in names}
+        timeline = extended(first, second, scale)
+        made = self._of_real(timeline) if timeline is not None else self._extended_by_sums(first, second, scale)
         return replace(
-            second,
-            batch_size=self.batch_size,
-            peak_bytes=extend(first.peak_bytes, second.peak_bytes),
-            tensor_bytes=extend(first.tensor_bytes, second.tensor_bytes),
-            categories=categories,
-            rounding_bytes=extend(first.rounding_bytes, second.rounding_bytes),
-            cached_bytes=extend(first.cached_bytes, second.cached_bytes),
-            between_steps_bytes=extend(first.between_steps_bytes, second.between_steps_bytes),
-            largest=(),
+            made,
             method=f"two real steps of {sizes[0]} and {sizes[1]} samples, extended",
-            not_covered=(*second.not_covered, f"a fake run was impossible: {_first_line(error)}"),
+            not_covered=(*made.not_covered, f"a fake run was impossible: {_first_line(error)}"),
         )
 
-    def _forecast_of_real(self, size: int) -> MemoryForecast:
+    def _real_timeline(self, size: int) -> Timeline:
         from flatout.memory.tracking import Tracker
 
         model, optimizer, loss_fn = copy.deepcopy((self.model, self.optimizer, self.loss_fn))
         batch = slice_batch(self.batch, 0, size)
-        with generators_kept(), Tracker() as tracker:
+        with generators_kept(), Tracker(workspace_of=self.workspace_of) as tracker:
             _steps(tracker, model, optimizer, loss_fn, batch, self.carried_out)
+        return tracker.timeline()
+
+    def _of_real(self, timeline: Timeline) -> MemoryForecast:
         return forecast_of(
-            tracker.timeline(),
+            timeline,
             self.target,
-            batch_size=size,
+            batch_size=self.batch_size,
             uncertainty=max(UNCERTAINTY_EXTENDED, self.uncertainty),
             not_covered=self.not_covered,
+        )
+
+    def _extended_by_sums(self, first: Timeline, second: Timeline, scale: float) -> MemoryForecast:
+        """The runs took different courses: only their totals can be extended, which knows of no other peak."""
+        one, other = self._of_real(first), self._of_real(second)
+
+        def extend(name: str) -> int:
+            a, b = getattr(one, name), getattr(other, name)
+            return max(0, round(a + (b - a) * scale))
+
+        sums = {name: (one.categories[name], other.categories[name]) for name in one.categories}
+        totals = "peak_bytes", "tensor_bytes", "rounding_bytes", "cached_bytes", "between_steps_bytes"
+        return replace(
+            other,
+            **{name: extend(name) for name in totals},
+            categories={name: max(0, round(a + (b - a) * scale)) for name, (a, b) in sums.items()},
+            largest=(),
+            uncertainty=max(UNCERTAINTY_SUMS, self.uncertainty),
         )
 
 

@@ -1,0 +1,1 @@
+"""Scripts with one planted leak each, and scripts that only look as if they had one."""

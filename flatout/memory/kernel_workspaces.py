@@ -1,0 +1,223 @@
+"""What kernels on the CPU hold beside their results: copies, buffers and workspaces, operation by operation.
+
+A fake run sees what operations return. A kernel may take memory and give it back before it returns, and that may be
+the peak of a step: batch_norm's backward pass takes another tensor of its input's size. Here stands, for each
+operation where it matters, how much that is, as a function of its arguments: from torch's source where a rule says so,
+else fitted to measurements (torch's profiler, many shapes, fp32 and bf16, torch 2.13). Operations without a rule were
+measured to hold nothing worth counting: pointwise ones of one dtype, layer_norm, embedding, cat, pooling, gather,
+index_put, cumsum, sort, dropout by bernoulli.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from flatout.memory.onednn_workspaces import (
+    convolution,
+    convolution_backward,
+    is_channels_last,
+    lstm,
+    lstm_backward,
+    product,
+)
+from flatout.memory.workspace import Workspace
+
+Rule = Callable[[Any, Any], Workspace | None]
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+def cpu_workspace(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
+    """What `operation` (of torch.ops.aten, as a dispatch mode is given it) holds beside its results; None: nothing."""
+    rule = _RULES.get(operation._schema.name)
+    if rule is not None:
+        return rule(args, out)
+    if torch.Tag.pointwise in operation.tags:
+        return _mixed_dtypes(args, kwargs, out)
+    return None
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _copied(*tensors: Any) -> int:
+    """What making them contiguous takes."""
+    return sum(_bytes(one) for one in tensors if isinstance(one, Tensor) and not one.is_contiguous())
+
+
+def _mixed_dtypes(args: Any, kwargs: Any, out: Any) -> Workspace | None:
+    """TensorIterator on the CPU computes in one dtype: what has another is first copied, a result of another after."""
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    if len({one.dtype for one in tensors}) < 2:
+        return None
+    floating = [one.dtype for one in tensors if one.dim() and one.dtype != torch.bool]
+    if not floating:
+        return None
+    common = floating[0]
+    for dtype in floating[1:]:
+        common = torch.promote_types(common, dtype)
+    copies = sum(
+        one.numel() * common.itemsize for one in tensors if one.dim() and one.dtype not in (common, torch.bool)
+    )
+    made = out if isinstance(out, Tensor) else None
+    if made is not None and any(made is one for one in tensors) and made.dtype != common:
+        copies += made.numel() * common.itemsize  # in place: computed beside, then cast back
+    return Workspace(inside_bytes=copies)
+
+
+def _softmax(args: Any, out: Any) -> Workspace:
+    """_softmax and _log_softmax (SoftMax.cpp): input.contiguous()."""
+    return Workspace(inside_bytes=_copied(args[0]))
+
+
+def _softmax_backward(args: Any, out: Any) -> Workspace:
+    """Gradient and output, each contiguous."""
+    return Workspace(inside_bytes=_copied(args[0], args[1]))
+
+
+def _of_first_argument(args: Any, out: Any) -> Workspace:
+    """Copies its first argument if that is not contiguous: layer_norm, embedding's backward pass."""
+    return Workspace(inside_bytes=_copied(args[0]))
+
+
+def _layer_norm_backward(args: Any, out: Any) -> Workspace:
+    return Workspace(inside_bytes=_copied(args[0], args[1]))
+
+
+def _batch_norm_backward(args: Any, out: Any) -> Workspace:
+    """batch_norm_backward_cpu makes a second tensor of the input's size, whatever it is asked for."""
+    return Workspace(inside_bytes=_bytes(args[1]))
+
+
+def _mean_bytes(tensor: Tensor) -> int:
+    """bf16 is summed up as fp32, of which there is a copy."""
+    return tensor.numel() * 4 if tensor.dtype in _REDUCED else 0
+
+
+def _mean(args: Any, out: Any) -> Workspace:
+    return Workspace(inside_bytes=_mean_bytes(args[0]))
+
+
+def _sum(args: Any, out: Any) -> Workspace | None:
+    """A cast is a copy; so is bf16 where what is summed over does not lie side by side in memory (SumKernel.cpp)."""
+    tensor = args[0]
+    if out.dtype != tensor.dtype:
+        return Workspace(inside_bytes=tensor.numel() * out.element_size())
+    if tensor.dtype not in _REDUCED or len(args) < 2 or not args[1]:
+        return None
+    summed = {dim % tensor.dim() for dim in args[1]}
+    order = sorted((dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1), key=lambda dim: -tensor.stride(dim))
+    runs = sum(dim in summed and (i == 0 or order[i - 1] not in summed) for i, dim in enumerate(order))
+    return Workspace(inside_bytes=tensor.numel() * 4) if runs > 1 else None
+
+
+def _elementwise_loss(args: Any, out: Any) -> Workspace | None:
+    """mse_loss, smooth_l1_loss: the losses of all elements are written where the mean will be, and stay there."""
+    if len(args) > 2 and not args[2]:
+        return None
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    each = elements * out.element_size()
+    reduced = elements * 4 if out.dtype in _REDUCED else 0
+    return Workspace(inside_bytes=each + reduced, returned_bytes={0: each})
+
+
+def _written_loss(args: Any, out: Any) -> Workspace | None:
+    """binary_cross_entropy, soft_margin_loss: likewise, without a second tensor."""
+    reduction = args[3] if len(args) > 3 else 1
+    if not reduction:
+        return None
+    return Workspace(inside_bytes=_mean_bytes(args[0]), returned_bytes={0: _bytes(args[0])})
+
+
+def _huber_loss(args: Any, out: Any) -> Workspace | None:
+    if len(args) > 2 and not args[2]:
+        return None
+    return Workspace(inside_bytes=_bytes(args[0]) + _mean_bytes(args[0]))
+
+
+def _logits_loss(args: Any, out: Any) -> Workspace | None:
+    """binary_cross_entropy_with_logits is made of pointwise operations."""
+    return Workspace(inside_bytes=2 * _bytes(args[0]) + _mean_bytes(args[0]))
+
+
+def _upsample(args: Any, out: Any) -> Workspace | None:
+    """upsample_nearest2d, upsample_bilinear2d (UpSampleKernel.cpp): small results are computed in channels_last."""
+    image = args[0]
+    if is_channels_last(image) or out.shape[-2] + out.shape[-1] > 128:
+        return None
+    return Workspace(inside_bytes=_bytes(image) + _bytes(out))
+
+
+def _attention(args: Any, out: Any) -> Workspace:
+    """FlashAttentionKernel.cpp: scores of a block of queries and keys, and their sums, for each thread."""
+    query, key = args[0], args[1]
+    rows, columns = _attention_block(query, key)
+    floats = rows * (columns + 2 + query.shape[-1])
+    pairs = rows * columns * 2 if query.dtype in _REDUCED else 0
+    return Workspace(inside_bytes=(floats * 4 + pairs) * torch.get_num_threads())
+
+
+def _attention_backward(args: Any, out: Any) -> Workspace:
+    """The gradient must lie as [batch, tokens, heads, width]; two blocks of scores for each thread."""
+    gradient, query, key = args[:3]
+    rows, columns = _attention_block(query, key)
+    blocks = rows * columns * (12 if query.dtype in _REDUCED else 8)
+    return Workspace(inside_bytes=_copied(gradient.transpose(1, 2)) + blocks * torch.get_num_threads())
+
+
+def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
+    tokens = query.shape[-2]
+    rows = 256 if tokens >= 768 else 64 if tokens >= 192 else 32
+    return min(rows, tokens), min(512, key.shape[-2])
+
+
+def _rms_norm(args: Any, out: Any) -> Workspace:
+    """Made of pointwise operations, in fp32."""
+    tensor = args[0]
+    twice = 2 * tensor.numel() * 4 if tensor.dtype in _REDUCED else 0
+    return Workspace(inside_bytes=_bytes(tensor) + twice)
+
+
+def _another_input(args: Any, out: Any) -> Workspace:
+    """One more tensor of the input's size: logsumexp, native_dropout."""
+    return Workspace(inside_bytes=_bytes(args[0]))
+
+
+_RULES: dict[str, Rule] = {
+    "aten::convolution": convolution,
+    "aten::convolution_backward": convolution_backward,
+    "aten::mkldnn_rnn_layer": lstm,
+    "aten::mkldnn_rnn_layer_backward": lstm_backward,
+    "aten::mm": product,
+    "aten::addmm": product,
+    "aten::bmm": product,
+    "aten::baddbmm": product,
+    "aten::_softmax": _softmax,
+    "aten::_log_softmax": _softmax,
+    "aten::_softmax_backward_data": _softmax_backward,
+    "aten::_log_softmax_backward_data": _softmax_backward,
+    "aten::native_layer_norm": _of_first_argument,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::embedding_dense_backward": _of_first_argument,
+    "aten::native_batch_norm_backward": _batch_norm_backward,
+    "aten::mean": _mean,
+    "aten::sum": _sum,
+    "aten::mse_loss": _elementwise_loss,
+    "aten::smooth_l1_loss": _elementwise_loss,
+    "aten::binary_cross_entropy": _written_loss,
+    "aten::soft_margin_loss": _written_loss,
+    "aten::huber_loss": _huber_loss,
+    "aten::binary_cross_entropy_with_logits": _logits_loss,
+    "aten::upsample_nearest2d": _upsample,
+    "aten::upsample_bilinear2d": _upsample,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_fused_rms_norm": _rms_norm,
+    "aten::logsumexp": _another_input,
+    "aten::native_dropout": _another_input,
+}

@@ -1,0 +1,317 @@
+"""What convolutions, recurrent layers and bf16 products take and give back inside on the CPU: oneDNN's copies.
+
+oneDNN computes convolutions on tensors in blocks of as many channels as a vector register holds, so torch copies the
+input and the weights into that layout and the result out of it; for backward it does so with the gradients. What
+torch's kernel does when, is from its source (ATen/native/Convolution.cpp, mkldnn/Conv.cpp, mkldnn/RNN.cpp); which
+layout oneDNN chooses and its scratch memory are fitted to measurements over some 60 shapes in fp32 and bf16, one
+thread, AVX-512 (torch 2.13, oneDNN 3). Other vector widths are taken to differ in the width of the blocks alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.memory.workspace import Workspace
+
+_PLAIN_CHANNELS = 3
+"""Up to so many input channels, a convolution reads images as they are."""
+_SMALL_BYTES = 8 * 1024
+"""What oneDNN's kernels for channels_last take for their tables."""
+
+
+@functools.cache
+def block_channels() -> int:
+    """Channels in one block: fp32 values in a vector register."""
+    return 8 if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT", "NO AVX") else 16
+
+
+def up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """As torch suggests for its kernels: contiguous in that layout and not in the usual one."""
+    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+        return False
+    layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Convolution:
+    """One convolution's tensors: `source` is the side with `weight.shape[1]` channels a group, `result` the other.
+
+    A transposed convolution is the backward pass of one that goes from its output to its input.
+    """
+
+    samples: int
+    source_shape: tuple[int, ...]
+    """Channels, then the image."""
+    result_shape: tuple[int, ...]
+    kernel: tuple[int, ...]
+    groups: int
+    strided: bool
+    size: int
+    """Bytes of an element."""
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.groups == self.source_shape[0] == self.result_shape[0]
+
+    @property
+    def low_precision(self) -> bool:
+        return self.size < 4
+
+    def side(self, shape: tuple[int, ...], block: int = 1) -> int:
+        """Bytes of all samples, channels rounded up to blocks; groups of several channels are not rounded."""
+        block = 1 if self.groups > 1 and not self.depthwise else block
+        return self.samples * up(shape[0], block) * math.prod(shape[1:]) * self.size
+
+    def weight(self, source_block: int = 1, result_block: int = 1) -> int:
+        if self.groups > 1:
+            per_group = self.source_shape[0] // self.groups
+            results = up(self.result_shape[0], result_block if self.depthwise else 1)
+            return results * per_group * math.prod(self.kernel) * self.size
+        channels = up(self.source_shape[0], source_block) * up(self.result_shape[0], result_block)
+        return channels * math.prod(self.kernel) * self.size
+
+    def image_bytes(self, shape: tuple[int, ...], size: int, grown: tuple[int, ...] = ()) -> int:
+        """One sample, in blocks, its image larger by `grown`."""
+        image = (a + b for a, b in zip(shape[1:], grown or (0,) * len(self.kernel), strict=False))
+        return up(shape[0], block_channels()) * math.prod(image) * size
+
+    # peaks inside the three products, in bytes, with what they return
+
+    def forward(self) -> int:
+        """source -> result."""
+        block = block_channels()
+        result, blocked = self.side(self.result_shape), self.side(self.result_shape, block)
+        plain = self.source_shape[0] < block and self.groups == 1
+        source = 0 if plain else self.side(self.source_shape, block)
+        weight = self.weight(1 if plain else block, block)
+        return max(source + weight + blocked + self.pointwise_scratch(self.result_shape), blocked + result)
+
+    def towards_source(self) -> int:
+        """result's gradient -> source's gradient."""
+        block = block_channels()
+        source = self.side(self.source_shape)
+        if self.strided and (not self.depthwise or self.low_precision):  # channels last inside, copied out twice
+            gradient = 0 if self.result_shape[0] <= _PLAIN_CHANNELS else self.side(self.result_shape)
+            scratch = self.image_bytes(self.result_shape, self.size, self.kernel) + _SMALL_BYTES
+            return max(gradient + self.weight(block) + source + scratch, 3 * source)
+        gradient = self.side(self.result_shape, block)
+        blocked = self.side(self.source_shape, block)
+        scratch = self.pointwise_scratch(self.source_shape) if self.low_precision else 0
+        return max(gradient + self.weight(block, block) + blocked + scratch, blocked + source)
+
+    def towards_weight(self) -> int:
+        """source and result's gradient -> weight's gradient."""
+        channels = self.source_shape[0]
+        block = block_channels() if channels >= block_channels() else 8
+        plain = self.groups == 1 and channels <= _PLAIN_CHANNELS
+        if self.low_precision and (channels < block_channels() or self.groups > 1) and not self.depthwise:
+            copies = 0  # reads both as they are
+            weight = self.weight()
+        else:
+            copies = (0 if plain else self.side(self.source_shape, block)) + self.side(self.result_shape, block)
+            weight = self.weight(1 if plain else block, block)
+        scratch = self.weight_scratch()
+        return max(copies + weight + scratch, weight + self.weight())
+
+    def pointwise_scratch(self, made: tuple[int, ...]) -> int:
+        """1 x 1 kernels: fp32 sums of one image in bf16, and with a stride the pixels that are read, side by side."""
+        if math.prod(self.kernel) != 1 or self.groups > 1:
+            return 0
+        sums = self.image_bytes(made, 4) if self.low_precision else 0
+        read = self.image_bytes((self.source_shape[0], *self.result_shape[1:]), self.size) if self.strided else 0
+        return (sums + read) * torch.get_num_threads()
+
+    def weight_scratch(self) -> int:
+        """bf16: sums in fp32, and one image each of source and gradient with pixels in pairs."""
+        if not self.low_precision or self.depthwise:
+            return 0
+        sums = self.weight() // self.size * 4
+        if math.prod(self.kernel) == 1 and not self.strided:
+            return sums
+        plain = self.source_shape[0] < block_channels()
+        source = math.prod(self.source_shape) * self.size if plain else self.image_bytes(
+            self.source_shape, self.size, self.kernel
+        )  # fmt: skip
+        return sums + (source + self.image_bytes(self.result_shape, self.size)) * torch.get_num_threads()
+
+
+def convolution(args: Any, out: Any) -> Workspace | None:
+    """aten::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    input, weight, _, stride, padding, dilation, transposed, _, groups = args[:9]
+    if input.dim() == 2 + len(stride) and input.numel():
+        if not _by_onednn(input, weight, stride, dilation, transposed, groups):
+            return Workspace(inside_bytes=_columns(input, weight, out) if not transposed else 0)
+        one = _described(input, weight, out, stride, transposed, groups)
+        if is_channels_last(input) or is_channels_last(weight):
+            return Workspace(inside_bytes=_channels_last_copies(input, weight) + one.weight(1, 16) + _SMALL_BYTES)
+        peak = one.towards_source() if transposed else one.forward()
+        return Workspace(inside_bytes=_made_contiguous(input, weight) + peak - _bytes(out))
+    return None
+
+
+def convolution_backward(args: Any, out: Any) -> Workspace | None:
+    """aten::convolution_backward(grad, input, weight, bias_sizes, stride, ..., transposed, _, groups, output_mask)."""
+    gradient, input, weight, _, stride, _, dilation, transposed, _, groups, mask = args[:11]
+    if input.dim() != 2 + len(stride) or not input.numel():
+        return None
+    if not _by_onednn(input, weight, stride, dilation, transposed, groups):
+        return Workspace(inside_bytes=_columns(input, weight, gradient) if not transposed else 0)
+    one = _described(input, weight, gradient, stride, transposed, groups)
+    returned = sum(_bytes(tensor) for tensor in out if tensor is not None)
+    of_input = _bytes(input) if mask[0] else 0
+    if is_channels_last(input) or is_channels_last(weight):
+        copies = _channels_last_copies(gradient, input, weight)
+        first = one.weight(16, 16) + _SMALL_BYTES if mask[0] else 0
+        second = one.weight(16, 16) + max(one.weight_scratch(), 2 * one.weight())
+        return Workspace(inside_bytes=copies + max(0, of_input + max(first, second) - returned))
+    peak = (one.forward() if transposed else one.towards_source()) if mask[0] else 0
+    if mask[1]:
+        peak = max(peak, of_input + one.towards_weight())
+    return Workspace(inside_bytes=_made_contiguous(gradient, input, weight) + max(0, peak - returned))
+
+
+def _by_onednn(input: Tensor, weight: Tensor, stride: Any, dilation: Any, transposed: bool, groups: int) -> bool:
+    """torch's ConvParams::use_mkldnn: small work in fp32 on one thread is left to its own kernel."""
+    if not torch.backends.mkldnn.is_available() or input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if input.dtype != torch.float32 or input.dim() == 5:
+        return True
+    kernel = tuple(weight.shape[2:])
+    pointwise = math.prod(kernel) == 1
+    uneven = any(one != 1 for one in (*stride, *dilation))
+    large = uneven or input.shape[0] >= 16 or not pointwise or torch.get_num_threads() > 1
+    if transposed:
+        return large
+    return large and (groups > 1 or min(kernel) > 3 or input.shape[0] > 1 or input.numel() > 20480)
+
+
+def _described(
+    input: Tensor, weight: Tensor, result: Tensor, stride: Any, transposed: bool, groups: int
+) -> _Convolution:
+    source, made = tuple(input.shape[1:]), tuple(result.shape[1:])
+    if transposed:
+        source, made = made, source
+    return _Convolution(
+        samples=input.shape[0],
+        source_shape=source,
+        result_shape=made,
+        kernel=tuple(weight.shape[2:]),
+        groups=groups,
+        strided=any(one != 1 for one in stride),
+        size=input.element_size(),
+    )
+
+
+def _columns(input: Tensor, weight: Tensor, result: Tensor) -> int:
+    """torch's own kernel lays every patch of the image out as a column (1 x 1: the image is that already)."""
+    patch = math.prod(weight.shape[2:])
+    if patch == 1:
+        return 0
+    return input.shape[0] * input.shape[1] * patch * math.prod(result.shape[2:]) * input.element_size()
+
+
+def _channels_last_copies(*tensors: Tensor) -> int:
+    return sum(_bytes(one) for one in tensors if not is_channels_last(one) and max(one.shape[2:]) > 1)
+
+
+def _made_contiguous(*tensors: Tensor) -> int:
+    return sum(_bytes(one) for one in tensors if not one.is_contiguous())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+# recurrent layers: oneDNN's LSTM, rnn_utils.cpp's workspace; exact for the 60 shapes measured
+
+_PAGE = 4096
+
+
+def _leading(count: int, size: int) -> int:
+    """Elements of a row that oneDNN makes of `count`: whole cache lines, and not a multiple of 256."""
+    row = up(count, 64 // size)
+    return row + 64 // size if row % 256 == 0 else row
+
+
+def _lstm_workspace_bytes(tokens: int, samples: int, inputs: int, hidden: int, size: int) -> int:
+    """What the forward pass keeps for the backward pass, each piece in whole pages of 4096 bytes."""
+    widest = max(inputs, hidden)
+    states = 2 * (tokens + 1) * samples
+    pieces = [
+        tokens * samples * _leading(4 * hidden, size) * size,  # gates
+        states * _leading(widest, size) * size,  # states
+        states * _leading(widest, 4) * 4,  # their gradients: of layers and of iterations
+        states * _leading(widest, 4) * 4,
+        states * hidden * 4,  # cells
+        states * hidden * size,  # and their gradients
+        tokens * samples * _leading(hidden, size) * size,
+    ]
+    return sum(up(piece, _PAGE) for piece in pieces)
+
+
+def _lstm_sizes(args: Any) -> tuple[int, int, int, int, int]:
+    tokens, samples, inputs = args[0].shape
+    return tokens, samples, inputs, args[5].shape[-1], args[0].element_size()
+
+
+def _lstm_scratch_bytes(tokens: int, samples: int, hidden: int, size: int) -> int:
+    """The gates before their functions: of all tokens in fp32, of one in bf16; and two states."""
+    gates = (tokens if size == 4 else 1) * samples * _leading(4 * hidden, 4) * 4
+    return gates + 2 * samples * _leading(hidden, 4) * 4 + 3 * _PAGE
+
+
+def lstm(args: Any, out: Any) -> Workspace | None:
+    """aten::mkldnn_rnn_layer; its fourth result is the workspace, of which fake tensors do not know the size."""
+    if args[0].dim() != 3:
+        return None
+    tokens, samples, inputs, hidden, size = _lstm_sizes(args)
+    weights = (inputs + hidden) * _leading(4 * hidden, size) * size
+    inside = weights + 4 * hidden * size + _lstm_scratch_bytes(tokens, samples, hidden, size)
+    returned = {3: _lstm_workspace_bytes(tokens, samples, inputs, hidden, size)} if torch.is_grad_enabled() else {}
+    return Workspace(inside_bytes=inside, returned_bytes=returned)
+
+
+def lstm_backward(args: Any, out: Any) -> Workspace | None:
+    """aten::mkldnn_rnn_layer_backward; all that it returns is fp32."""
+    if args[0].dim() != 3:
+        return None
+    tokens, samples, inputs, hidden, size = _lstm_sizes(args)
+    weights = 4 * hidden * (_leading(inputs, size) + _leading(hidden, size)) * size
+    gradients = (inputs + hidden) * _leading(4 * hidden, 4) * 4
+    inside = weights + gradients + 2 * samples * hidden * 4 + _lstm_scratch_bytes(tokens, samples, hidden, size)
+    given = args[10]
+    if isinstance(given, Tensor):
+        inside += _made_contiguous(given)
+    if size < 4:  # the gradients that it is given, in fp32
+        inside += tokens * samples * hidden * 4
+    made = {index: one.numel() * 4 for index, one in enumerate(out) if isinstance(one, Tensor)}
+    return Workspace(inside_bytes=inside, returned_bytes=made)
+
+
+def product(args: Any, out: Any) -> Workspace | None:
+    """bf16 mm, addmm, bmm, baddbmm: blocks of both factors packed in pairs of rows, and fp32 sums of one block.
+
+    Fitted to 27 shapes; a first factor that is transposed is packed whole.
+    """
+    first, second = [one for one in args if isinstance(one, Tensor)][-2:]
+    if first.element_size() != 2 or first.dim() < 2:
+        return None
+    rows, inner = first.shape[-2:]
+    columns = second.shape[-1]
+    if rows * inner * columns <= 16**3:  # torch's threshold for oneDNN
+        return None
+    packed = 2 * min(columns, 64) * min(up(inner, 32), 512)
+    sums = 4 * min(columns, 64) * min(rows, 256)
+    whole = 2 * min(rows, 256) * min(inner, 1024) if first.stride(-1) != 1 and inner > 1 else 0
+    return Workspace(inside_bytes=(packed + sums + whole) * torch.get_num_threads())
