@@ -46,7 +46,13 @@ class RunCommand(ScriptCommand):
             formatter.write_dl([*rows, ("--help", "Show this message and exit.")])
 
 
-VERBS = {"check": TyperCommand, "tune": ScriptCommand, "run": RunCommand, "compare": TyperCommand}
+VERBS = {
+    "check": TyperCommand,
+    "tune": ScriptCommand,
+    "run": RunCommand,
+    "memory": ScriptCommand,
+    "compare": TyperCommand,
+}
 """Every verb, in the order in which a newcomer needs them; the function of that name stands in its own file."""
 
 

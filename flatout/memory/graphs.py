@@ -1,0 +1,87 @@
+"""Autograd's graphs: which live tensors hold which graph, and so which storages that no variable names.
+
+A node remembers what it needs for its backward pass until that pass has run. What is saved there is held by every
+tensor from which the node can be reached. `sequence number`s count a thread's nodes, so they date a node.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flatout.memory.tracking import identity
+
+MOST_NODES = 200_000
+_NO_NUMBER = 1 << 63
+"""Leaves' nodes bear the largest number there is: they have no date."""
+
+
+@dataclass
+class Graph:
+    """What one live tensor holds by its graph."""
+
+    root: Tensor
+    numbers: list[int] = field(default_factory=list)
+    """Sequence numbers of its nodes."""
+    saved: set[int] = field(default_factory=set)
+    """Identities of the storages that its nodes saved."""
+
+
+def newest_number() -> int:
+    """The sequence number that the next node will have."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def live_tensors() -> list[Tensor]:
+    """Every tensor that Python holds."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+
+
+def graphs_of(tensors: Sequence[Tensor], since: int) -> list[Graph]:
+    """The graphs of tensors that have one; nodes older than `since` are not followed."""
+    with _disable_current_modes():
+        roots = [one for one in tensors if one.grad_fn is not None]
+        budget = [MOST_NODES]
+        return [_graph(root, since, budget) for root in roots]
+
+
+def _graph(root: Tensor, since: int, budget: list[int]) -> Graph:
+    graph = Graph(root)
+    seen: dict[Any, None] = {}
+    todo = [root.grad_fn]
+    while todo and budget[0] > 0:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        number = node._sequence_nr()
+        if number < since or number >= _NO_NUMBER:
+            continue
+        seen[node] = None
+        budget[0] -= 1
+        graph.numbers.append(number)
+        graph.saved.update(identity(tensor) for tensor in _saved(node))
+        todo += [following for following, _ in node.next_functions]
+    return graph
+
+
+_names: dict[type, tuple[str, ...]] = {}
+
+
+def _saved(node: Any) -> Iterator[Tensor]:
+    kind = type(node)
+    if kind not in _names:
+        _names[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
+    for name in _names[kind]:
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # its backward has run: nothing is saved any more
+            continue
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, Tensor):
+                yield one

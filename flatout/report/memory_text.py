@@ -1,0 +1,184 @@
+"""What held a script's memory, as a screen for people and as a document for programs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from flatout.memory.creep import LEAST_STEPS, Creep
+from flatout.memory.savings import Saving
+from flatout.memory.use import MemoryUse, Moment
+from flatout.report.document import document
+from flatout.script.memory_trial import MemoryWatched
+from flatout.units import format_bytes
+
+KIND = "memory"
+BARS = "▁▂▃▄▅▆▇█"
+LINES_SHOWN, TENSORS_SHOWN = 5, 5
+
+
+def memory_document(watched: MemoryWatched) -> dict[str, Any]:
+    """Bytes everywhere; a figure that is not known is null."""
+    return document(
+        KIND,
+        {
+            "script": {
+                "name": watched.target.name,
+                "arguments": list(watched.target.arguments),
+                "status": watched.status,
+            },
+            "steps": watched.steps,
+            "step_kind": watched.step_kind,
+            "use": watched.use.to_json() if watched.use is not None else None,
+            "creep": {
+                "verdict": watched.verdict,
+                "judged_steps": watched.judged_steps,
+                "creeps": [asdict(creep) for creep in watched.creeping],
+                "bounded": [asdict(creep) for creep in watched.creeps if creep.bounded],
+                "waited_for_the_garbage_collector": list(watched.collected),
+            },
+            "resident_bytes": list(watched.resident_bytes),
+            "peak_resident_bytes": watched.peak_resident_bytes,
+            "notes": _notes(watched),
+        },
+    )
+
+
+def memory_text(watched: MemoryWatched) -> str:
+    """One screen."""
+    rows = [("script", f"{shlex.join(watched.target.command)} · {_steps(watched)}")]
+    use = watched.use
+    if use is not None:
+        rows += _peak(use)
+        rows += _timeline(use, watched.resident_bytes)
+        rows += _labelled("lines", [_line_text(use, number) for number in range(min(LINES_SHOWN, len(use.lines)))])
+        rows += _labelled("tensors", [_tensor_text(use, n) for n in range(min(TENSORS_SHOWN, len(use.tensors)))])
+    process = f"{format_bytes(watched.peak_resident_bytes)} at the most: the whole process, Python and libraries too"
+    rows.append(("resident", process))
+    if use is not None:
+        rows += _labelled("savings", [_saving_text(saving) for saving in use.savings])
+    rows += _labelled("creep", _creep_lines(watched))
+    rows += _labelled("note", _notes(watched))
+    return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def _labelled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    return [(label if number == 0 else "", text) for number, text in enumerate(texts)]
+
+
+def _steps(watched: MemoryWatched) -> str:
+    if watched.use is None:
+        return "it never imported torch"
+    if not watched.steps:
+        return "no training step found: this is the whole run"
+    warm_up = watched.use.warm_up
+    counted = f"{watched.steps} steps, {warm_up} of them to warm up"
+    return counted if watched.status is None else f"{counted}; the script ended by itself with code {watched.status}"
+
+
+def _peak(use: MemoryUse) -> list[tuple[str, str]]:
+    peak = use.peak
+    parts = [f"{name} {format_bytes(size)}" for name, size in peak.categories.items() if size]
+    rows = [
+        ("peak", f"{format_bytes(peak.size_bytes)} of tensors on {use.device}, {_moment(peak)}"),
+        ("", " + ".join(parts) or "no tensor"),
+    ]
+    if use.between_steps_bytes is not None:
+        rows.append(("held", f"{format_bytes(use.between_steps_bytes)} when the last step had ended"))
+    return rows
+
+
+def _moment(peak: Moment) -> str:
+    when = f"in step {peak.step}, {peak.phase}" if peak.step is not None else "outside of the steps"
+    module = f"of {peak.module}" if peak.module else ""
+    operation = f"({peak.operation})" if peak.operation else ""
+    return " ".join(part for part in (when, module, f"at {peak.line}" if peak.line else "", operation) if part)
+
+
+def _timeline(use: MemoryUse, resident: Sequence[int]) -> list[tuple[str, str]]:
+    if not use.steps:
+        return []
+    peaks, held = [step.peak_bytes for step in use.steps], [step.held_bytes for step in use.steps]
+    top = max(peaks)
+    rows = [
+        ("steps", f"peak {_bars(peaks, top)}  {format_bytes(peaks[0])} -> {format_bytes(peaks[-1])}"),
+        ("", f"held {_bars(held, top)}  {format_bytes(held[0])} -> {format_bytes(held[-1])}"),
+    ]
+    if resident:
+        before, after = format_bytes(resident[0]), format_bytes(resident[-1])
+        rows.append(("", f"     {'':{len(peaks)}}  {before} -> {after} resident: the process, not the tensors"))
+    return rows
+
+
+def _bars(values: Sequence[int], top: int) -> str:
+    return "".join(BARS[min(len(BARS) - 1, len(BARS) * value // (top + 1))] for value in values)
+
+
+def _line_text(use: MemoryUse, number: int) -> str:
+    one = use.lines[number]
+    counted = f"{one.tensors} tensor{'s' if one.tensors > 1 else ''}"
+    return f"{format_bytes(one.size_bytes):>9}  {one.line or 'unknown'}  {', '.join(one.categories)}, {counted}"
+
+
+def _tensor_text(use: MemoryUse, number: int) -> str:
+    one = use.tensors[number]
+    shape = "×".join(str(size) for size in one.shape) or "scalar"
+    where = " ".join(part for part in (one.module, one.line) if part) or one.operation
+    return f"{format_bytes(one.size_bytes):>9}  {shape} {one.dtype}  {one.category}  {where}"
+
+
+def _saving_text(saving: Saving) -> str:
+    how = f" ({' '.join(part for part in (saving.line, saving.how) if part)})" if saving.line or saving.how else ""
+    before, after = saving.peak_before_bytes, saving.peak_after_bytes
+    if saving.held_bytes is None or before is None or after is None:
+        return f"{saving.measure}: {saving.how}"
+    word = "at most " if saving.certainty == "at most" else ""
+    peak = f"peak {format_bytes(before)} -> {format_bytes(after)}" if after != before else "the peak stays"
+    return f"{saving.measure}: {word}{format_bytes(saving.held_bytes)} less held, {peak}{how}"
+
+
+def _creep_lines(watched: MemoryWatched) -> list[str]:
+    if watched.use is None:
+        return []
+    lines = [text for creep in watched.creeping for text in _creep_text(creep)]
+    if not lines and watched.verdict == "steady":
+        lines.append(f"none: what is held between steps is steady over {watched.judged_steps} steps")
+    elif not lines:
+        lines.append(f"unknown: {watched.judged_steps} steps after the warm-up, and {LEAST_STEPS} are needed to tell")
+    lines += [f"not creep: {_holder(creep)}: {creep.bounded}" for creep in watched.creeps if creep.bounded]
+    return lines
+
+
+def _creep_text(creep: Creep) -> list[str]:
+    line = f"{creep.line}  {creep.source}" if creep.line else "the line that holds was not found"
+    growth = f"{format_bytes(creep.bytes_per_step)} of tensors a step"
+    if creep.graph_nodes_per_step:
+        growth += f", {creep.graph_nodes_per_step:.3g} nodes of autograd's graph a step"
+    texts = [f"held by {_holder(creep)}: {line}", f"  {growth}"]
+    if creep.births:
+        more = f" and {len(creep.births) - 3} more" if len(creep.births) > 3 else ""
+        texts.append(f"  made at {', '.join(creep.births[:3])}{more}")
+    return texts
+
+
+def _holder(creep: Creep) -> str:
+    if not creep.holder:
+        return "something without a name"
+    known = [creep.type_name]
+    if creep.entries is not None:
+        known.append(f"{creep.entries} entries")
+    if creep.entries_per_step:
+        known.append(f"{creep.entries_per_step:+.3g} a step")
+    return f"`{creep.holder}` ({', '.join(part for part in known if part)})"
+
+
+def _notes(watched: MemoryWatched) -> list[str]:
+    notes = []
+    if watched.compiled:
+        notes.append("compiled code takes memory that is not seen here")
+    if watched.collected:
+        lines = ", ".join(watched.collected[:3])
+        notes.append(f"only cycles of references held tensors of {lines}: Python frees them from time to time")
+    return notes

@@ -1,0 +1,181 @@
+"""The parent's end of `flatout memory`: start the isolated process, wait for its answer, clean up after it.
+
+    watched = watch_memory(MemoryRequest(target=Target.from_command(["train.py"])))
+    watched.use.peak.size_bytes, watched.creeps
+
+Nothing of the user's is touched: the process writes to a copy, and ends after a few steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.environment import trial_environment
+from flatout.errors import ScriptError, TrialError
+from flatout.memory.creep import LEAST_STEPS, Creep
+from flatout.memory.use import MemoryUse
+from flatout.script.entry import Target
+from flatout.script.isolation import cleanup
+
+STEPS = 8
+MOST_ERROR_BYTES = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRequest:
+    """What to watch, and for how many steps after the warm-up."""
+
+    target: Target
+    steps: int = STEPS
+    isolation: Literal["auto", "overlay", "guard"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryWatched:
+    """Everything that was found out."""
+
+    target: Target
+    status: int | None
+    """The script's exit code where it ended by itself; None: it was stopped after its steps."""
+    step_kind: str | None
+    steps: int
+    use: MemoryUse | None
+    """None: the script never imported torch."""
+    creeps: tuple[Creep, ...]
+    judged_steps: int
+    resident_bytes: tuple[int, ...]
+    """Of the process, at the end of each step: with Python, torch's libraries and our own records."""
+    peak_resident_bytes: int
+    collected: tuple[str, ...]
+    """Lines whose tensors only waited for the garbage collector."""
+    compiled: bool
+    errors: str
+    """What the script wrote to stderr, where it failed."""
+
+    @property
+    def creeping(self) -> tuple[Creep, ...]:
+        return tuple(creep for creep in self.creeps if not creep.bounded)
+
+    @property
+    def verdict(self) -> Literal["creeps", "steady", "unknown"]:
+        if self.creeping:
+            return "creeps"
+        return "steady" if self.judged_steps >= LEAST_STEPS else "unknown"
+
+
+def watch_memory(request: MemoryRequest) -> MemoryWatched:
+    """Run the script as a trial. Raises ScriptError or TrialError where nothing could be watched."""
+    request.target.check()
+    parent = "/var/tmp" if Path("/var/tmp").is_dir() else None  # a disk rather than memory, as for trials
+    folder = Path(tempfile.mkdtemp(prefix="flatout-", dir=parent))
+    try:
+        answer = _run(request, folder)
+        errors = (folder / "errors.log").read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace")
+    finally:
+        cleanup(folder / "scratch")
+        shutil.rmtree(folder, ignore_errors=True)
+    return _watched(request, answer, errors)
+
+
+def _watched(request: MemoryRequest, answer: dict[str, Any], errors: str) -> MemoryWatched:
+    if answer["event"] == "stopped":
+        raise TrialError(f"stopped before the script's first write: {answer['reason']}")
+    if answer["event"] == "refused":
+        raise ScriptError(answer["reason"])
+    if answer["event"] == "fault":
+        raise TrialError(f"the memory could not be watched: {answer['reason']}")
+    creeps = [Creep(**{**one, "births": tuple(one["births"])}) for one in answer.get("creeps", ())]
+    return MemoryWatched(
+        target=request.target,
+        status=answer.get("status"),
+        step_kind=answer.get("step_kind"),
+        steps=answer.get("steps", 0),
+        use=MemoryUse.from_json(answer["use"]) if "use" in answer else None,
+        creeps=tuple(creeps),
+        judged_steps=answer.get("judged_steps", 0),
+        resident_bytes=tuple(answer.get("resident_bytes", ())),
+        peak_resident_bytes=answer["peak_resident_bytes"],
+        collected=tuple(answer.get("collected", ())),
+        compiled=answer.get("compiled", False),
+        errors=errors if answer.get("status") else "",
+    )
+
+
+def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
+    scratch, config = folder / "scratch", folder / "config.json"
+    scratch.mkdir()
+    read_fd, write_fd = os.pipe()
+    words = {"scratch": str(scratch), "isolation": request.isolation, "steps": request.steps, "write_fd": write_fd}
+    config.write_text(json.dumps({"target": asdict(request.target), **words}))
+    with (
+        _stdin() as stdin,
+        open(folder / "output.log", "wb") as output,
+        open(folder / "errors.log", "wb") as errors,
+        os.fdopen(read_fd, "rb") as answers,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flatout.script.memory_child", str(config)],
+            stdin=stdin,
+            stdout=output,
+            stderr=errors,
+            pass_fds=(write_fd,),
+            env=trial_environment({}),
+            start_new_session=True,
+        )
+        os.close(write_fd)
+        try:
+            return _answer(process, answers)
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started: loaders' workers
+            process.wait()
+
+
+def _answer(process: subprocess.Popen[bytes], answers: Any) -> dict[str, Any]:
+    """One line; workers that outlive the process hold the pipe open, so its end alone is not waited for."""
+    line = b""
+    while not line.endswith(b"\n"):
+        gone = process.poll() is not None
+        if select.select([answers], [], [], 0.2)[0]:
+            chunk = os.read(answers.fileno(), 1 << 16)
+            line += chunk
+            if chunk:
+                continue
+        elif not gone:
+            continue
+        raise TrialError(_death(process.wait()))
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"the script left with code {code} in a way that skips all of Python's own ends"
+    name = signal.Signals(-code).name
+    return f"the script died of {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+@contextlib.contextmanager
+def _stdin() -> Iterator[Any]:
+    """What is piped in goes to the script; of a terminal it reads nothing, because it runs in a session of its own."""
+    try:
+        piped = sys.stdin is not None and not sys.stdin.isatty() and sys.stdin.fileno() >= 0
+    except (OSError, ValueError):
+        piped = False
+    if piped:
+        yield sys.stdin
+    else:
+        with open(os.devnull, "rb") as nothing:
+            yield nothing

@@ -1,0 +1,207 @@
+"""Follow every tensor of a running script for a few steps, then say what held the memory and what creeps.
+
+Installed before the script starts; the tracker comes on as soon as the script has imported torch. When enough steps
+have been watched the timeline is taken and judged; where something creeps, two more steps run under a trace that sees
+which line makes its holder grow. Then `finished` is called, which ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+
+from flatout.script.growth_trace import GrowthTrace
+from flatout.script.patches import Patches
+from flatout.script.session import resident_bytes
+from flatout.script.watch import Watch
+
+WARM_UP_STEPS = 2
+TRACED_STEPS = 2
+
+Answer = dict[str, Any]
+
+
+class MemoryWatch:
+    """`finished` gets the result, as plain JSON, once the steps have been watched."""
+
+    def __init__(self, *, steps: int, folder: str, finished: Callable[[Answer], None]) -> None:
+        self.watch = Watch()
+        self._wanted = WARM_UP_STEPS + steps
+        self._folder, self._finished = folder, finished
+        self._tracker: Any = None
+        self._inspection: Any = None
+        self._trace: GrowthTrace | None = None
+        self._patches = Patches()
+        self._marks: list[int] = []
+        self._numbers: list[int] = []
+        self._resident: list[int] = []
+        self._first_event: int | None = None
+        self._left_to_trace = 0
+        self._depth = 0
+        self.watch.at_boundary.append(self._guarded)
+        self.watch.at_backward.append(lambda roots: self._training_begins())
+
+    def torch_imported(self, torch: ModuleType) -> None:
+        import torch.utils.data.dataloader
+        from torch.nn.modules import module as modules
+
+        from flatout.memory.tracking import Tracker
+
+        self._tracker = Tracker(prefer=self._folder)
+        self._tracker.step = -1  # what a script makes before it trains belongs to no step
+        self._tracker.model = _Models(self.watch)
+        self._tracker.__enter__()
+        self.watch.install(torch)
+        modules.register_module_forward_pre_hook(self._module_starts)
+        modules.register_module_forward_hook(self._module_ends, always_call=True)
+        self._patches.replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
+        os.register_at_fork(after_in_child=self._leave_child)
+
+    def ended(self) -> Answer | None:
+        """The script is over before it had all its steps: what is known by then. None: it never imported torch."""
+        if self._tracker is None:
+            return None
+        if self._trace is not None:
+            self._trace.stop()
+        if self._inspection is None:
+            self._inspect(None)
+        return self._result(ended=True)
+
+    def _leave_child(self) -> None:
+        """A loader's worker is not watched; it must not pay for it either."""
+        self._tracker.__exit__(None, None, None)
+
+    # what the script does
+
+    def _guarded(self) -> None:
+        """An error of ours must not look like the script's."""
+        try:
+            self._boundary(sys._getframe(1))
+        except Exception as error:
+            traceback.print_exc()
+            self._finished({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
+
+    def _boundary(self, frame: FrameType) -> None:
+        if self.watch.finder.kind is None:
+            return
+        if self._left_to_trace:
+            self._left_to_trace -= 1
+            if not self._left_to_trace:
+                self._finish()
+            return
+        from flatout.memory.graphs import newest_number
+
+        self._training_begins()
+        self._name_optimizers()
+        self._marks.append(self._tracker.events)
+        self._numbers.append(newest_number())
+        self._resident.append(resident_bytes())
+        self._tracker.step = len(self._marks)
+        if len(self._marks) == self._wanted:
+            self._inspect(frame)
+            self._trace = GrowthTrace(self._inspection.sizes(), self._inspection.is_users_file)
+            if not self._inspection.suspects:
+                self._finish()
+            else:
+                self._left_to_trace = TRACED_STEPS
+                self._trace.start(frame)
+
+    def _finish(self) -> None:
+        if self._trace is not None:
+            self._trace.stop()
+        self._finished(self._result(ended=False))
+
+    def _training_begins(self) -> None:
+        if self._first_event is None and self.watch.enabled:
+            self._first_event = self._tracker.events
+            self._tracker.step = 0
+
+    def _module_starts(self, module: Any, arguments: Any) -> None:
+        import torch
+
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled():
+            return
+        self._training_begins()
+        self._tracker.hold(module.parameters(), "weights")
+        self._tracker.hold(module.buffers(), "weights")
+        self._name_inputs(arguments)
+
+    def _module_ends(self, module: Any, arguments: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _wrap_next(self, original: Any) -> Any:
+        def __next__(iterator: Any) -> Any:
+            batch = original(iterator)
+            self._name_inputs(batch)
+            return batch
+
+        return __next__
+
+    def _name_inputs(self, values: Any) -> None:
+        """A hidden state that comes back as an input has its own history, and a slice of the data set is the set's."""
+        from torch import Tensor
+        from torch.utils._pytree import tree_leaves
+
+        step = self._tracker.step
+        known = self._tracker.alive_by_storage()
+        for one in tree_leaves(values):
+            if isinstance(one, Tensor) and one.grad_fn is None and not one.requires_grad:
+                allocation = _allocation_of(known, one)
+                if allocation is None or (allocation.step == step and allocation.category == "temporaries"):
+                    self._tracker.hold([one], "inputs")
+
+    def _name_optimizers(self) -> None:
+        for optimizer in self.watch.subject.optimizers:
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            self._tracker.hold(parameters, "weights")
+            self._tracker.name([one.grad for one in parameters if one.grad is not None], "gradients")
+
+    # what is found
+
+    def _inspect(self, frame: FrameType | None) -> None:
+        from flatout.script.memory_inspection import Inspection
+
+        per_step = self.watch.backwards / max(1, self.watch.steps)
+        self._inspection = Inspection(
+            tracker=self._tracker,
+            marks=self._marks,
+            numbers=self._numbers,
+            first_event=self._first_event if self._first_event is not None else self._tracker.events,
+            warm_up=WARM_UP_STEPS,
+            one_backward_a_step=0.9 < per_step < 1.1,
+            frame=frame,
+        )
+
+    def _result(self, *, ended: bool) -> Answer:
+        traced = self._trace.line_of if self._trace is not None else lambda index: None
+        steps_traced = TRACED_STEPS - self._left_to_trace if self._trace is not None else 0
+        return {
+            "event": "result",
+            "step_kind": self.watch.finder.kind,
+            "steps": len(self._marks),
+            "ended": ended,
+            "compiled": self.watch.saw_compile,
+            "resident_bytes": self._resident,
+            **self._inspection.result(traced, steps_traced),
+        }
+
+
+class _Models:
+    """All models that the script trains, as the tracker asks for them."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def parameters(self) -> Any:
+        return (parameter for module in self._watch.subject.modules for parameter in module.parameters())
+
+
+def _allocation_of(known: dict[int, Any], tensor: Any) -> Any:
+    from flatout.memory.tracking import identity
+
+    return known.get(identity(tensor))
