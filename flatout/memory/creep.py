@@ -1,7 +1,7 @@
 """Which tensors creep: what is held when a step ends, line by line, and whether that grows steadily.
 
     marks = [event at which step 1 ended, step 2, ...]
-    growths(timeline, marks)             # one entry for each line whose tensors grow
+    growths(timeline, marks)             # one entry for each line and operation whose tensors grow
 
 Looked at are the ends of steps only: what comes and goes within a step is no creep, and what a loop's variables still
 hold when it ends is the same each time. A warm-up that fills a cache, a bounded queue or the momentum of the first
@@ -85,15 +85,15 @@ def grows_steadily(values: Sequence[int]) -> bool:
 
 
 def growths(timeline: Timeline, marks: Sequence[int]) -> list[Growth]:
-    """The lines whose tensors grow from mark to mark, those that grow fastest first.
+    """What grows from mark to mark, by line and operation, what grows fastest first.
 
     A mark is the number of events so far. Too few marks: an empty list, which then says nothing.
     """
-    by_line: dict[str, list[Allocation]] = {}
+    by_origin: dict[tuple[str, str, str], list[Allocation]] = {}
     for one in timeline.allocations:
         if one.size_bytes and _outlives_a_mark(one, marks):
-            by_line.setdefault(one.line or one.module or one.operation, []).append(one)
-    found = [growth for line, ones in by_line.items() if (growth := _growth(line, ones, marks)) is not None]
+            by_origin.setdefault((one.line or one.module, one.phase, one.operation), []).append(one)
+    found = [growth for (line, *_), ones in by_origin.items() if (growth := _growth(line, ones, marks)) is not None]
     return sorted(found, key=lambda growth: -growth.bytes_per_step)
 
 

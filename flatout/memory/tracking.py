@@ -71,6 +71,7 @@ class Tracker:
         self._phase: Phase = "forward"
         self._origins: list[tuple[int, str, str]] = []
         """(sequence number of the newest autograd node, module, line) where either changed, in forward order."""
+        self._newest_number = -1
         self._stack = contextlib.ExitStack()
         self._finished = False
 
@@ -257,9 +258,13 @@ class Tracker:
         self._enter_phase("optimizer" if self._in_optimizer else "forward")
         if self._in_optimizer or not torch.is_grad_enabled():
             return
+        number = torch.autograd._get_sequence_nr()
+        if number == self._newest_number:
+            return  # this operation made no node: the newest is another line's
+        self._newest_number = number
         origin = self._module(), self._users_line()
         if not self._origins or self._origins[-1][1:] != origin:
-            self._origins.append((torch.autograd._get_sequence_nr() - 1, *origin))
+            self._origins.append((number - 1, *origin))
 
     def _forward_origin(self, node: Any) -> tuple[str, str]:
         """Module and line of the forward operation that this backward node belongs to."""

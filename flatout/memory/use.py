@@ -144,7 +144,8 @@ def use_of(
 
 def _category(one: Allocation, step: int | None) -> str:
     """A batch or an activation of an earlier step is none any more: something else holds it."""
-    if one.category in _LASTING or (step is not None and one.step == step):
+    of_setup = one.step < 0 and one.category == "inputs"  # the data set itself, where it goes in whole
+    if one.category in _LASTING or of_setup or (step is not None and one.step == step):
         return one.category
     return "other" if step is not None or one.category == "temporaries" else one.category
 

@@ -143,16 +143,15 @@ class MemoryWatch:
         return __next__
 
     def _name_inputs(self, values: Any) -> None:
-        """A hidden state that comes back as an input has its own history, and a slice of the data set is the set's."""
+        """What has no history of its own: a hidden state that comes back as an input is the model's."""
         from torch import Tensor
         from torch.utils._pytree import tree_leaves
 
-        step = self._tracker.step
         known = self._tracker.alive_by_storage()
         for one in tree_leaves(values):
             if isinstance(one, Tensor) and one.grad_fn is None and not one.requires_grad:
                 allocation = _allocation_of(known, one)
-                if allocation is None or (allocation.step == step and allocation.category == "temporaries"):
+                if allocation is None or allocation.category == "temporaries":
                     self._tracker.hold([one], "inputs")
 
     def _name_optimizers(self) -> None:
