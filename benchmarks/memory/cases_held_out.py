@@ -1,4 +1,8 @@
-"""Models that nobody looked at while the rules were made: written afterwards, reported apart."""
+"""Models that nobody looked at while the rules were made: written afterwards, reported apart.
+
+At the first look ConvNeXt was among them, its forecast 20 to 58 % low (wide depthwise kernels in channels_last); it
+was then looked at, mended, and moved to the others. A MobileNet-like net with 5 x 5 kernels took its place, unseen.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ def _plain() -> list[Case]:
     encoder = Subject(name="nn.TransformerEncoder", make=Encoder, batch=tokens, loss_fn=token_loss, sizes=(4, 24))
     layers = Subject(name="nn.LSTM, 3 layers", make=Series, batch=series, loss_fn=series_loss, sizes=(12, 90))
     mixer = Subject(name="MLP mixer", make=Mixer, batch=pictures, loss_fn=picture_loss, sizes=(6, 40))
+    mobile = Subject(name="inverted bottlenecks", make=_mobile, batch=pictures, loss_fn=picture_loss, sizes=(6, 32))
     factors = Subject(name="factorization", make=Factors, batch=_ratings, loss_fn=_rating_loss, sizes=(256, 4000))
     return [
         *cases_of(speech, ("adam", {}), ("momentum", BF16)),
@@ -38,6 +43,7 @@ def _plain() -> list[Case]:
         *cases_of(layers, ("adam", {}), ("momentum", {**BF16, **parts(3)})),
         *cases_of(mixer, ("adafactor", {}), ("adam", BF16)),
         *cases_of(factors, ("adam", {})),
+        *cases_of(mobile, ("momentum", {}), ("adam", {**BF16, "memory_format": "channels_last"})),
     ]
 
 
@@ -54,7 +60,6 @@ def _hugging_face() -> list[Case]:
         num_key_value_heads=2,
         use_cache=False,
     )
-    next_net = hf.ConvNextConfig(hidden_sizes=[24, 48, 96, 120], depths=[1, 1, 2, 1], image_size=64, num_labels=10)
     residual = hf.ResNetConfig(
         embedding_size=24, hidden_sizes=[24, 48, 64, 96], depths=[1, 1, 1, 1], layer_type="basic", num_labels=10
     )
@@ -74,11 +79,6 @@ def _hugging_face() -> list[Case]:
             ("adafactor", BLOCK),
         ),
         *cases_of(
-            subject("HF ConvNeXt", lambda: hf.ConvNextForImageClassification(next_net), images(64, 10), (4, 20)),
-            ("adamw", {}),
-            ("momentum", BF16),
-        ),
-        *cases_of(
             subject("HF ResNet", lambda: hf.ResNetForImageClassification(residual), images(80, 10), (4, 20)),
             ("momentum", {}),
             ("adam", parts(2)),
@@ -96,6 +96,16 @@ def _speech() -> nn.Module:
     for inputs, outputs, width, stride in ((1, 40, 80, 4), (40, 40, 3, 1), (40, 80, 3, 2), (80, 112, 5, 2)):
         layers += [nn.Conv1d(inputs, outputs, width, stride=stride), nn.BatchNorm1d(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(112, 12))
+
+
+def _mobile() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU6()]
+    for inputs, outputs, kernel, stride in ((16, 24, 3, 2), (24, 40, 5, 1), (40, 40, 5, 1), (40, 72, 3, 2)):
+        wide = 4 * inputs
+        layers += [nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()]
+        layers += [nn.Conv2d(wide, wide, kernel, stride=stride, padding=kernel // 2, groups=wide, bias=False)]
+        layers += [nn.BatchNorm2d(wide), nn.ReLU6(), nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(72, 7))
 
 
 class DenselyConnected(nn.Module):

@@ -36,39 +36,14 @@ def subject(name: str, make: Callable[[], nn.Module], batch: Callable[[int], Any
 
 def hugging_face_cases() -> list[Case]:
     """Raises ImportError where transformers is not installed."""
+    return [*_encoders(), *_decoders()]
+
+
+def _encoders() -> list[Case]:
     import transformers as hf
 
     bert = hf.BertConfig(
         vocab_size=2500, hidden_size=144, num_hidden_layers=3, num_attention_heads=4, intermediate_size=576
-    )
-    gpt2 = hf.GPT2Config(
-        vocab_size=2500,
-        n_embd=144,
-        n_layer=3,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        n_positions=128,
-        use_cache=False,
-    )
-    llama = hf.LlamaConfig(
-        vocab_size=2500,
-        hidden_size=160,
-        intermediate_size=432,
-        num_hidden_layers=3,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        use_cache=False,
-    )
-    t5 = hf.T5Config(
-        vocab_size=2500,
-        d_model=128,
-        d_kv=32,
-        d_ff=512,
-        num_layers=2,
-        num_heads=4,
-        use_cache=False,
-        decoder_start_token_id=0,
     )
     vit = hf.ViTConfig(
         hidden_size=144,
@@ -79,9 +54,45 @@ def hugging_face_cases() -> list[Case]:
         patch_size=8,
         num_labels=10,
     )
+    convnext = hf.ConvNextConfig(hidden_sizes=[24, 48, 96, 120], depths=[1, 1, 2, 1], image_size=64, num_labels=10)
+    return [
+        *cases_of(
+            subject("HF BERT", lambda: hf.BertForMaskedLM(bert), text(2500, 80), (4, 20)),
+            ("adamw", {}),
+            ("adam", BF16),
+        ),
+        *cases_of(
+            subject("HF ViT", lambda: hf.ViTForImageClassification(vit), images(64, 10), (4, 24)),
+            ("adam", {}),
+            ("momentum", BF16),
+        ),
+        *cases_of(
+            subject("HF ConvNeXt", lambda: hf.ConvNextForImageClassification(convnext), images(64, 10), (4, 20)),
+            ("adamw", {}),
+            ("momentum", BF16),
+        ),
+    ]
+
+
+def _decoders() -> list[Case]:
+    import transformers as hf
+
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    gpt2 = hf.GPT2Config(vocab_size=2500, n_embd=144, n_layer=3, n_head=4, n_positions=128, **ends)
+    llama = hf.LlamaConfig(
+        vocab_size=2500,
+        hidden_size=160,
+        intermediate_size=432,
+        num_hidden_layers=3,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        **ends,
+    )
+    t5 = hf.T5Config(
+        vocab_size=2500, d_model=128, d_kv=32, d_ff=512, num_layers=2, num_heads=4, decoder_start_token_id=0, **ends
+    )
     tokens = text(2500, 80)
     return [
-        *cases_of(subject("HF BERT", lambda: hf.BertForMaskedLM(bert), tokens, (4, 20)), ("adamw", {}), ("adam", BF16)),
         *cases_of(
             subject("HF GPT-2", lambda: hf.GPT2LMHeadModel(gpt2), tokens, (4, 20)),
             ("adamw", {}),
@@ -97,10 +108,5 @@ def hugging_face_cases() -> list[Case]:
             subject("HF T5", lambda: hf.T5ForConditionalGeneration(t5), tokens, (4, 20)),
             ("adafactor", {}),
             ("adamw", BF16),
-        ),
-        *cases_of(
-            subject("HF ViT", lambda: hf.ViTForImageClassification(vit), images(64, 10), (4, 24)),
-            ("adam", {}),
-            ("momentum", BF16),
         ),
     ]

@@ -222,9 +222,9 @@ def _by_turns(case: Case, all_choices: list[dict[str, Any]]) -> list[float]:
 # cases
 
 
-def _classes(model: nn.Module, optimizer: Any, shape: tuple[int, ...], classes: int = 10) -> Any:
+def _classes(model: nn.Module, optimizer: Any, shape: tuple[int, ...], samples: int = 8) -> Any:
     torch.manual_seed(0)
-    batch = (torch.randn(8, *shape), torch.randint(0, classes, (8,)))
+    batch = (torch.randn(samples, *shape), torch.randint(0, 10, (samples,)))
     return model, optimizer(model.parameters()), flatout.supervised(nn.CrossEntropyLoss()), batch
 
 
@@ -294,7 +294,7 @@ INTO: dict[str, Case] = {
     "gpt2, large vocabulary": lambda: _gpt2(vocabulary=8192, layers=2),
     "bert": _bert,
     "resnet": lambda: _classes(_resnet(), torch.optim.AdamW, IMAGE),
-    "mlp": lambda: _classes(_mlp(), torch.optim.AdamW, (256,)),
+    "mlp": lambda: _classes(_mlp(), torch.optim.AdamW, (256,), 512),
 }
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ class _Convolution:
         return self.groups > 1 and self.groups == self.source_shape[0] == self.result_shape[0]
 
     @property
+    def wide_depthwise(self) -> bool:
+        """oneDNN's own kernels for depthwise weights end at 3 x 3."""
+        return self.depthwise and max(self.kernel) > 3
+
+    @property
     def low_precision(self) -> bool:
         return self.size < 4
 
@@ -115,14 +120,26 @@ class _Convolution:
         channels = self.source_shape[0]
         block = block_channels() if channels >= block_channels() else 8
         plain = self.groups == 1 and channels <= _PLAIN_CHANNELS
-        if self.low_precision and (channels < block_channels() or self.groups > 1) and not self.depthwise:
-            copies = 0  # reads both as they are
+        reads_plain = self.low_precision and (channels < block_channels() or self.groups > 1) and not self.depthwise
+        if reads_plain or self.wide_depthwise:
+            copies = 0
             weight = self.weight()
         else:
             copies = (0 if plain else self.side(self.source_shape, block)) + self.side(self.result_shape, block)
             weight = self.weight(1 if plain else block, block)
         scratch = self.weight_scratch()
         return max(copies + weight + scratch, weight + self.weight())
+
+    def weights_in_blocks(self) -> int:
+        """The weights' gradient for channels_last; of wide depthwise kernels each channel is a block by a block."""
+        if not self.wide_depthwise:
+            return self.weight(16, 16)
+        blocks = block_channels() ** 2 * self.weight()
+        if not self.low_precision:
+            return blocks
+        pixels = math.prod(self.result_shape[1:]) + self.source_shape[1] * (self.source_shape[-1] + self.kernel[-1] - 1)
+        images = self.source_shape[0] * block_channels() * self.size * pixels
+        return blocks + blocks // self.size * 4 + images
 
     def pointwise_scratch(self, made: tuple[int, ...]) -> int:
         """1 x 1 kernels: fp32 sums of one image in bf16, and with a stride the pixels that are read, side by side."""
@@ -148,7 +165,7 @@ class _Convolution:
 
 def convolution(args: Any, out: Any) -> Workspace | None:
     """aten::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
-    input, weight, _, stride, padding, dilation, transposed, _, groups = args[:9]
+    input, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
     if input.dim() == 2 + len(stride) and input.numel():
         if not _by_onednn(input, weight, stride, dilation, transposed, groups):
             return Workspace(inside_bytes=_columns(input, weight, out) if not transposed else 0)
@@ -173,7 +190,7 @@ def convolution_backward(args: Any, out: Any) -> Workspace | None:
     if is_channels_last(input) or is_channels_last(weight):
         copies = _channels_last_copies(gradient, input, weight)
         first = one.weight(16, 16) + _SMALL_BYTES if mask[0] else 0
-        second = one.weight(16, 16) + max(one.weight_scratch(), 2 * one.weight())
+        second = one.weights_in_blocks() + max(one.weight_scratch(), 2 * one.weight())
         return Workspace(inside_bytes=copies + max(0, of_input + max(first, second) - returned))
     peak = (one.forward() if transposed else one.towards_source()) if mask[0] else 0
     if mask[1]:
@@ -287,7 +304,8 @@ def lstm_backward(args: Any, out: Any) -> Workspace | None:
     if args[0].dim() != 3:
         return None
     tokens, samples, inputs, hidden, size = _lstm_sizes(args)
-    weights = 4 * hidden * (_leading(inputs, size) + _leading(hidden, size)) * size
+    rows = [row for row in (inputs, hidden) if size < 4 or _leading(row, size) != row]  # fp32 rows may lie well as is
+    weights = 4 * hidden * sum(_leading(row, size) for row in rows) * size
     gradients = (inputs + hidden) * _leading(4 * hidden, 4) * 4
     inside = weights + gradients + 2 * samples * hidden * 4 + _lstm_scratch_bytes(tokens, samples, hidden, size)
     given = args[10]

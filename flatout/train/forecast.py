@@ -269,16 +269,17 @@ class _Asked:
         """The runs took different courses: only their totals can be extended, which knows of no other peak."""
         one, other = self._of_real(first), self._of_real(second)
 
-        def extend(name: str) -> int:
-            a, b = getattr(one, name), getattr(other, name)
+        def extend(a: int, b: int) -> int:
             return max(0, round(a + (b - a) * scale))
 
-        sums = {name: (one.categories[name], other.categories[name]) for name in one.categories}
-        totals = "peak_bytes", "tensor_bytes", "rounding_bytes", "cached_bytes", "between_steps_bytes"
         return replace(
             other,
-            **{name: extend(name) for name in totals},
-            categories={name: max(0, round(a + (b - a) * scale)) for name, (a, b) in sums.items()},
+            peak_bytes=extend(one.peak_bytes, other.peak_bytes),
+            tensor_bytes=extend(one.tensor_bytes, other.tensor_bytes),
+            rounding_bytes=extend(one.rounding_bytes, other.rounding_bytes),
+            cached_bytes=extend(one.cached_bytes, other.cached_bytes),
+            between_steps_bytes=extend(one.between_steps_bytes, other.between_steps_bytes),
+            categories={name: extend(size, other.categories[name]) for name, size in one.categories.items()},
             largest=(),
             uncertainty=max(UNCERTAINTY_SUMS, self.uncertainty),
         )
