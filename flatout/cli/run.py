@@ -177,6 +177,10 @@ class Run:
     def _live_findings(self) -> list[str]:
         return [f"took back {entry.choice.label}" for entry in self.runner.applied.rolled_back]
 
+    def _folder(self) -> str:
+        """Where the script's own files are."""
+        return os.path.dirname(os.path.realpath(self.target.path)) if self.target.path else os.getcwd()
+
     def _note(self, text: str) -> None:
         self.notes.append(text)
 
@@ -220,6 +224,7 @@ class Run:
         from flatout.machine.detect import detect
         from flatout.report.run_text import RunSummary
         from flatout.script.describe import observe
+        from flatout.script.memory_death import inspect_death
 
         wall = time.perf_counter() - self._began
         if self.runner.fault is not None:
@@ -233,6 +238,7 @@ class Run:
         rolled_back += tuple(watch.subject.incidents)
         used = resource.getrusage(resource.RUSAGE_SELF)
         machine = self._machine or detect()
+        death = inspect_death(getattr(sys, "last_value", None), watch.subject, self._folder())
         facts = RunFacts(
             observed=observed,
             steps=record.steps,
@@ -258,6 +264,7 @@ class Run:
             rolled_back=rolled_back,
             plan_notes=tuple(self.notes),
             findings=tuple(check_run(facts)),
+            death=death,
         )
 
 

@@ -51,6 +51,21 @@ def graphs_of(tensors: Sequence[Tensor], since: int) -> list[Graph]:
         return [_graph(root, since, budget) for root in roots]
 
 
+def saved_tensors_of(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(node's kind, tensor) for what the graphs of these tensors saved and no backward pass has freed."""
+    with _disable_current_modes():
+        seen: set[Any] = set()
+        todo: list[Any] = [one.grad_fn for one in tensors if one.grad_fn is not None]
+        while todo and len(seen) < MOST_NODES:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for tensor in _saved(node):
+                yield type(node).__name__, tensor
+            todo += [after for after, _ in node.next_functions]
+
+
 def _graph(root: Tensor, since: int, budget: list[int]) -> Graph:
     graph = Graph(root)
     seen: dict[Any, None] = {}

@@ -13,6 +13,7 @@ from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.report.document import document
 from flatout.report.tune_text import breakdown_text, percent, share_of_ceiling
+from flatout.script.memory_death import MemoryDeath
 from flatout.script.run_record import RunRecord
 from flatout.timing import Load, measurement
 from flatout.units import format_bytes, format_seconds
@@ -40,6 +41,8 @@ class RunSummary:
     plan_notes: tuple[str, ...]
     findings: tuple[Finding, ...]
     load: Load | None = None
+    death: MemoryDeath | None = None
+    """Where the script died of memory."""
 
     @property
     def flops_per_step(self) -> float | None:
@@ -84,12 +87,24 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     )
     rows.append(("plan", ", ".join(summary.applied) if summary.applied else "none: the script ran as it is"))
     rows += [("", note) for note in summary.plan_notes]
+    if summary.death is not None:
+        rows += _death_rows(summary.death)
     for finding in summary.findings:
         rows.append(("finding", f"{finding.title} ({finding.evidence})"))
         rows.append(("", finding.remedy + (f": {finding.next_command}" if finding.next_command else "")))
     if report_path is not None:
         rows.append(("report", report_path))
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def _death_rows(death: MemoryDeath) -> list[tuple[str, str]]:
+    wanted = f", asking for {format_bytes(death.requested_bytes)}" if death.requested_bytes is not None else ""
+    parts = [f"{name} {format_bytes(size)}" for name, size in death.categories.items() if size]
+    rows = [("died of", f"memory, in the {death.part} part of a step{wanted}"), ("", death.line)]
+    rows.append(("held", f"{format_bytes(death.held_bytes)} of tensors: {', '.join(parts)}"))
+    rows += [("", f"{format_bytes(one.size_bytes):>9}  {one.name}  {one.line}".rstrip()) for one in death.holders]
+    rows += [("remedy" if index == 0 else "", text) for index, text in enumerate(death.advice)]
+    return rows
 
 
 def _steps(summary: RunSummary) -> str:
@@ -122,6 +137,7 @@ def run_document(summary: RunSummary) -> dict[str, Any]:
         "rolled_back": [{"label": label, "reason": reason} for label, reason in summary.rolled_back],
         "plan_notes": list(summary.plan_notes),
         "flops_per_step": summary.flops_per_step,
+        "out_of_memory": summary.death.to_json() if summary.death is not None else None,
         "findings": [finding.to_json() for finding in summary.findings],
     }
     if record.samples:

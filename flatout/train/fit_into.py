@@ -8,6 +8,7 @@ are looked at from the fastest predicted on, until some fit; the finalists run a
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +30,12 @@ from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes, format_seconds, parse_bytes
 
-FINALISTS = 4
+FINALISTS = 8
+FINALISTS_OF_A_KIND = 2
+"""Of those that take the same measures in another degree: a product of ratios may be wrong for all of them alike."""
 ROUNDS = 3
+TIMED_SECONDS = 0.1
+"""Of quick steps, as many are timed together as take this long."""
 MOST_FORECASTS = 120
 TIMING_SAMPLES = 32
 """Samples of the steps that are timed, where the example batch has more: shares hardly change with it."""
@@ -112,7 +117,7 @@ def fit_into(
             considered=(as_given,),
             timed_by="nothing: it fits",
         )
-    problem.find_ratios(_measures(model, loss_fn, plan, samples, exactness))
+    problem.find_ratios(measures_of(model, loss_fn, plan, samples, exactness))
     fitting = problem.cheapest_that_fit()
     best = problem.run_against_each_other(fitting)
     chosen = plan
@@ -150,6 +155,7 @@ class _Problem:
         self.device, self.samples, self.budget, self.tell = device, samples, budget, tell
         self.considered: dict[tuple[Any, ...], Considered] = {}
         self.timed_by = ""
+        self._steps = 2
         self._forecasts: dict[tuple[Any, ...], MemoryForecast] = {}
         self._kinds: list[list[Choices]] = []
         self._ratios: dict[tuple[Any, ...], float] = {}
@@ -212,7 +218,9 @@ class _Problem:
         size = min(self.samples, TIMING_SAMPLES)
         while size >= 1:
             self.tell(f"trying whether {size} samples run here")
-            if self._seconds({}, size, steps=1) is not None:
+            seconds = self._seconds({}, size, steps=1)
+            if seconds is not None:
+                self._steps = max(2, math.ceil(TIMED_SECONDS / seconds))
                 return size
             size //= 2
         return None
@@ -223,12 +231,12 @@ class _Problem:
         for number in range(ROUNDS):
             for index, choices in enumerate(all_choices):
                 self.tell(f"timing {_label(choices)}, round {number + 1} of {ROUNDS}")
-                seconds = self._seconds(choices, size, steps=2)
+                seconds = self._seconds(choices, size, steps=self._steps)
                 taken[index].append(seconds if seconds is not None else float("inf"))
         return [statistics.median(one) for one in taken]
 
     def _seconds(self, choices: Choices, size: int, *, steps: int) -> float | None:
-        """Of the fastest of some real steps; None where they do not fit. The user's state is put back."""
+        """Median of some real steps after a first; None where they do not fit. The user's state is put back."""
         import torch
 
         if choices.get("accumulate", 1) > size:
@@ -252,7 +260,7 @@ class _Problem:
                 return None
             finally:
                 step.close()
-        return min(seconds[1:])
+        return statistics.median(seconds[1:])
 
     # memory
 
@@ -261,7 +269,7 @@ class _Problem:
         ranked = []
         for parts in itertools.product(*([{}, *kind] for kind in self._kinds)):
             choices: Choices = {name: value for part in parts for name, value in part.items()}
-            if not choices or _contradict(choices):
+            if not choices or contradict(choices):
                 continue
             ratio = 1.0
             for part in parts:
@@ -275,11 +283,12 @@ class _Problem:
         for ratio, choices in self._ranked()[:MOST_FORECASTS]:
             made = self.forecast(choices)
             fits = made.peak_bytes <= self.budget
+            kinds = frozenset(choices)
             self.considered[_key(choices)] = Considered(
                 choices=choices, peak_bytes=made.peak_bytes, fits=fits, predicted_ratio=ratio
             )
             least = made if least is None or made.peak_bytes < least.peak_bytes else least
-            if fits:
+            if fits and sum(frozenset(one) == kinds for one in fitting) < FINALISTS_OF_A_KIND:
                 fitting.append(choices)
             if len(fitting) == FINALISTS:
                 break
@@ -313,7 +322,7 @@ def _of_plan(choices: Choices) -> Choices:
     return {name: value for name, value in choices.items() if name != CHUNKED}
 
 
-def _measures(model: Any, loss_fn: LossFn, plan: Plan, samples: int, exactness: Exactness) -> list[list[Choices]]:
+def measures_of(model: Any, loss_fn: LossFn, plan: Plan, samples: int, exactness: Exactness) -> list[list[Choices]]:
     """Measures that this model and plan leave open, by kind; of each kind at most one is taken."""
     kinds: list[list[Choices]] = []
     blocks = len(repeated_blocks(model))
@@ -338,7 +347,7 @@ def _checkpointings(blocks: int) -> Iterator[Choices]:
             yield {"activation_checkpointing": kind, "checkpointed_blocks": count}
 
 
-def _contradict(choices: Choices) -> bool:
+def contradict(choices: Choices) -> bool:
     return bool(choices.get("optimizer_in_backward")) and choices.get("accumulate", 1) > 1
 
 

@@ -7,6 +7,7 @@ and evaluation, stayed under the limit. Weights, optimizer, random states and st
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -245,16 +246,22 @@ class _Search:
         yield from (one for state in self.optimizer.state.values() for _, one in tensors_in(state))
 
     def _next(self, size: int, tried: Try, low: int, too_large: int) -> int:
-        """The neighbour, where the forecast was right; else a step as long as the forecast was wrong."""
-        forecast_bytes = self._forecast(size)
-        miss = tried.peak_bytes / forecast_bytes if forecast_bytes else 1.0
-        if tried.fitted:
-            room = max(0, self.limit - tried.peak_bytes)
-            slope = max(1.0, tried.peak_bytes / size)
-            guess = size + 1 if miss > 1 / SMALL_FORECAST_MISS else size + max(1, int(room / slope))
-        else:
-            guess = size - 1 if miss < SMALL_FORECAST_MISS else int(size / miss)
+        """The neighbour, where the forecast was right; else where the line through what was measured says."""
+        miss = tried.peak_bytes / max(1, self._forecast(size))
+        guess = size + 1 if tried.fitted else size - 1
+        if not 1 / SMALL_FORECAST_MISS < miss < SMALL_FORECAST_MISS:
+            guess = size + math.floor((self.limit - tried.peak_bytes) / self._bytes_a_unit(size, tried))
+            guess = max(size + 1, guess) if tried.fitted else min(size - 1, guess)
         return min(too_large - 1, max(low + 1, guess))
+
+    def _bytes_a_unit(self, size: int, tried: Try) -> float:
+        """By how much a larger batch takes more: between two tries that ran to their end, or above what is fixed."""
+        ended = [(one.batch_size // self.unit, one.peak_bytes) for one in self.tries if one.fitted]
+        if len(ended) >= 2 and ended[-1][0] != ended[-2][0]:
+            (a, bytes_a), (b, bytes_b) = ended[-2:]
+            return max(1.0, (bytes_b - bytes_a) / (b - a))
+        fixed = sum(one.untyped_storage().nbytes() for one in self._present())
+        return max(1.0, (tried.peak_bytes - fixed) / size)
 
 
 @contextlib.contextmanager

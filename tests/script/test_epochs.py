@@ -35,4 +35,5 @@ def test_the_training_loader_s_iterators_are_told_also_while_resting(runner: Run
     runner.ended()
     assert made == [0, 0, 0]  # in the first epoch nothing says yet what the loader is for
     assert runner.record.steps == 12
-    assert runner.epochs.cost_seconds is not None and runner.epochs.workers == 0
+    assert runner.epochs.cost_seconds is not None
+    assert runner.epochs.workers == 0

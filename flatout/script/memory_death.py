@@ -1,0 +1,224 @@
+"""A run that died of memory: who held it at that moment, by category and by the script's own lines.
+
+Read from the exception: its traceback keeps the frames, and so the tensors, as they were. What a batch of another size
+would have taken is stated only as far as arithmetic on these figures goes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from flatout.data.nested import tensors_in
+from flatout.levers.subject import Subject
+from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.units import format_bytes
+
+MOST_HOLDERS = 8
+DEEPEST = 4
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+_PARTS = {"backward": "backward", "step": "optimizer", "__next__": "data"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBy:
+    """Tensors that one variable of the script's held, counted at the innermost that names them; or one kind of
+    autograd node, which has no line."""
+
+    line: str
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryDeath:
+    """What is known of the moment."""
+
+    message: str
+    line: str
+    """The script's line that asked for too much."""
+    part: str
+    requested_bytes: int | None
+    """What was asked for; None where the message does not say."""
+    categories: Mapping[str, int]
+    """Bytes of tensors alive: weights, gradients, optimizer, graph (kept for the backward pass), other."""
+    holders: tuple[HeldBy, ...]
+    batch_size: int | None
+    advice: tuple[str, ...]
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.categories.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "held_bytes": self.held_bytes}
+
+
+def inspect_death(error: BaseException | None, subject: Subject, folder: str) -> MemoryDeath | None:
+    """What that error says of the end of memory; None if it was something else. folder: of the script's own files."""
+    if error is None or not is_out_of_memory(error):
+        return None
+    seen: set[int] = set()
+    categories = {
+        "weights": _take(_weights(subject), seen),
+        "gradients": _take(_gradients(subject), seen),
+        "optimizer": _take(_optimizer_state(subject), seen),
+    }
+    frames = list(_frames(error.__traceback__))
+    own = [(frame, line) for frame, line in frames if frame.f_code.co_filename.startswith(folder)]
+    holders = _holders(own, set(seen))
+    by_kind = _graph_by_kind(seen)
+    categories["graph"] = sum(by_kind.values())
+    holders += [HeldBy(line="", name=f"graph, by {kind}", size_bytes=size) for kind, size in by_kind.items()]
+    holders.sort(key=lambda one: -one.size_bytes)
+    categories["other"] = _take(_alive(), seen)
+    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    requested = _requested(message)
+    batch_size = next((loader.batch_size for loader in subject.loaders), None)
+    return MemoryDeath(
+        message=message,
+        line=_where(own[-1]) if own else "",
+        part=_part(frames),
+        requested_bytes=requested,
+        categories=categories,
+        holders=tuple(holders[:MOST_HOLDERS]),
+        batch_size=batch_size,
+        advice=tuple(_advice(categories, requested, batch_size)),
+    )
+
+
+def _advice(categories: Mapping[str, int], requested: int | None, batch_size: int | None) -> Iterator[str]:
+    grows, held = categories["graph"], sum(categories.values())
+    if requested is None:
+        yield "a smaller batch, activation checkpointing or bf16 would have asked for less"
+    elif requested > held:
+        yield (
+            f"the one tensor asked for, {format_bytes(requested)}, is larger than all that was held "
+            f"({format_bytes(held)}): look at that line first"
+        )
+    elif batch_size is not None and batch_size > 1 and grows:
+        most = math.floor(batch_size * grows / (grows + requested))
+        yield (
+            f"what is kept for the backward pass grows with the batch; it had reached {format_bytes(grows)}, and "
+            f"{format_bytes(requested)} more were wanted: of the {batch_size} samples of a batch at most {most} come "
+            "past this line, and the rest of the step wants more"
+        )
+    state = categories["optimizer"]
+    if state > grows:
+        yield f"the optimizer's state is {format_bytes(state)}: SGD or Adafactor keep less of it"
+    yield "flatout memory, with a smaller batch, shows the peak by line and what each measure would save"
+    yield "in your own loop: flatout.TrainStep splits a batch that does not fit; flatout.fit_into chooses measures"
+
+
+def _take(tensors: Iterator[Any], seen: set[int]) -> int:
+    """Bytes of storages that were not counted yet."""
+    total = 0
+    for tensor in tensors:
+        storage = _storage(tensor)
+        if storage is None or storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        total += storage.nbytes()
+    return total
+
+
+def _storage(tensor: Any) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _weights(subject: Subject) -> Iterator[Any]:
+    for module in subject.modules:
+        yield from (*module.parameters(), *module.buffers())
+    for optimizer in subject.optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _gradients(subject: Subject) -> Iterator[Any]:
+    for weight in _weights(subject):
+        if weight.grad is not None:
+            yield weight.grad
+
+
+def _optimizer_state(subject: Subject) -> Iterator[Any]:
+    for optimizer in subject.optimizers:
+        for state in optimizer.state.values():
+            yield from (tensor for _, tensor in tensors_in(state))
+
+
+def _alive() -> Iterator[Any]:
+    from flatout.memory.graphs import live_tensors
+
+    return iter(live_tensors())
+
+
+def _graph_by_kind(seen: set[int]) -> dict[str, int]:
+    """Bytes kept for the backward pass, by the kind of node that keeps them first."""
+    from flatout.memory.graphs import live_tensors, saved_tensors_of
+
+    sizes: dict[str, int] = {}
+    for kind, tensor in saved_tensors_of(live_tensors()):
+        size = _take(iter([tensor]), seen)
+        if size:
+            sizes[kind] = sizes.get(kind, 0) + size
+    return sizes
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _holders(frames: list[tuple[FrameType, int]], seen: set[int]) -> list[HeldBy]:
+    """Variables of the script's frames with what they hold, innermost first: what one names no other counts."""
+    found = []
+    for frame, line in reversed(frames):
+        for name, value in list(frame.f_locals.items()):
+            if name.startswith("__"):
+                continue
+            size = _take(_tensors_of(value), seen)
+            if size:
+                found.append(HeldBy(line=_where((frame, line)), name=name, size_bytes=size))
+    return sorted(found, key=lambda one: -one.size_bytes)
+
+
+def _tensors_of(value: Any) -> Iterator[Any]:
+    """Tensors in nests of plain containers; objects of the script's own are not opened."""
+    if isinstance(value, (set, frozenset)):
+        value = list(value)
+    try:
+        for _, tensor in tensors_in(value):
+            yield tensor
+    except RecursionError:
+        return
+
+
+def _where(place: tuple[FrameType, int]) -> str:
+    frame, line = place
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def _part(frames: list[tuple[FrameType, int]]) -> str:
+    """forward, backward, optimizer or data, by torch's own functions on the way."""
+    for frame, _ in frames:
+        code = frame.f_code
+        if code.co_name in _PARTS and "/torch/" in code.co_filename:
+            return _PARTS[code.co_name]
+    return "forward" if any(frame.f_code.co_name == "_call_impl" for frame, _ in frames) else "other"
+
+
+def _requested(message: str) -> int | None:
+    found = _REQUEST.search(message)
+    if found is None:
+        return None
+    unit = next(name for name in _UNITS if name.lower() == found.group(2).lower())
+    return int(float(found.group(1)) * _UNITS[unit])
