@@ -27,6 +27,9 @@ DEEPEST = 16
 WIDEST = 400
 """Objects followed at once: a tensor that hundreds hold is nobody's in particular."""
 
+MOST_TRIES = 8
+"""So many things that hold them all are asked for their names."""
+
 _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
 _OUR_ROOMS = ("flatout.memory.", "flatout.script.")
 _PLAIN = (list, tuple, set, frozenset, collections.deque, CellType, FunctionType, FrameType)
@@ -98,10 +101,17 @@ class HolderSearch:
     def common(self, objects: Sequence[Any]) -> Found | None:
         """The nearest thing that holds them all, by name; None where no name was found."""
         walk = _Walk(self, objects)
-        container = walk.up_to(lambda one: walk.holds_all(one))
-        if container is None:
-            return None
-        return self._named(container)
+        named: list[Found] = []
+        self.ignore(named)
+        tries = iter(range(MOST_TRIES))
+
+        def holds_all_and_has_a_name(one: Any) -> bool:
+            if walk.holds_all(one) and next(tries, None) is not None and (found := self._named(one)) is not None:
+                named.append(found)
+            return bool(named)
+
+        walk.up_to(holds_all_and_has_a_name)
+        return named[0] if named else None
 
     # what is known beforehand
 

@@ -1,0 +1,216 @@
+"""`flatout memory` as a stranger meets it: the report, the document, bad input, interruption, untouched files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.memory.leaks.__main__ import marked_line, scripts
+
+ROOT = Path(__file__).parents[2]
+LOOP = """
+import sys, torch
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
+optimizer = torch.optim.Adam(model.parameters())
+kept = []
+for step in range({steps}):
+    inputs = torch.randn(32, 64)
+    out = model(inputs)
+    loss = out.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {body}
+"""
+
+
+def memory(folder: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flatout", "memory", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, input=stdin, timeout=200)
+
+
+def write(folder: Path, name: str, *, steps: int = 100_000, body: str = "pass") -> None:
+    (folder / name).write_text(LOOP.format(steps=steps, body=body))
+
+
+def document(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found["flatout"]["document"] == "memory"
+    return found
+
+
+def test_one_screen_says_peak_holders_savings_and_creep(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", body="kept.append(out); print('noise')")
+    result = memory(tmp_path, "train.py")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "noise" not in result.stdout.splitlines()
+    assert "of tensors on cpu, in step 10" in result.stdout
+    assert "optimizer state in bf16: 36.5 KiB less held" in result.stdout  # half of two moments of 9,352 floats
+    assert "measure with flatout.forecast" in result.stdout
+    assert "held by `kept` (list, " in result.stdout
+    assert "entries, +1 a step): train.py:14  kept.append(out); print('noise')" in result.stdout
+    assert "1 KiB of tensors a step" in result.stdout
+    assert len(result.stdout.splitlines()) <= 40
+
+
+def test_the_document_is_all_there_is_on_stdout(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", body="print('noise')")
+    result = memory(tmp_path, "--json", "--steps", "6", "train.py", "--its", "own")
+    found = document(result)
+    assert found["script"] == {"name": "train.py", "arguments": ["--its", "own"], "status": None}
+    assert (found["steps"], found["step_kind"], found["creep"]["verdict"]) == (8, "optimizer", "steady")
+    peak = found["use"]["peak"]
+    assert sum(peak["categories"].values()) == peak["size_bytes"]
+    assert peak["categories"]["weights"] == 4 * 9352
+    assert peak["categories"]["inputs"] == 4 * 32 * 64
+    assert 2 * 4 * 9352 <= peak["categories"]["optimizer"] <= 2 * 4 * 9352 + 64  # and a counter each
+    assert len(found["use"]["steps"]) == 8
+    assert found["peak_resident_bytes"] > peak["size_bytes"]
+
+
+def test_nothing_of_the_users_is_touched(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", body="open('log.txt', 'a').write('x'); open('new.txt', 'w')")
+    (tmp_path / "log.txt").write_text("mine")
+    assert memory(tmp_path, "train.py").returncode == 0
+    assert (tmp_path / "log.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["missing.py"], 2, "no such script: missing.py"),
+        (["-m", "no.such.module"], 1, "No module named"),
+        (["--steps", "0", "train.py"], 2, "at least 1"),
+        (["--isolation", "perhaps", "train.py"], 2, "auto, overlay, guard"),
+        (["syntax.py"], 1, "syntax.py, line 2: SyntaxError"),
+        (["raises.py"], 1, "ValueError: before any step"),
+        (["usage.py"], 3, "usage: mine"),
+        (["--isolation", "guard", "writes.py"], 1, "stopped before the script's first write"),
+        ([], 2, "--help"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: str) -> None:
+    write(tmp_path, "writes.py", body="open('x.txt', 'w')")
+    (tmp_path / "syntax.py").write_text("x = 1\ny = = 2\n")
+    (tmp_path / "raises.py").write_text("import torch\nraise ValueError('before any step')\n")
+    (tmp_path / "usage.py").write_text("import sys\nsys.stderr.write('usage: mine')\nsys.exit(3)\n")
+    before = sorted(tmp_path.iterdir())
+    result = memory(tmp_path, *words)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert said in result.stderr
+    assert "flatout/" not in result.stderr  # no traceback of ours
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_script_that_fails_in_a_step_shows_its_traceback_and_what_was_seen(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", body="if step == 6: raise ValueError('at step 7')")
+    result = memory(tmp_path, "--json", "train.py")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Traceback (most recent call last):\n")
+    assert result.stderr.endswith("ValueError: at step 7\n")
+    assert "flatout" not in result.stderr
+    found = document(result)
+    assert (found["steps"], found["script"]["status"]) == (7, 1)
+
+
+def test_without_steps_the_whole_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "infer.py").write_text("import torch\na = torch.zeros(1024)\nb = a + 1\n")
+    result = memory(tmp_path, "infer.py")
+    assert "no training step found: this is the whole run" in result.stdout
+    assert "8 KiB of tensors on cpu, outside of the steps at infer.py:3 (add.Tensor)" in result.stdout
+    (tmp_path / "plain.py").write_text("print('hello')\n")
+    assert "it never imported torch" in memory(tmp_path, "plain.py").stdout
+
+
+def test_too_few_steps_give_no_verdict(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", steps=5, body="kept.append(out)")
+    result = memory(tmp_path, "train.py")
+    assert result.returncode == 0
+    assert "unknown: 3 steps after the warm-up, and 5 are needed to tell" in result.stdout
+
+
+def test_a_module_of_a_package_and_what_is_piped_in(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    write(tmp_path, "package/train.py", body="kept.append(out) if sys.stdin.readline() else None")
+    result = memory(tmp_path, "--json", "-m", "package.train", stdin="line\n" * 50)
+    (creep,) = document(result)["creep"]["creeps"]
+    assert (creep["holder"], creep["line"]) == ("kept", "package/train.py:14")
+
+
+def test_an_allocation_in_a_library_is_the_scripts_line(tmp_path: Path) -> None:
+    library = tmp_path / "elsewhere" / "site-packages" / "library.py"
+    library.parent.mkdir(parents=True)
+    library.write_text("import torch\ndef noise(n):\n    return torch.randn(n, 64)\n")
+    (tmp_path / "mine").mkdir()
+    write(tmp_path, "mine/train.py", body="kept.append(noise(1024))")
+    path = tmp_path / "mine" / "train.py"
+    text = path.read_text().replace(
+        "kept = []", f"sys.path.append({str(library.parent)!r})\nfrom library import noise\nkept = []"
+    )
+    path.write_text(text)
+    (creep,) = document(memory(tmp_path, "--json", "mine/train.py"))["creep"]["creeps"]
+    assert creep["births"] == ["mine/train.py:16"]
+    assert creep["bytes_per_step"] == 4 * 1024 * 64
+
+
+@pytest.mark.parametrize("name", ["leaking/total_loss", "leaking/kept_errors", "clean/momentum"])
+def test_planted_leaks_are_found_at_their_lines(name: str) -> None:
+    (script,) = [one for one in scripts() if f"{one.parent.name}/{one.stem}" == name]
+    found = document(memory(ROOT, "--json", str(script.relative_to(ROOT))))["creep"]
+    line = marked_line(script)
+    wanted = [] if line is None else [f"{script.relative_to(ROOT)}:{line}"]
+    assert [creep["line"] for creep in found["creeps"]] == wanted
+
+
+@pytest.mark.parametrize(
+    ("body", "holder", "bounded"),
+    [
+        ("kept.append(out); kept.pop(0) if len(kept) > 50 else None", "kept", "the script takes from it again"),
+        ("kept.append(out.item() if out.numel() == 1 else out.mean().item())", "", ""),
+    ],
+)
+def test_what_the_script_gives_back_is_no_creep(tmp_path: Path, body: str, holder: str, bounded: str) -> None:
+    write(tmp_path, "train.py", body=body)
+    found = document(memory(tmp_path, "--json", "train.py"))["creep"]
+    assert (found["verdict"], found["creeps"]) == ("steady", [])
+    assert [one["holder"] for one in found["bounded"]] == [holder] * bool(holder)
+    assert all(bounded in one["bounded"] for one in found["bounded"])
+
+
+def test_cycles_that_only_wait_for_the_collector_are_no_creep(tmp_path: Path) -> None:
+    body = "gone = type('Gone', (), {})(); gone.itself, gone.inputs = gone, inputs"
+    write(tmp_path, "train.py", body=f"import gc; gc.disable(); {body}")
+    found = document(memory(tmp_path, "--json", "train.py"))
+    assert found["creep"]["creeps"] == []
+    assert found["creep"]["waited_for_the_garbage_collector"] == ["train.py:8"]
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent("import time\nwhile True:\n    time.sleep(0.05)\n"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", "memory", "train.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    children = f"/proc/{process.pid}/task/{process.pid}/children"
+    while not (child := Path(children).read_text().split()):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (130, b"", b"interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert not Path(f"/proc/{child[0]}").exists()
