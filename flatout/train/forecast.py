@@ -251,7 +251,7 @@ class _Asked:
         from flatout.memory.tracking import Tracker
 
         model, optimizer, loss_fn = copy.deepcopy((self.model, self.optimizer, self.loss_fn))
-        batch = slice_batch(self.batch, 0, size)
+        batch = map_tensors(lambda one: one.clone(), slice_batch(self.batch, 0, size))  # a slice holds it all
         with generators_kept(), Tracker(workspace_of=self.workspace_of) as tracker:
             _steps(tracker, model, optimizer, loss_fn, batch, self.carried_out)
         return tracker.timeline()

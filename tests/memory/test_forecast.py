@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from flatout import Plan, TrainStep, forecast, supervised
+from flatout.errors import UsageError
+from flatout.memory.forecast import Target, forecast_of
+from flatout.memory.timeline import Allocation, Timeline
+
+LOSS = supervised(nn.CrossEntropyLoss())
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
+
+
+def batch(samples: int = 16, width: int = 64) -> Any:
+    return torch.randn(samples, width), torch.randint(10, (samples,))
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2400, 10),
+    )
+
+
+class Reader(nn.Module):
+    """Tokens, an LSTM, a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers, self.head = (
+            nn.Embedding(50, 32),
+            nn.LSTM(32, 48, batch_first=True),
+            nn.Linear(48, 10),
+        )
+
+    def forward(self, tokens: Any) -> Any:
+        return self.head(self.layers(self.embedding(tokens))[0][:, -1])
+
+
+class Positive(nn.Module):
+    """Its course hangs on its data: only rows with a positive sum go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 10)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(x).relu()
+        if hidden.sum() < 0:
+            hidden = hidden * 2
+        return self.second(hidden)
+
+
+def measured(make: Any, optimizer_of: Any, plan: Plan, data: Any) -> int:
+    """Peak of torch's allocator during two steps: weights, state and inputs included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = make()
+        optimizer = optimizer_of(model.parameters())
+        data = copy.deepcopy(data)
+        step = TrainStep(model, optimizer, LOSS, plan)
+        with record_function("mark"):
+            step(data)
+            step(data)
+    events = profiler.profiler.kineto_results.events()
+    began = next(one.start_ns() for one in events if one.name() == "mark")
+    held = peak = 0
+    for when, size in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
+        held += size
+        peak = max(peak, held) if when >= began else peak
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "optimizer_of", "plan"),
+    [
+        (mlp, batch(512), torch.optim.Adam, Plan()),
+        (mlp, batch(512), torch.optim.Adafactor, Plan(accumulate=2)),
+        (convnet, (torch.randn(32, 3, 20, 20), torch.randint(10, (32,))), torch.optim.SGD, Plan()),
+        (convnet, (torch.randn(32, 3, 20, 20), torch.randint(10, (32,))), torch.optim.Adam, Plan(precision="bf16")),
+        (Reader, (torch.randint(50, (32, 30)), torch.randint(10, (32,))), torch.optim.Adam, Plan()),
+    ],
+)
+def test_the_allocator_agrees(make: Any, data: Any, optimizer_of: Any, plan: Plan) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = make()
+        few = data[0][:16], data[1][:16]
+        found = forecast(model, optimizer_of(model.parameters()), LOSS, few, plan, batch_size=len(data[0]))
+        real = measured(make, optimizer_of, plan, data)
+    finally:
+        torch.set_num_threads(threads)
+    assert found.method == "fake run"
+    assert found.peak_bytes == pytest.approx(real, rel=0.03)
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model = convnet()
+    optimizer = torch.optim.Adam(model.parameters())
+    data = torch.randn(8, 3, 20, 20), torch.randint(10, (8,))
+    TrainStep(model, optimizer, LOSS)(data)
+    model.eval()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [one.grad for one in model.parameters()], data))
+    random = torch.get_rng_state()
+    forecast(model, optimizer, LOSS, data, Plan(precision="bf16", accumulate=2), batch_size=64)
+    after = model.state_dict(), optimizer.state_dict(), [one.grad for one in model.parameters()], data
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert torch.equal(random, torch.get_rng_state())
+    assert not model.training
+
+
+def test_tied_weights_count_once() -> None:
+    tied = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    tied[1].weight = tied[0].weight
+    found = forecast(tied, torch.optim.SGD(tied.parameters(), 0.1), lambda m, b: m(b).sum(), torch.randn(2, 300))
+    assert found.categories["weights"] == (300 * 300 + 600) * 4
+
+
+def test_a_forecast_as_value_json_and_text() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    found, again = (forecast(model, optimizer, LOSS, batch(), batch_size=1000) for _ in range(2))
+    assert found == again
+    assert found.batch_size == 1000
+    assert sum(found.categories.values()) == found.tensor_bytes == found.peak_bytes
+    assert 0 < found.between_steps_bytes < found.peak_bytes
+    assert found.fits is None
+    document = json.loads(json.dumps(found.to_json()))
+    assert document["peak_bytes"] == found.peak_bytes
+    assert document["fits"] is None
+    text = str(found)
+    assert text.startswith("batch 1000 on cpu: peak ")
+    assert "activations" in text
+    assert f"±{found.uncertainty:.0%}" in text
+
+
+@pytest.mark.parametrize(("capacity", "fits"), [(None, None), (1031, True), (1029, False)])
+def test_fits_counts_the_uncertainty(capacity: int | None, fits: bool | None) -> None:
+    one = Allocation(size_bytes=1000, born=0, phase="forward", step=0, operation="empty")
+    target = Target(name="cpu", cuda=False, capacity_bytes=capacity)
+    timeline = Timeline([one], [(0, True)])
+    found = forecast_of(timeline, target, batch_size=None, uncertainty=0.03, not_covered=())
+    assert found.fits is fits
+    assert str(found).startswith("this batch on cpu")
+
+
+def test_a_device_of_the_catalogue_need_not_be_here() -> None:
+    model = mlp()
+    found = forecast(model, torch.optim.Adam(model.parameters()), LOSS, batch(), device="RTX 4090")
+    assert found.device == "rtx-4090"
+    assert found.fits is True
+    assert found.workspace_bytes > 0
+    assert found.peak_bytes >= found.tensor_bytes + found.workspace_bytes
+    assert any("CUDA context" in one for one in found.not_covered)
+
+
+def test_an_unknown_device_names_the_nearest() -> None:
+    model = mlp()
+    with pytest.raises(UsageError, match="rtx-4090"):
+        forecast(model, torch.optim.Adam(model.parameters()), LOSS, batch(), device="rtx-4091")
+
+
+def test_a_batch_has_samples() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match="batch_size is 0"):
+        forecast(model, optimizer, LOSS, batch(), batch_size=0)
+    with pytest.raises(UsageError):
+        forecast(model, optimizer, LOSS, {"no": "tensors"})
+
+
+def test_a_loss_function_with_a_model_of_its_own_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = nn.CrossEntropyLoss()
+    with pytest.raises(UsageError, match="model of its own"):
+        forecast(model, optimizer, lambda _, data: loss(model(data[0]), data[1]), batch())
+    assert all(one.grad is None for one in model.parameters())
+
+
+def test_where_the_data_decides_two_real_steps_are_extended() -> None:
+    model = Positive()
+    optimizer = torch.optim.Adam(model.parameters())
+    found = forecast(model, optimizer, LOSS, batch(32), batch_size=256)
+    assert found.method.startswith("two real steps of ")
+    assert found.uncertainty > 0.1
+    assert any("fake run was impossible" in one for one in found.not_covered)
+    assert found.peak_bytes == pytest.approx(measured(Positive, torch.optim.Adam, Plan(), batch(256)), rel=0.03)
+    with pytest.raises(UsageError, match="1 sample"):
+        forecast(model, optimizer, LOSS, batch(1))

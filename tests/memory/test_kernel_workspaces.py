@@ -1,0 +1,176 @@
+"""The rules against what torch's profiler sees of the real kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from flatout.memory.fake_run import FakeRun
+from flatout.memory.kernel_workspaces import cpu_workspace
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def really_held(operation: Any, args: Any) -> int:
+    """Peak of the allocator within one call."""
+    operation(*args)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("mark"):
+        kept = operation(*args)
+    events = profiler.profiler.kineto_results.events()
+    mark = next(one for one in events if one.name() == "mark")
+    inside = [one for one in events if one.name() == "[memory]" and one.start_ns() >= mark.start_ns()]
+    held = peak = 0
+    for one in sorted(inside, key=lambda one: one.start_ns()):
+        held += one.nbytes()
+        peak = max(peak, held)
+    del kept
+    return peak
+
+
+def forecast(operation: Any, args: Any) -> int:
+    """Bytes of the fake results and what the rule adds."""
+    world = FakeRun()
+    twins = tree_map_only(torch.Tensor, world.twins, args)
+    with world:
+        out = operation(*twins)
+        found = cpu_workspace(operation, twins, {}, out)
+        results = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
+        sizes = [one.untyped_storage().nbytes() if isinstance(one, torch.Tensor) else 0 for one in results]
+    if found is None:
+        return sum(sizes)
+    for number, size in found.returned_bytes.items():
+        sizes[number] = max(sizes[number], size)
+    return sum(sizes) + found.inside_bytes
+
+
+def convolution(dtype: torch.dtype, *, last: bool = False, **changes: Any) -> tuple[Any, Any]:
+    x, weight = torch.randn(8, 24, 32, 32, dtype=dtype), torch.randn(40, 24, 3, 3, dtype=dtype)
+    if last:
+        x, weight = (one.to(memory_format=torch.channels_last) for one in (x, weight))
+    stride = changes.get("stride", 1)
+    return aten.convolution.default, (x, weight, None, [stride] * 2, [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def convolution_backward(dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
+    operation, args = convolution(dtype, **changes)
+    mask = [True, True, False]
+    return aten.convolution_backward.default, (torch.ones_like(operation(*args)), *args[:2], None, *args[3:], mask)
+
+
+def depthwise(kernel: int, last: bool) -> tuple[Any, Any]:
+    x, weight = torch.randn(4, 48, 16, 16), torch.randn(48, 1, kernel, kernel)
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    rest = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 48
+    return aten.convolution_backward.default, (torch.ones_like(x), x, weight, None, *rest, [True, True, False])
+
+
+def transposed() -> tuple[Any, Any]:
+    x, weight = torch.randn(8, 32, 16, 16), torch.randn(32, 16, 4, 4)
+    return aten.convolution.default, (x, weight, None, [2, 2], [1, 1], [1, 1], True, [0, 0], 1)
+
+
+def lstm(dtype: torch.dtype) -> tuple[Any, Any]:
+    x = torch.randn(40, 12, 50, dtype=dtype)
+    weights = [torch.randn(size, dtype=dtype) for size in ((280, 50), (280, 70), (280,), (280,))]
+    state = torch.zeros(12, 70, dtype=dtype)
+    return aten.mkldnn_rnn_layer.default, (
+        x,
+        *weights,
+        state,
+        state.clone(),
+        False,
+        [],
+        2,
+        70,
+        1,
+        True,
+        False,
+        False,
+        True,
+    )
+
+
+def batch_norm_backward() -> tuple[Any, Any]:
+    x, scale = torch.randn(8, 20, 30, 30), torch.ones(20)
+    moments = scale, scale, scale, scale
+    return aten.native_batch_norm_backward.default, (x, x, scale, *moments, True, 1e-5, [True] * 3)
+
+
+KERNELS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "softmax of a transposed": lambda: (aten._log_softmax.default, (torch.randn(5000, 64).t(), 1, False)),
+    "mse": lambda: (aten.mse_loss.default, (torch.randn(64, 500), torch.randn(64, 500))),
+    "mse in bf16": lambda: (
+        aten.mse_loss.default,
+        (torch.randn(64, 500, dtype=BF16), torch.randn(64, 500, dtype=BF16)),
+    ),
+    "mixed dtypes": lambda: (aten.add.Tensor, (torch.randn(64, 500, dtype=BF16), torch.randn(64, 500))),
+    "mean in bf16": lambda: (aten.mean.dim, (torch.randn(8, 20, 30, 30, dtype=BF16), [2, 3])),
+    "sum over outer and inner": lambda: (aten.sum.dim_IntList, (torch.randn(8, 20, 900, dtype=BF16), [0, 2])),
+    "sum over inner": lambda: (aten.sum.dim_IntList, (torch.randn(8, 20, 900, dtype=BF16), [1, 2])),
+    "batch norm": batch_norm_backward,
+    "upsampling": lambda: (aten.upsample_bilinear2d.default, (torch.randn(4, 16, 24, 24), [48, 48], False)),
+    "embedding": lambda: (
+        aten.embedding_dense_backward.default,
+        (torch.randn(60, 9000).t(), torch.randint(90, (9000,)), 90, -1, False),
+    ),
+}
+ONEDNN: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "convolution": lambda: convolution(torch.float32),
+    "convolution in bf16": lambda: convolution(BF16),
+    "convolution, channels last": lambda: convolution(torch.float32, last=True),
+    "convolution with a stride": lambda: convolution(torch.float32, stride=2),
+    "convolution backward": lambda: convolution_backward(torch.float32),
+    "convolution backward in bf16": lambda: convolution_backward(BF16),
+    "convolution backward, channels last": lambda: convolution_backward(torch.float32, last=True),
+    "convolution backward with a stride": lambda: convolution_backward(torch.float32, stride=2),
+    "depthwise backward": lambda: depthwise(3, last=False),
+    "wide depthwise backward, channels last": lambda: depthwise(7, last=True),
+    "transposed convolution": transposed,
+    "lstm": lambda: lstm(torch.float32),
+    "lstm in bf16": lambda: lstm(BF16),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rules(name: str) -> None:
+    operation, args = KERNELS[name]()
+    assert forecast(operation, args) == pytest.approx(really_held(operation, args), rel=0.02)
+
+
+@pytest.mark.skipif(not AVX512, reason="oneDNN chooses layouts by the processor; the rules were measured with AVX-512")
+@pytest.mark.parametrize("name", ONEDNN)
+def test_onednn_rules(name: str) -> None:
+    operation, args = ONEDNN[name]()
+    assert forecast(operation, args) == pytest.approx(really_held(operation, args), rel=0.03)
+
+
+def test_the_lstms_workspace_to_the_byte() -> None:
+    operation, args = lstm(torch.float32)
+    with torch.enable_grad():
+        real = operation(*args)[3].numel()
+        found = cpu_workspace(operation, args, {}, None)
+    assert found is not None
+    if AVX512:
+        assert found.returned_bytes[3] == real
+
+
+def test_pointwise_operations_of_one_dtype_hold_nothing() -> None:
+    x = torch.randn(10)
+    assert cpu_workspace(aten.add.Tensor, (x, x), {}, x) is None
+    assert cpu_workspace(aten.view.default, (x, [10]), {}, x) is None

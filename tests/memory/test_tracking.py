@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.memory.fake_run import FakeRun, ValuesForOptimizers
+from flatout.memory.tracking import Tracker
+from flatout.memory.workspace import Workspace
+
+
+def test_storages_are_counted_once_until_nothing_refers_to_them() -> None:
+    with Tracker() as tracker:
+        values = torch.ones(1000)
+        view = values[10:]
+        assert tracker.held_bytes == 4000
+        del values
+        assert tracker.held_bytes == 4000
+        del view
+        assert tracker.held_bytes == 0
+    assert tracker.timeline().peak().size_bytes == 4000
+
+
+def test_a_resized_storage_is_another_allocation() -> None:
+    with Tracker() as tracker:
+        values = torch.empty(0)
+        values.resize_(50)
+        assert tracker.held_bytes == 200
+    assert [one.size_bytes for one in tracker.alive()] == [200]
+
+
+def test_phases_modules_and_categories() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    with Tracker() as tracker:
+        tracker.model = model
+        tracker.hold(model.parameters(), "weights")
+        inputs = torch.randn(32, 8)
+        tracker.hold([inputs], "inputs")
+        model(inputs).sum().backward()
+        optimizer.step()
+    found = tracker.timeline().allocations
+    weights = sum(one.numel() * 4 for one in model.parameters())
+    alive = {name: sum(one.size_bytes for one in tracker.alive() if one.category == name) for name in ("weights",)}
+    assert alive == {"weights": weights}
+    held = {one.category: one.size_bytes for one in found}
+    assert {"weights", "inputs", "activations", "gradients", "optimizer", "temporaries"} == set(held)
+    assert sum(one.size_bytes for one in found if one.category == "gradients") == weights
+    tanh = next(one for one in found if one.operation == "tanh.default")
+    assert (tanh.phase, tanh.module, tanh.category, tanh.shape) == ("forward", "1", "activations", (32, 16))
+    assert tanh.line.rpartition(":")[0] == __file__
+    backward = next(one for one in found if one.operation == "tanh_backward.default")
+    assert (backward.phase, backward.module, backward.line) == ("backward", "1", tanh.line)
+
+
+def test_a_limit_raises_out_of_memory() -> None:
+    with Tracker(limit_bytes=5000), pytest.raises(torch.OutOfMemoryError, match="8000 bytes"):
+        torch.ones(2000)
+
+
+def test_what_a_kernel_holds_inside_is_born_and_dies_around_it() -> None:
+    def workspace_of(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
+        return Workspace(inside_bytes=700, returned_bytes={0: 500}) if "ones" in str(operation) else None
+
+    with Tracker(workspace_of=workspace_of) as tracker:
+        values = torch.ones(100)
+        assert tracker.held_bytes == 500  # more than its shape shows
+        again = values.view(10, 10)
+        assert tracker.held_bytes == 500
+        del values, again
+    timeline = tracker.timeline()
+    assert list(timeline.totals()) == [500, 1200, 500, 0]
+    assert timeline.peak().allocation is timeline.allocations[1]
+
+
+def test_twins_are_fake_and_share_what_was_shared() -> None:
+    layer = nn.Linear(4, 4)
+    layer.tied = layer.weight
+    world = FakeRun()
+    twin = world.twins(layer)
+    assert twin.tied is twin.weight
+    assert type(twin.weight.data).__name__ == "FakeTensor"
+    with world, Tracker() as tracker:
+        large = world.tensor_like(torch.empty(1), (1024, 1024, 1024, 1024))
+        doubled = large * 2
+        assert tracker.held_bytes == 2 * 4 * 1024**4
+        del large, doubled
+
+
+def test_only_optimizers_may_read_a_fake_value() -> None:
+    world = FakeRun()
+    layer = world.twins(nn.Linear(3, 3))
+    optimizer = torch.optim.Adafactor(layer.parameters())
+    with world, ValuesForOptimizers():
+        layer.weight.grad = torch.ones(3, 3)
+        optimizer.step()
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            layer.weight.sum().item()
