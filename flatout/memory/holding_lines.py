@@ -17,7 +17,7 @@ _GROWS = frozenset((
     "register_full_backward_hook", "register_hook", "register_buffer", "register_parameter", "add_module",
 ))
 # fmt: on
-_SHRINKS = frozenset(("pop", "popleft", "popitem", "clear", "remove", "discard", "get_nowait"))
+_SHRINKS = frozenset(("pop", "popleft", "popitem", "remove", "discard", "get_nowait"))
 _GROWS_FIRST_ARGUMENT = frozenset(("heappush", "insort", "insort_left", "insort_right", "setattr"))
 _SHRINKS_FIRST_ARGUMENT = frozenset(("heappop", "heapreplace", "heappushpop", "delattr"))
 
@@ -42,13 +42,14 @@ def lines_of(source: str, name: str, scope: Scope | None = None) -> HoldingLines
     tree: ast.AST = ast.parse(source)
     if scope is not None and scope.first_line:
         tree = _function_at(tree, scope.first_line) or tree
+    guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) for inner in ast.walk(node)}
     ranked: list[tuple[int, int]] = []
     shrinks: list[int] = []
     for node in ast.walk(tree):
         rank = _growing(node, name)
         if rank is not None:
             ranked.append((rank, getattr(node, "lineno", 0)))
-        if _shrinking(node, name):
+        if _shrinking(node, name) or (id(node) in guarded and _emptying(node, name)):
             shrinks.append(getattr(node, "lineno", 0))
     best = min((rank for rank, _ in ranked), default=0)
     lines = sorted({line for rank, line in ranked if rank == best})
@@ -100,6 +101,12 @@ def _shrinking(node: ast.AST, name: str) -> bool:
         )
         return sliced and any(_names(target, name) for target in _targets(node))
     return False
+
+
+def _emptying(node: ast.AST, name: str) -> bool:
+    """Counts under an `if` alone, as where a buffer is full: a method that only could empty it bounds nothing."""
+    emptied = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clear"
+    return emptied and _names(node.func.value, name)  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.Assign) -> Iterator[ast.expr]:

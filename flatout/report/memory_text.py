@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.memory.creep import LEAST_STEPS, Creep
 from flatout.memory.savings import Saving
-from flatout.memory.use import MemoryUse, Moment
+from flatout.memory.use import MemoryUse
 from flatout.report.document import document
 from flatout.script.memory_trial import MemoryWatched
 from flatout.units import format_bytes
@@ -82,7 +82,7 @@ def _peak(use: MemoryUse) -> list[tuple[str, str]]:
     peak = use.peak
     parts = [f"{name} {format_bytes(size)}" for name, size in peak.categories.items() if size]
     rows = [
-        ("peak", f"{format_bytes(peak.size_bytes)} of tensors on {use.device}, {_moment(peak)}"),
+        ("peak", f"{format_bytes(peak.size_bytes)} of tensors on {use.device}, {_moment(use)}"),
         ("", " + ".join(parts) or "no tensor"),
     ]
     if use.between_steps_bytes is not None:
@@ -90,8 +90,11 @@ def _peak(use: MemoryUse) -> list[tuple[str, str]]:
     return rows
 
 
-def _moment(peak: Moment) -> str:
+def _moment(use: MemoryUse) -> str:
+    peak = use.peak
     when = f"in step {peak.step}, {peak.phase}" if peak.step is not None else "outside of the steps"
+    if peak.step is None and use.steps:
+        when = "before the first step"
     module = f"of {peak.module}" if peak.module else ""
     operation = f"({peak.operation})" if peak.operation else ""
     return " ".join(part for part in (when, module, f"at {peak.line}" if peak.line else "", operation) if part)

@@ -26,6 +26,8 @@ from flatout.script.trial_child import PR_SET_PDEATHSIG
 def main(config_path: str) -> NoReturn:
     config = json.loads(Path(config_path).read_text())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != config["parent"]:
+        os._exit(1)  # interrupted while this process was being started
     answers = os.fdopen(config["write_fd"], "w")
 
     def finished(answer: dict[str, Any]) -> NoReturn:

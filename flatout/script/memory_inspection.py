@@ -119,7 +119,7 @@ class Inspection:
             return
         found = self._holder_of(growth)
         for suspect in self.suspects:
-            if found is not None and suspect.found is not None and _same(suspect.found, found):
+            if _same(suspect.found, found):
                 suspect.growths.append(growth)
                 return
         self.suspects.append(Suspect(found, [growth]))
@@ -173,7 +173,7 @@ class Inspection:
             return
         nodes = sum(steps[step] for step in judged) / len(judged)
         for suspect in self.suspects:
-            if suspect.found is not None and _same(suspect.found, found):
+            if _same(suspect.found, found):
                 suspect.nodes_per_step = nodes
                 return
         self.suspects.append(Suspect(found, nodes_per_step=nodes))
@@ -270,8 +270,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _same(one: Found, other: Found) -> bool:
-    """One holder; an optimizer's state and its parameters are one too."""
+def _same(one: Found | None, other: Found | None) -> bool:
+    """One holder; an optimizer's state and its parameters are one too, and so is all that has no name."""
+    if one is None or other is None:
+        return one is other
     return one.container is other.container or (one.owner is not None and one.owner is other.owner)
 
 

@@ -118,7 +118,7 @@ def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
     scratch.mkdir()
     read_fd, write_fd = os.pipe()
     words = {"scratch": str(scratch), "isolation": request.isolation, "steps": request.steps, "write_fd": write_fd}
-    config.write_text(json.dumps({"target": asdict(request.target), **words}))
+    config.write_text(json.dumps({"target": asdict(request.target), "parent": os.getpid(), **words}))
     with (
         _stdin() as stdin,
         open(folder / "output.log", "wb") as output,

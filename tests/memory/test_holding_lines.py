@@ -34,11 +34,16 @@ def test_the_line_that_grows_is_found(line: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["queue.pop(0)", "queue.popleft()", "del queue[0]", "queue = queue[-10:]", "queue.clear()", "heapq.heappop(queue)"],
+    ["queue.pop(0)", "queue.popleft()", "del queue[0]", "queue = queue[-10:]", "heapq.heappop(queue)"],
 )
 def test_a_line_that_shrinks_is_found(line: str) -> None:
     found = lines_of(f"queue.append(1)\n{line}\n", "queue")
     assert (found.grows, found.shrinks) == ((1,), (2,))
+
+
+def test_emptying_counts_where_a_condition_does_it() -> None:
+    assert lines_of("if len(queue) > 9:\n    queue.clear()\n", "queue").shrinks == (2,)
+    assert lines_of("def reset():\n    queue.clear()\n", "queue").shrinks == ()
 
 
 def test_a_local_is_looked_for_in_its_own_function() -> None:
