@@ -107,7 +107,7 @@ def _forecast(case: Case, size: int) -> dict[str, Any]:
     optimizer = case.optimizer_of(model)
     example = case.subject.batch(case.subject.sizes[0])
     found = forecast(model, optimizer, case.subject.loss_fn, example, case.plan(), batch_size=size)
-    return found.to_json()
+    return {name: value for name, value in found.to_json().items() if name not in ("largest", "line")}
 
 
 def _in_child(function: Callable[[Case, int], Any], case: Case, size: int, threads: int) -> Any:
