@@ -177,9 +177,16 @@ class Run:
     def _live_findings(self) -> list[str]:
         return [f"took back {entry.choice.label}" for entry in self.runner.applied.rolled_back]
 
-    def _folder(self) -> str:
-        """Where the script's own files are."""
-        return os.path.dirname(os.path.realpath(self.target.path)) if self.target.path else os.getcwd()
+    def _death(self) -> Any:
+        """What is known where the script died of memory; None otherwise."""
+        error = getattr(sys, "last_value", None)
+        if not isinstance(error, Exception) or "torch" not in sys.modules:
+            return None
+        from flatout.script.memory_death import inspect_death
+
+        path = self.target.path
+        folder = os.path.dirname(os.path.realpath(path)) if path else os.getcwd()
+        return inspect_death(error, self.runner.watch.subject, folder)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -224,7 +231,6 @@ class Run:
         from flatout.machine.detect import detect
         from flatout.report.run_text import RunSummary
         from flatout.script.describe import observe
-        from flatout.script.memory_death import inspect_death
 
         wall = time.perf_counter() - self._began
         if self.runner.fault is not None:
@@ -238,7 +244,7 @@ class Run:
         rolled_back += tuple(watch.subject.incidents)
         used = resource.getrusage(resource.RUSAGE_SELF)
         machine = self._machine or detect()
-        death = inspect_death(getattr(sys, "last_value", None), watch.subject, self._folder())
+        death = self._death()
         facts = RunFacts(
             observed=observed,
             steps=record.steps,

@@ -34,7 +34,7 @@ class LimitedRun:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._limit_bytes / total), self._device)
         else:
-            self._tracker = self._stack.enter_context(Tracker(lines=False, limit_bytes=self._limit_bytes))
+            self._tracker = self._stack.enter_context(Tracker(attributed=False, limit_bytes=self._limit_bytes))
         return self
 
     def hold(self, tensors: Iterable[Any]) -> None:

@@ -43,6 +43,7 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 class Tracker:
     """Records while its context is open. `step` may be set by whoever knows where steps begin.
 
+    attributed: also tell phase, module and line of each allocation, by hooks and stacks; False: only count.
     limit_bytes: an operation after which more is held raises torch.OutOfMemoryError. prefer: the folder whose lines
     are named, where one of them led to an allocation; None: the innermost line that is not torch's. workspace_of: what
     kernels hold beside their results; None: nothing.
@@ -51,15 +52,19 @@ class Tracker:
     def __init__(
         self,
         *,
-        lines: bool = True,
+        attributed: bool = True,
         limit_bytes: int | None = None,
         prefer: str | None = None,
         workspace_of: WorkspaceOf | None = None,
+        guarded: bool = False,
     ) -> None:
+        self.fault: str | None = None
+        """guarded: why nothing was followed any more; an error of ours, which must not become a script's."""
+        self._guarded = guarded
         self.step = 0
         self.model: Any = None
         self._workspace_of = workspace_of
-        self._lines, self._limit_bytes, self._prefer = lines, limit_bytes, prefer
+        self._attributed, self._limit_bytes, self._prefer = attributed, limit_bytes, prefer
         self._allocations: list[Allocation] = []
         self._events: list[tuple[int, bool]] = []
         self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
@@ -78,6 +83,12 @@ class Tracker:
     def __enter__(self) -> Tracker:
         enter = self._stack.enter_context
         self._stack.callback(self._stop)
+        if self._attributed:
+            self._add_hooks()
+        enter(_Mode(self))
+        return self
+
+    def _add_hooks(self) -> None:
         for handle in (
             optimizers.register_optimizer_step_pre_hook(self._optimizer_starts),
             optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
@@ -85,8 +96,6 @@ class Tracker:
             torch.nn.modules.module.register_module_forward_hook(self._module_ends, always_call=True),
         ):
             self._stack.callback(handle.remove)
-        enter(_Mode(self))
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -238,6 +247,17 @@ class Tracker:
         del self._alive[key]
         self._dies(entry[0])
 
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around what we do within a script's operation."""
+        try:
+            yield
+        except Exception as error:
+            if not self._guarded:
+                raise
+            self.fault = f"{type(error).__name__}: {error}"
+            self._finished = True
+
     def _stop(self) -> None:
         self._finished = True  # what dies from now on outlived the watch
 
@@ -277,7 +297,7 @@ class Tracker:
         return self._modules[-1] if self._modules else ""
 
     def _users_line(self) -> str:
-        if not self._lines:
+        if not self._attributed:
             return ""
         frame: FrameType | None = sys._getframe(2)
         first = ""
@@ -316,9 +336,11 @@ class _Mode(TorchDispatchMode):
         self._tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._tracker.operation_starts()
+        with self._tracker.guard():
+            self._tracker.operation_starts()
         out = func(*args, **(kwargs or {}))
-        self._tracker.see_results(func, args, kwargs or {}, out)
+        with self._tracker.guard():
+            self._tracker.see_results(func, args, kwargs or {}, out)
         return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flatout.diagnose.finding import Finding
@@ -15,6 +15,7 @@ from flatout.report.document import document
 from flatout.report.tune_text import breakdown_text, percent, share_of_ceiling
 from flatout.script.memory_death import MemoryDeath
 from flatout.script.run_record import RunRecord
+from flatout.script.step_memory import MemorySample
 from flatout.timing import Load, measurement
 from flatout.units import format_bytes, format_seconds
 
@@ -85,6 +86,8 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     rows.append(
         ("memory", f"{format_bytes(summary.peak_resident_bytes)} at the most; CPU {_cores(summary):.1f} cores busy")
     )
+    if record.memory:
+        rows.append(("", _tensors_text(record.memory)))
     rows.append(("plan", ", ".join(summary.applied) if summary.applied else "none: the script ran as it is"))
     rows += [("", note) for note in summary.plan_notes]
     if summary.death is not None:
@@ -95,6 +98,19 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     if report_path is not None:
         rows.append(("report", report_path))
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def _tensors_text(samples: Sequence[MemorySample]) -> str:
+    most, last = max(samples, key=lambda one: one.peak_bytes), samples[-1]
+    if last.reserved_bytes is None:
+        steps = f"the {len(samples)} steps" if len(samples) > 1 else "the one step"
+        held = format_bytes(last.held_bytes)
+        return f"tensors {format_bytes(most.peak_bytes)} at the most in {steps} looked at, {held} between steps"
+    share = last.fragmentation or 0.0
+    return (
+        f"GPU: {format_bytes(most.peak_bytes)} allocated at the most, {format_bytes(last.held_bytes)} between steps, "
+        f"{format_bytes(last.reserved_bytes)} reserved ({share:.0%} of it in no tensor)"
+    )
 
 
 def _death_rows(death: MemoryDeath) -> list[tuple[str, str]]:
@@ -130,6 +146,7 @@ def run_document(summary: RunSummary) -> dict[str, Any]:
         "peak_resident_bytes": summary.peak_resident_bytes,
         "steps": record.steps,
         "step_sample_stride": record.stride,
+        "memory": [asdict(sample) for sample in record.memory],
         "growth_bytes_per_step": record.growth_bytes_per_step(),
         "observed": summary.observed.to_json() if summary.observed is not None else None,
         "plan": summary.plan.choices() if summary.plan is not None else {},

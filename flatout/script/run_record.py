@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flatout.script.step_memory import MemorySample
 from flatout.script.watch import StepRow
 
 MOST_SAMPLES = 4096
@@ -29,6 +30,8 @@ class RunRecord:
     recent_seconds: float | None = None
     resident: list[tuple[int, int]] = field(default_factory=list)
     """(step, resident bytes), thinned like the samples."""
+    memory: list[MemorySample] = field(default_factory=list)
+    """Single steps, one after each window, thinned like the samples."""
 
     def add_step(self, seconds: float) -> None:
         """One more step; where only every few steps were timed, their average."""
@@ -48,6 +51,11 @@ class RunRecord:
         self.resident.append((self.steps, resident_bytes))
         if len(self.resident) >= MOST_SAMPLES:
             self.resident = self.resident[::2]
+
+    def add_memory(self, sample: MemorySample) -> None:
+        self.memory.append(sample)
+        if len(self.memory) >= MOST_SAMPLES:
+            self.memory = self.memory[::2]
 
     @property
     def median_seconds(self) -> float | None:

@@ -12,10 +12,12 @@ from types import ModuleType
 
 from flatout.levers.applied import Applied, describe_error
 from flatout.levers.lever import Choice
+from flatout.script.describe import device_name
 from flatout.script.epochs import EpochStarts
 from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
 from flatout.script.session import resident_bytes
+from flatout.script.step_memory import StepMemory
 from flatout.script.watch import Watch
 
 FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30
@@ -35,6 +37,7 @@ class Runner:
         self.watch = Watch()
         self.record = RunRecord()
         self.epochs = EpochStarts()
+        self._memory = StepMemory(self.watch.subject)
         self.applied = Applied(self.watch.subject)
         self.threads_at_start: int | None = None
         self.fault: str | None = None
@@ -82,8 +85,11 @@ class Runner:
             self._mark_boundary()
             return
         self.epochs.step_ended(now, self.record.recent_seconds)
-        self.record.add_step((now - self._last_boundary) / (self.watch.steps - self._steps_at_boundary))
-        self._manage_window(now)
+        if self._memory.under_way:  # a step that was followed took longer: it is no sample of the time
+            self._end_memory(now)
+        else:
+            self.record.add_step((now - self._last_boundary) / (self.watch.steps - self._steps_at_boundary))
+            self._manage_window(now)
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
             self.record.add_resident(resident_bytes())
@@ -94,6 +100,7 @@ class Runner:
 
     def ended(self) -> None:
         """The script is over: nothing is watched any more, and the record is whole."""
+        self._memory.end(self.record.steps)
         self.watch.disable()
         self.watch.count_passed()
         self.record.steps = self.watch.finder.steps
@@ -114,5 +121,23 @@ class Runner:
         if enough or now - self._window_began > WINDOW_LONGEST_SECONDS:
             self.record.add_rows(self.watch.close_window())
             self._next_window = now + WINDOW_EVERY_SECONDS
-            if not self._choices:
-                self.watch.rest(min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE))
+            self._begin_memory()
+
+    def _begin_memory(self) -> None:
+        """Follow the next step's tensors; not where compiled code runs, which torch would trace anew under it."""
+        device = device_name(self.watch.subject)
+        if self.watch.saw_compile or any(choice.lever.compiles for choice in self._choices):
+            self._rest()
+            return
+        self._memory.begin(device)
+
+    def _end_memory(self, now: float) -> None:
+        sample = self._memory.end(self.record.steps)
+        if sample is not None:
+            self.record.add_memory(sample)
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._choices:
+            step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS
+            self.watch.rest(min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE))

@@ -42,7 +42,8 @@ def test_dear_starts_of_epochs_are_told_where_workers_could_live_on() -> None:
     (finding,) = check_run(
         RunFacts(observed=SEEN, steps=9, planned=True, growth_bytes_per_step=None, command="t.py", epochs=epochs(1.0))
     )
-    assert finding.cost_share is not None and abs(finding.cost_share - 0.1) < 1e-9
+    assert finding.cost_share is not None
+    assert abs(finding.cost_share - 0.1) < 1e-9
     assert "persistent_workers=True" in finding.remedy
 
 

@@ -196,4 +196,5 @@ def test_dropped_out_weights_are_told_once_and_keep_their_bits() -> None:
         torch.manual_seed(3)
         assert torch.equal(model(x), plain)
     (incident,) = subject.incidents
-    assert incident[0] == "fused attention" and "dropped out" in incident[1]
+    assert incident[0] == "fused attention"
+    assert "dropped out" in incident[1]

@@ -55,7 +55,8 @@ def test_the_plan_stays_under_the_budget(share: float) -> None:
     assert peak(found.plan) <= budget
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not optimizer.state
-    assert "chosen" in str(found) and "real steps" in found.timed_by
+    assert "chosen" in str(found)
+    assert "real steps" in found.timed_by
     fastest = min((one for one in found.considered if one.step_seconds), key=lambda one: one.step_seconds or 0)
     assert fastest.choices == found.plan.choices()
 
@@ -80,7 +81,8 @@ def test_another_gpu_is_timed_by_operations() -> None:
         batch_size=512,
         progress=lambda line: None,
     )
-    assert found.forecast.device == "rtx-4090" and found.forecast.peak_bytes <= found.budget_bytes
+    assert found.forecast.device == "rtx-4090"
+    assert found.forecast.peak_bytes <= found.budget_bytes
     assert found.timed_by == "operations counted in a fake run"
 
 

@@ -1,0 +1,85 @@
+"""The memory of one step now and then, while a run goes on: what its tensors held, and at the most.
+
+CUDA's allocator keeps books, which are read and never reset: they are the script's. The CPU's does not, so for one step
+tensors' storages are followed; the next steps run as they were. Nothing that goes wrong here may reach the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.data.nested import tensors_in
+from flatout.levers.subject import Subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySample:
+    """One step. On the CPU: its tensors. On CUDA: torch's allocator, whose peak is that of the whole run so far."""
+
+    step: int
+    peak_bytes: int
+    held_bytes: int
+    """When the step had ended."""
+    reserved_bytes: int | None = None
+    """CUDA: what the allocator has from the driver."""
+
+    @property
+    def fragmentation(self) -> float | None:
+        """CUDA: the share of the reserved memory that no tensor is in."""
+        return None if not self.reserved_bytes else 1 - self.held_bytes / self.reserved_bytes
+
+
+class StepMemory:
+    """`begin` at a step's start, `end` at its end."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._stack: contextlib.ExitStack | None = None
+        self._tracker: Any = None
+
+    @property
+    def under_way(self) -> bool:
+        return self._stack is not None
+
+    def begin(self, device: str) -> None:
+        """device: 'cpu' or 'cuda:0', where the weights are."""
+        self._stack = contextlib.ExitStack()
+        self._tracker = None
+        if device == "cpu":
+            from flatout.memory.tracking import Tracker
+
+            self._tracker = self._stack.enter_context(Tracker(attributed=False, guarded=True))
+            self._tracker.hold(self._known(), "weights")
+            self._tracker.reset_peak()
+
+    def end(self, step: int) -> MemorySample | None:
+        """None where it could not be told."""
+        if self._stack is None:
+            return None
+        self._stack.close()
+        self._stack = None
+        if self._tracker is not None:
+            tracker, self._tracker = self._tracker, None
+            if tracker.fault is not None:
+                return None
+            return MemorySample(step=step, peak_bytes=tracker.peak_bytes, held_bytes=tracker.held_bytes)
+        import torch
+
+        return MemorySample(
+            step=step,
+            peak_bytes=torch.cuda.max_memory_allocated(),
+            held_bytes=torch.cuda.memory_allocated(),
+            reserved_bytes=torch.cuda.memory_reserved(),
+        )
+
+    def _known(self) -> Iterator[Any]:
+        """What is there between steps and is the training's."""
+        for module in self._subject.modules:
+            yield from (*module.parameters(), *module.buffers())
+            yield from (one.grad for one in module.parameters() if one.grad is not None)
+        for optimizer in self._subject.optimizers:
+            for state in optimizer.state.values():
+                yield from (tensor for _, tensor in tensors_in(state))
