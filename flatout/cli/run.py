@@ -85,6 +85,7 @@ class Run:
 
         self.plan = self._read_plan()
         self.runner = Runner(self._choices())
+        self.runner.at_alarm.append(self._write_early)
         self.runner.install()
         atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
         self._began = time.perf_counter()
@@ -216,6 +217,7 @@ class Run:
 
         if self.report is None and not self._show:
             return
+        self.runner.ended()
         summary = self._summary()
         written = None
         if self.report is not None:
@@ -226,6 +228,15 @@ class Run:
                 self._say(f"flatout: {self.report} could not be written")
         self._say("\n" + run_text(summary, written))
 
+    def _write_early(self) -> None:
+        """Memory is nearly out: the kernel may end this process without a word, so the document is written now."""
+        from flatout.report.document import write_document
+        from flatout.report.run_text import run_document
+
+        if self.report is not None and os.getpid() == self._owner:
+            with contextlib.suppress(UsageError):
+                write_document(self.report, run_document(self._summary()))
+
     def _summary(self) -> Any:
         from flatout.diagnose.run_checks import RunFacts, check_run
         from flatout.machine.detect import detect
@@ -233,10 +244,9 @@ class Run:
         from flatout.script.describe import observe
 
         wall = time.perf_counter() - self._began
-        if self.runner.fault is not None:
+        if self.runner.fault is not None and self.runner.fault not in self.notes:
             self._note(self.runner.fault)
         record, watch, applied = self.runner.record, self.runner.watch, self.runner.applied
-        self.runner.ended()
         observed = None
         if record.steps:
             observed = observe(watch, threads_at_start=self.runner.threads_at_start, rows=record.rows, loaders=False)
@@ -250,6 +260,7 @@ class Run:
             steps=record.steps,
             planned=self.plan is not None,
             growth_bytes_per_step=record.growth_bytes_per_step(),
+            nearly_out=record.nearly_out,
             command=shlex.join(self.target.command),
             rolled_back=rolled_back,
             epochs=self.runner.epochs,

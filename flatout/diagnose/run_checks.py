@@ -25,6 +25,8 @@ class RunFacts:
     steps: int
     planned: bool
     growth_bytes_per_step: float | None
+    nearly_out: tuple[int, int, int] | None = None
+    """(step, available bytes, bytes in all) when hardly any of the host's memory was left."""
     command: str
     """The script and its arguments, as a shell would read them."""
     rolled_back: tuple[tuple[str, str], ...] = ()
@@ -59,6 +61,21 @@ def _rolled_back(facts: RunFacts) -> Finding | None:
         evidence="; ".join(f"{label}: {reason}" for label, reason in facts.rolled_back),
         remedy="the run went on without; tune again to have a plan that holds throughout",
         next_command=f"flatout tune {facts.command}",
+    )
+
+
+def _memory_nearly_out(facts: RunFacts) -> Finding | None:
+    if facts.nearly_out is None:
+        return None
+    step, available, total = facts.nearly_out
+    return Finding(
+        name="memory-nearly-out",
+        severity="warning",
+        title=f"at step {step:,} hardly any memory was left",
+        evidence=f"{format_bytes(available)} of {format_bytes(total)} that this process may use; at its end the kernel "
+        "kills without a word",
+        remedy="see who holds it with flatout memory; fewer loader workers and a smaller batch take less",
+        next_command=f"flatout memory {facts.command}",
     )
 
 
@@ -153,6 +170,7 @@ def _large_part(facts: RunFacts, part: str, limit: float, name: str, title: str,
 CHECKS: tuple[Callable[[RunFacts], Finding | None], ...] = (
     _no_step,
     _rolled_back,
+    _memory_nearly_out,
     _memory_creep,
     _idle_gpu,
     _starved,

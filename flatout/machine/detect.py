@@ -119,7 +119,13 @@ def usable_cores() -> int:
 
 def available_memory_bytes() -> int:
     """What this process may still take: the system's free memory, or what its cgroup leaves."""
-    return _memory(read_cgroup())[1]
+    return memory_left()[0]
+
+
+def memory_left() -> tuple[int, int]:
+    """(bytes that this process may still take, bytes that there are for it in all)."""
+    total, available, _ = _memory(read_cgroup())
+    return available, total
 
 
 def _memory(cgroup: Cgroup) -> tuple[int, int, str | None]:

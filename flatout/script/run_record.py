@@ -15,6 +15,8 @@ from flatout.script.watch import StepRow
 
 MOST_SAMPLES = 4096
 MOST_ROWS = 400
+LITTLE_LEFT_SHARE = 0.03
+"""Of the host's memory, or of what the cgroup allows: at its end the kernel kills without a word."""
 
 
 @dataclass
@@ -32,6 +34,9 @@ class RunRecord:
     """(step, resident bytes), thinned like the samples."""
     memory: list[MemorySample] = field(default_factory=list)
     """Single steps, one after each window, thinned like the samples."""
+
+    nearly_out: tuple[int, int, int] | None = None
+    """(step, available bytes, bytes in all) when hardly any of the host's memory was left for the first time."""
 
     def add_step(self, seconds: float) -> None:
         """One more step; where only every few steps were timed, their average."""
@@ -51,6 +56,13 @@ class RunRecord:
         self.resident.append((self.steps, resident_bytes))
         if len(self.resident) >= MOST_SAMPLES:
             self.resident = self.resident[::2]
+
+    def note_memory_left(self, available_bytes: int, total_bytes: int) -> bool:
+        """True the first time that hardly any is left."""
+        if self.nearly_out is not None or available_bytes >= LITTLE_LEFT_SHARE * total_bytes:
+            return False
+        self.nearly_out = self.steps, available_bytes, total_bytes
+        return True
 
     def add_memory(self, sample: MemorySample) -> None:
         self.memory.append(sample)

@@ -7,11 +7,12 @@ on. A lever under which the model's forward fails is taken back and the forward 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from flatout.levers.applied import Applied, describe_error
 from flatout.levers.lever import Choice
+from flatout.machine.detect import memory_left
 from flatout.script.describe import device_name
 from flatout.script.epochs import EpochStarts
 from flatout.script.patches import ImportWatch
@@ -38,6 +39,8 @@ class Runner:
         self.record = RunRecord()
         self.epochs = EpochStarts()
         self._memory = StepMemory(self.watch.subject)
+        self.at_alarm: list[Callable[[], None]] = []
+        """Called once when hardly any of the host's memory is left: what is to be kept must be written now."""
         self.applied = Applied(self.watch.subject)
         self.threads_at_start: int | None = None
         self.fault: str | None = None
@@ -93,6 +96,9 @@ class Runner:
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
             self.record.add_resident(resident_bytes())
+            if self.record.note_memory_left(*memory_left()):
+                for callback in self.at_alarm:
+                    callback()
         self._mark_boundary()
 
     def _mark_boundary(self) -> None:

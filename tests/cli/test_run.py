@@ -79,6 +79,22 @@ def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path) -> None:
     assert seen["machine"]["versions"]["torch"]
 
 
+def test_a_run_that_dies_of_memory_tells_who_held_it(run: Run, tmp_path: Path) -> None:
+    source = f"""{TRAIN}
+    kept = torch.ones(1 << 18)
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+    """
+    plain, watched = run(source, flatout=False), run(source)
+    assert plain.returncode == watched.returncode == 1
+    assert watched.stdout == plain.stdout
+    assert watched.stderr == plain.stderr
+    death = document(tmp_path)["out_of_memory"]
+    assert death["requested_bytes"] == 3 << 30
+    assert death["categories"]["weights"] > 0
+    held = {one["name"]: one["size_bytes"] for one in death["holders"]}
+    assert held["kept"] == 1 << 20
+
+
 def test_a_script_that_never_trains_is_told_so(run: Run, tmp_path: Path) -> None:
     assert run("print('hello')").stdout == "hello\n"
     seen = document(tmp_path)

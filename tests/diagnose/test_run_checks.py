@@ -51,3 +51,7 @@ def test_a_gpu_that_idles_is_told_once_the_weights_are_on_the_cpu() -> None:
     assert names(gpus=("NVIDIA H200",)) == ["idle-gpu"]
     assert names(gpus=("NVIDIA H200",), observed=Observed(device="cuda:0", modules=SEEN.modules)) == []
     assert names() == []
+
+
+def test_memory_that_was_nearly_out_is_told() -> None:
+    assert names(nearly_out=(12, 1 << 20, 1 << 30)) == ["memory-nearly-out"]

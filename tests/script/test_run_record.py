@@ -45,3 +45,11 @@ def test_nothing_seen_is_none() -> None:
     record = RunRecord()
     assert record.median_seconds is None
     assert record.recent_seconds is None
+
+
+def test_only_the_first_shortage_of_memory_is_an_alarm() -> None:
+    record = RunRecord(steps=7)
+    assert not record.note_memory_left(10, 100)
+    assert record.note_memory_left(2, 100)
+    assert not record.note_memory_left(1, 100)
+    assert record.nearly_out == (7, 2, 100)

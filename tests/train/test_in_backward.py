@@ -64,7 +64,7 @@ def test_gradients_are_not_held_together() -> None:
 def test_what_cannot_be_had_with_it() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="clip_norm is 1.0"):
+    with pytest.raises(UsageError, match=r"clip_norm is 1\.0"):
         TrainStep(net, optimizer, LOSS, PLAN, clip_norm=1.0)
     for choices in ({"accumulate": 2}, {"nonfinite": "skip"}, {"precision": "fp16"}):
         with pytest.raises(PlanError, match="optimizer_in_backward is true"):
