@@ -202,3 +202,12 @@ def test_where_the_data_decides_two_real_steps_are_extended() -> None:
     assert found.peak_bytes == pytest.approx(measured(Positive, torch.optim.Adam, Plan(), batch(256)), rel=0.03)
     with pytest.raises(UsageError, match="1 sample"):
         forecast(model, optimizer, LOSS, batch(1))
+
+
+@pytest.mark.parametrize("plan", [Plan(precision="fp16"), Plan(nonfinite="skip"), Plan(precision="fp16", accumulate=2)])
+def test_plans_that_look_at_values_are_still_run_on_fake_tensors(plan: Plan) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    batch = (torch.randn(8, 16), torch.randint(0, 3, (8,)))
+    loss = supervised(nn.CrossEntropyLoss())
+    made = forecast(model, torch.optim.Adam(model.parameters()), loss, batch, plan)
+    assert made.method == "fake run"
