@@ -88,6 +88,7 @@ def test_the_librarys_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
+    names: dict[str, Any] = {}  # a later block goes on from those before
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, "README.md", "exec"), names)
     assert list((tmp_path / "run").iterdir())
