@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,8 +49,9 @@ class FakeRun:
 
     def twins(self, objects: Any) -> Any:
         """A deep copy in which every tensor is fake; what was shared is shared again."""
+        copied = {id(one): one.clone_state() for one in _generators(objects)}  # their state is a tensor of values
         with FakeCopyMode(self._mode):
-            return copy.deepcopy(objects)
+            return copy.deepcopy(objects, copied)
 
     def tensor_like(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A fake tensor of another shape."""
@@ -63,6 +65,25 @@ class FakeRun:
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
+
+
+def _generators(objects: Any) -> Iterator[torch.Generator]:
+    """Those that the modules among these hold as attributes."""
+    for one in objects:
+        for module in one.modules() if isinstance(one, torch.nn.Module) else ():
+            yield from (value for value in vars(module).values() if isinstance(value, torch.Generator))
+
+
+@contextlib.contextmanager
+def torch_keeps_quiet() -> Iterator[None]:
+    """Torch logs a traceback of its own for every operation that fails on fake tensors; the error says it better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

@@ -91,9 +91,13 @@ class MemoryForecast:
             part for part in (f"in the {self.phase}", self.module and f"of {self.module}", self.line) if part
         )
         batch = f"batch {self.batch_size}" if self.batch_size is not None else "this batch"
+        room = ""
+        if self.capacity_bytes is not None:
+            room = f" of {format_bytes(self.capacity_bytes)}, {'fits' if self.fits else 'does not fit'}"
+        left_out = f"; not counted: {'; '.join(self.not_covered)}" if self.not_covered else ""
         return (
-            f"{batch} on {self.device}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%} = "
-            f"{' + '.join(parts)}; {where}"
+            f"{batch} on {self.device}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%}{room} = "
+            f"{' + '.join(parts)}; {where}{left_out}"
         )
 
 

@@ -24,7 +24,15 @@ from flatout.levers.lever import EXACTNESS_ORDER
 from flatout.memory.forecast import MemoryForecast
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Exactness, Plan
-from flatout.train.forecast import count_operations, find_target, forecast
+from flatout.train.forecast import (
+    check_batch_size,
+    check_training,
+    checked_plan,
+    count_operations,
+    find_target,
+    forecast,
+    samples_of,
+)
 from flatout.train.largest_batch import repeated, state_kept, tell_terminal
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
@@ -87,7 +95,7 @@ def fit_into(
     example_batch: Any,
     plan: Plan | None = None,
     *,
-    device: str | None = None,
+    device: Any = None,
     batch_size: int | None = None,
     exactness: Exactness = "reduced",
     progress: Callable[[str], None] | None = None,
@@ -101,8 +109,12 @@ def fit_into(
     Raises MachineError, with the least that is possible, where no combination fits; UsageError where the weights and
     the optimizer's state alone are more than the budget.
     """
-    plan, budget_bytes = plan or Plan(), _bytes(budget)
-    samples = batch_size or batch_length(example_batch)
+    plan, budget_bytes = checked_plan(plan), _bytes(budget)
+    check_training(model, optimizer, loss_fn)
+    check_batch_size(batch_size)
+    if exactness not in EXACTNESS_ORDER:
+        raise UsageError(f"exactness is {exactness!r}", limit=f"it is one of {', '.join(EXACTNESS_ORDER)}")
+    samples = batch_size or samples_of(example_batch)
     tell = progress or tell_terminal
     problem = _Problem(model, optimizer, loss_fn, example_batch, plan, device, samples, budget_bytes, tell)
     given = problem.forecast({})
@@ -146,7 +158,7 @@ class _Problem:
         loss_fn: LossFn,
         batch: Any,
         plan: Plan,
-        device: str | None,
+        device: Any,
         samples: int,
         budget: int,
         tell: Callable[[str], None],
@@ -185,11 +197,23 @@ class _Problem:
         chunked: Callable[[int], LossFn] | None = getattr(self.loss_fn, "chunked", None)
         return chunked(choices[CHUNKED]) if CHUNKED in choices and chunked is not None else self.loss_fn
 
+    def _runs(self, choices: Choices) -> bool:
+        """Does the model bear that measure? Batch norm takes no part of one sample, a cache no recomputation."""
+        whole = {name: value for name, value in choices.items() if name != "checkpointed_blocks"}
+        return self._forecast_or_none(whole) is not None
+
+    def _forecast_or_none(self, choices: Choices) -> MemoryForecast | None:
+        try:
+            return self.forecast(choices)
+        except Exception as error:  # the step as given ran: it is this measure
+            self.tell(f"left out {_label(choices)}: {type(error).__name__}")
+            return None
+
     # time
 
     def find_ratios(self, kinds: list[list[Choices]]) -> None:
         """The time of each measure alone over the time without any."""
-        self._kinds = kinds
+        kinds = self._kinds = [[one for one in kind if self._runs(one)] for kind in kinds]
         alone = [choices for kind in kinds for choices in kind]
         size = self._size_to_time()
         if size is None:
@@ -255,7 +279,7 @@ class _Problem:
                         torch.cuda.synchronize()
                     seconds.append(time.perf_counter() - began)
             except Exception as error:
-                if not (is_out_of_memory(error) or isinstance(error, MachineError)):
+                if not (choices or is_out_of_memory(error) or isinstance(error, MachineError)):
                     raise
                 return None
             finally:
@@ -281,7 +305,9 @@ class _Problem:
         fitting: list[Choices] = []
         least: MemoryForecast | None = None
         for ratio, choices in self._ranked()[:MOST_FORECASTS]:
-            made = self.forecast(choices)
+            made = self._forecast_or_none(choices)
+            if made is None:
+                continue
             fits = made.peak_bytes <= self.budget
             kinds = frozenset(choices)
             self.considered[_key(choices)] = Considered(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.nested import batch_length, map_tensors, slice_batch, tensors_in
-from flatout.errors import UsageError
+from flatout.errors import FlatoutError, UsageError
 from flatout.generators import generators_kept
 from flatout.machine.published_peaks import catalogue_entry
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
@@ -37,6 +37,9 @@ UNCERTAINTY_SUMS = 0.3
 CONTEXT_BYTES = 600 * 1024**2
 """Taken off a catalogue entry's memory: the driver's context and torch's kernels, some hundred MiB."""
 
+_FIXED = ("weights", "gradients", "optimizer")
+"""As large in a batch of any size; where two runs differ in them, one of them left out a part of the model."""
+
 _NOT_OF_MEMORY = (
     "compile",
     "threads",
@@ -57,7 +60,7 @@ def forecast(
     example_batch: Any,
     plan: Plan | None = None,
     *,
-    device: str | None = None,
+    device: Any = None,
     batch_size: int | None = None,
 ) -> MemoryForecast:
     """The peak of one training step of `model` under `plan`, without running it. Nothing of yours is changed.
@@ -69,15 +72,19 @@ def forecast(
     Raises UsageError for a GPU that is not known, a batch without tensors, a model and optimizer that do not match.
     """
     began = time.perf_counter()
-    plan = plan or Plan()
-    samples = _samples(example_batch)
-    if batch_size is not None and batch_size < 1:
-        raise UsageError(f"batch_size is {batch_size}", limit="it must be at least 1")
+    plan = checked_plan(plan)
+    check_training(model, optimizer, loss_fn)
+    samples = samples_of(example_batch)
+    check_batch_size(batch_size)
     target = find_target(device, model)
     asked = _Asked(model, optimizer, loss_fn, example_batch, plan, target, samples, batch_size or samples)
     try:
         timeline, method = asked.fake_timeline(), "fake run"
-    except asked.depends_on_data as error:
+    except FlatoutError:
+        raise
+    except Exception as error:  # the course hangs on values, or an operation knows no fake tensors: .numpy()
+        if asked.samples < 2 and not isinstance(error, asked.depends_on_data):
+            raise
         found = asked.extended(error)
         return replace(found, seconds=time.perf_counter() - began)
     made = forecast_of(
@@ -92,18 +99,27 @@ def forecast(
     return replace(made, seconds=time.perf_counter() - began)
 
 
-def find_target(device: str | None, model: Any) -> Target:
-    """The device of that name; UsageError with the nearest names where there is none."""
+def find_target(device: Any, model: Any) -> Target:
+    """The device of that name (or a torch.device); UsageError with the nearest names where there is none."""
     import torch
 
     if device is None:
         device = next((one.device.type for one in model.parameters()), "cpu")
+    if isinstance(device, torch.device):
+        device = str(device)
+    names = "it is 'cpu', 'cuda', 'cuda:0' or a GPU of the catalogue, such as 'rtx-4090'"
+    if not isinstance(device, str):
+        raise UsageError(f"device is {device!r}", limit=names)
     if device == "cpu":
         return Target(name="cpu", cuda=False)
-    if device.partition(":")[0] == "cuda":
+    kind, colon, number = device.partition(":")
+    if kind == "cuda":
+        present = torch.cuda.device_count() if torch.cuda.is_available() else None
+        if colon and (not number.isdecimal() or (present is not None and int(number) >= present)):
+            raise UsageError(f"device is {device!r}", limit=names if present is None else f"{present} GPUs are here")
         if not torch.cuda.is_available():
             return Target(name=device, cuda=True)
-        properties = torch.cuda.get_device_properties(int(device.partition(":")[2] or 0))
+        properties = torch.cuda.get_device_properties(int(number or 0))
         capability = properties.major, properties.minor
         return Target(name=device, cuda=True, capacity_bytes=properties.total_memory, compute_capability=capability)
     entry = catalogue_entry(device)
@@ -113,6 +129,37 @@ def find_target(device: str | None, model: Any) -> Target:
         capacity_bytes=entry.memory_bytes - CONTEXT_BYTES,
         compute_capability=entry.compute_capability,
     )
+
+
+def checked_plan(plan: Plan | None) -> Plan:
+    """The plan, or the empty one; UsageError for anything else."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise UsageError(
+            f"plan is {plan!r}", limit="it is a flatout.Plan or None", remedy="for example Plan(precision='bf16')"
+        )
+    return plan or Plan()
+
+
+def check_training(model: Any, optimizer: Any, loss_fn: Any) -> None:
+    """UsageError where one of the three cannot be what it is given as."""
+    from torch.nn.modules.loss import _Loss
+
+    if not hasattr(model, "named_parameters") or not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            f"got {type(model).__name__} as the model and {type(optimizer).__name__} as the optimizer",
+            limit="they are a torch.nn.Module and a torch.optim.Optimizer, in this order",
+        )
+    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+        raise UsageError(
+            f"loss_fn is {loss_fn!r}",
+            limit="it is called as loss_fn(model, batch) and returns the mean loss",
+            remedy="for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss())",
+        )
+
+
+def check_batch_size(batch_size: Any) -> None:
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise UsageError(f"batch_size is {batch_size!r}", limit="it must be a whole number of at least 1")
 
 
 def count_operations(model: Any, optimizer: Any, loss_fn: LossFn, batch: Any, plan: Plan) -> float:
@@ -198,7 +245,13 @@ class _Asked:
         return found
 
     def fake_timeline(self) -> Timeline:
-        from flatout.memory.fake_run import FakeRun, ValuesForOptimizers, operations_as_on_cuda, real_gradients_guarded
+        from flatout.memory.fake_run import (
+            FakeRun,
+            ValuesForOptimizers,
+            operations_as_on_cuda,
+            real_gradients_guarded,
+            torch_keeps_quiet,
+        )
         from flatout.memory.tracking import Tracker
 
         world = FakeRun()
@@ -217,7 +270,7 @@ class _Asked:
         pretend = operations_as_on_cuda() if self.target.cuda and self.pretends else contextlib.nullcontext()
         guarded = real_gradients_guarded(list(self.model.parameters()))
         tracker = Tracker(workspace_of=self.workspace_of)
-        with guarded as touched, generators_kept(), world, pretend, ValuesForOptimizers(), tracker:
+        with torch_keeps_quiet(), guarded as touched, generators_kept(), world, pretend, ValuesForOptimizers(), tracker:
             _steps(tracker, model, optimizer, loss_fn, batch, self.carried_out)
         if touched:
             raise UsageError(
@@ -275,14 +328,20 @@ class _Asked:
         def extend(a: int, b: int) -> int:
             return max(0, round(a + (b - a) * scale))
 
+        categories = {
+            name: max(size, other.categories[name]) if name in _FIXED else extend(size, other.categories[name])
+            for name, size in one.categories.items()
+        }
+        tensors = sum(categories.values())
+        around = extend(one.peak_bytes - one.tensor_bytes, other.peak_bytes - other.tensor_bytes)
         return replace(
             other,
-            peak_bytes=extend(one.peak_bytes, other.peak_bytes),
-            tensor_bytes=extend(one.tensor_bytes, other.tensor_bytes),
+            peak_bytes=tensors + around,
+            tensor_bytes=tensors,
             rounding_bytes=extend(one.rounding_bytes, other.rounding_bytes),
             cached_bytes=extend(one.cached_bytes, other.cached_bytes),
             between_steps_bytes=extend(one.between_steps_bytes, other.between_steps_bytes),
-            categories={name: extend(size, other.categories[name]) for name, size in one.categories.items()},
+            categories=categories,
             largest=(),
             uncertainty=max(UNCERTAINTY_SUMS, self.uncertainty),
         )
@@ -311,9 +370,10 @@ def _weights(model: Any) -> Iterator[Any]:
     yield from model.buffers()
 
 
-def _samples(batch: Any) -> int:
+def samples_of(batch: Any) -> int:
+    """How many samples an example batch has; at least one."""
     try:
-        return batch_length(batch)
+        samples = batch_length(batch)
     except UsageError:
         raise
     except Exception as error:
@@ -322,6 +382,11 @@ def _samples(batch: Any) -> int:
             limit="its tensors must share their first size, the number of samples",
             remedy="give a batch as the loss function takes it",
         ) from error
+    if samples < 1:
+        raise UsageError(
+            "the example batch has 0 samples", limit="at least 1 is needed", remedy="give a batch as it comes"
+        )
+    return samples
 
 
 def _resized(world: Any, tensor: Any, samples: int, wanted: int) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.nested import batch_length, map_tensors, tensors_in
+from flatout.data.nested import map_tensors, tensors_in
 from flatout.errors import MachineError, UsageError
 from flatout.generators import generators_kept
 from flatout.machine.detect import available_memory_bytes
@@ -21,7 +21,7 @@ from flatout.memory.forecast import MemoryForecast
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
-from flatout.train.forecast import find_target, forecast
+from flatout.train.forecast import check_training, checked_plan, find_target, forecast, samples_of
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes
@@ -62,7 +62,7 @@ class LargestBatch:
         above = f"; {more.batch_size} took more" if more else ""
         return (
             f"batch {self.batch_size}: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)} measured "
-            f"in {len(self.tries)} real tries{above}"
+            f"in {len(self.tries)} real {'try' if len(self.tries) == 1 else 'tries'}{above}"
         )
 
 
@@ -89,7 +89,8 @@ def largest_batch(
 
     Raises MachineError where not even the smallest size fits, UsageError for a batch without tensors.
     """
-    plan = plan or Plan()
+    plan = checked_plan(plan)
+    check_training(model, optimizer, loss_fn)
     _check_sizes(at_most, multiple_of, global_batch, limit_bytes)
     tell = progress or tell_terminal
     limit = limit_bytes if limit_bytes is not None else _available(model)
@@ -128,7 +129,7 @@ class _Search:
     ) -> None:
         self.model, self.optimizer, self.loss_fn, self.batch = model, optimizer, loss_fn, batch
         self.plan, self.limit, self.unit, self.tell = plan, limit, unit, tell
-        self.samples = batch_length(batch)
+        self.samples = samples_of(batch)
         self.tries: list[Try] = []
         self.forecasts: dict[int, int] = {}
 

@@ -18,6 +18,7 @@ The plan's levers are those of `flatout tune`, applied by the same functions.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.in_backward import UpdatesInBackward, check_in_backward
+from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import LossFn, Weigh
 from flatout.train.placement import explain_devices
 from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
@@ -166,6 +168,8 @@ class TrainStep:
             # Without the lever's own scaling of each backward pass: here the whole step is scaled, and the scale saved.
             del wanted["precision"]
             self._levers.enter_context(self._subject.around_calls(autocast_call("fp16")))
+        if "activation_checkpointing" in wanted:
+            self._levers.enter_context(without_key_value_cache(self.model))
         checkpointing = ActivationCheckpointing(self.plan.checkpointed_blocks)
         self._applied.set(choices_of_plan(wanted, (*LEVERS, checkpointing)))
 
@@ -305,6 +309,7 @@ def _trained(model: Any, optimizer: Any) -> list[Any]:
             f"TrainStep got {type(model).__name__} and {type(optimizer).__name__}",
             limit="it takes a torch.nn.Module and a torch.optim.Optimizer, in this order",
         )
+    _check_optimizer(optimizer)
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shared = sum(id(parameter) in own for parameter in moved)
@@ -315,6 +320,16 @@ def _trained(model: Any, optimizer: Any) -> list[Any]:
             remedy="make the optimizer after the model, from model.parameters()",
         )
     return moved
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"the optimizer is {type(optimizer).__name__}",
+            limit="it evaluates the loss several times a step, which TrainStep does not do",
+            remedy="call its step(closure) in a loop of your own, or take SGD or AdamW",
+        )
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -211,3 +211,108 @@ def test_plans_that_look_at_values_are_still_run_on_fake_tensors(plan: Plan) -> 
     loss = supervised(nn.CrossEntropyLoss())
     made = forecast(model, torch.optim.Adam(model.parameters()), loss, batch, plan)
     assert made.method == "fake run"
+
+
+class Foreign(torch.autograd.Function):
+    """Leaves torch, as code around numpy does: no fake tensor can follow."""
+
+    @staticmethod
+    def forward(context: Any, x: Any) -> Any:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        return gradient * 2
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return Foreign.apply(super().forward(x))
+
+
+def test_what_cannot_run_on_fake_tensors_is_measured_in_small_real_steps() -> None:
+    model = Doubled(64, 10)
+    found = forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch())
+    assert "real steps" in found.method
+    assert found.categories["weights"] == 4 * 650
+
+
+def test_an_error_of_the_model_is_told_in_the_words_of_a_real_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(width=63))
+    assert not caplog.records
+
+
+def test_a_generator_of_the_models_own_stays_where_it_is() -> None:
+    model = mlp()
+    model.noise = torch.Generator().manual_seed(3)  # type: ignore[assignment]
+    before = model.noise.get_state()
+    assert forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch()).peak_bytes > 0
+    assert torch.equal(model.noise.get_state(), before)
+
+
+@pytest.mark.parametrize("device", [7, "cuda:x", "cpuu", torch.device("meta")])
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    model = mlp()
+    with pytest.raises(UsageError):
+        forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), device=device)
+
+
+def test_a_torch_device_is_a_device() -> None:
+    model = mlp()
+    assert forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), device=torch.device("cpu")).fits is None
+
+
+@pytest.mark.parametrize("samples", ["8", 1.5, True, 0, -1])
+def test_a_batch_size_that_is_no_number_of_samples_is_refused(samples: Any) -> None:
+    model = mlp()
+    with pytest.raises(UsageError, match="batch_size is"):
+        forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), batch_size=samples)
+
+
+def test_what_is_no_training_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    wrong: list[tuple[Any, ...]] = [
+        (None, optimizer, LOSS, batch()),
+        (model, None, LOSS, batch()),
+        (model, optimizer, None, batch()),
+        (model, optimizer, nn.CrossEntropyLoss(), batch()),
+        (model, optimizer, LOSS, batch(0)),
+        (model, optimizer, LOSS, batch(), "bf16"),
+        (model, torch.optim.LBFGS(model.parameters()), LOSS, batch()),
+    ]
+    for arguments in wrong:
+        with pytest.raises(UsageError):
+            forecast(*arguments)
+
+
+def test_the_text_says_whether_it_fits_and_what_is_not_counted() -> None:
+    model = mlp()
+    text = str(forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), device="rtx-4090"))
+    assert ", fits = weights " in text
+    assert "not counted: the CUDA context" in text
+
+
+class Gated(nn.Module):
+    """One run of two takes the second layer, so their gradients differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.first(x)) if x[:, 0].sum() > 0 else self.first(x)
+
+
+def test_weights_and_gradients_are_not_extended_with_the_batch() -> None:
+    model = Gated()
+    inputs, labels = torch.ones(16, 64), torch.randint(10, (16,))
+    inputs[:4] = -1  # the run of 4 leaves the layer out; that of 8 is undecided, at 0
+    inputs[4:8, 0] = 2
+    found = forecast(model, torch.optim.Adam(model.parameters()), LOSS, (inputs, labels))
+    weights = found.categories["weights"]
+    assert found.categories["gradients"] <= weights
+    assert found.categories["optimizer"] <= 2 * weights + 100
+    assert found.tensor_bytes == sum(found.categories.values())

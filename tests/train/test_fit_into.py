@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -100,3 +102,21 @@ def test_bad_budgets() -> None:
     least = 560_000
     with pytest.raises(MachineError, match="is the least"):
         fit_into(least, model, optimizer, LOSS, batch, progress=lambda line: None)
+
+
+def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(16, 32), torch.randint(0, 5, (16,))
+    told: list[str] = []
+    given = flatout.forecast(model, optimizer, LOSS, batch).peak_bytes
+    found = fit_into(given - 1, model, optimizer, LOSS, batch, progress=told.append)  # parts of 1 sample: no variance
+    assert found.forecast.peak_bytes < given
+    assert any(line.startswith("left out accumulate=16: ValueError") for line in told)
+
+
+@pytest.mark.parametrize("words", [{"exactness": "exact"}, {"batch_size": 0}, {"batch_size": "8"}, {"device": 3}])
+def test_options_that_mean_nothing_are_refused_though_everything_fits(words: dict[str, Any]) -> None:
+    model, optimizer, batch = training()
+    with pytest.raises(UsageError):
+        fit_into("1 GiB", model, optimizer, LOSS, batch, **words)
