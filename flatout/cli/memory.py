@@ -11,6 +11,12 @@ import typer
 def memory(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
     steps: Annotated[int, typer.Option(metavar="N", help="How many steps to watch, after 2 that warm up.")] = 8,
+    patience: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="How long that may take: a script that never steps, or hangs, is ended then."
+        ),
+    ] = "30m",
     isolation: Annotated[
         str,
         typer.Option(
@@ -23,13 +29,15 @@ def memory(
     """Run a script for a few steps: what holds its memory, when it peaks, what creeps from step to step.
 
     The script runs as a trial that changes none of your files, and is stopped after its steps. Exit code: 0 watched;
-    the script's own, after its own traceback, where it fails.
+    the script's own, after its own traceback, where it fails;
+    1 where it is killed, or makes too few steps within --patience.
     """
     from flatout.errors import UsageError
     from flatout.report.document import to_text
     from flatout.report.memory_text import memory_document, memory_text
     from flatout.script.entry import Target
     from flatout.script.memory_trial import MemoryRequest, watch_memory
+    from flatout.units import parse_seconds
 
     if steps < 1:
         raise UsageError(f"--steps is {steps}", limit="it is at least 1")
@@ -38,6 +46,7 @@ def memory(
     request = MemoryRequest(
         target=Target.from_command(target),
         steps=steps,
+        patience_seconds=parse_seconds(patience),
         isolation=isolation,  # type: ignore[arg-type]
     )
     watched = watch_memory(request)

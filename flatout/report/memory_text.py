@@ -179,6 +179,8 @@ def _holder(creep: Creep) -> str:
 
 def _notes(watched: MemoryWatched) -> list[str]:
     notes = []
+    if watched.use is not None and not watched.steps and not watched.status:
+        notes.append("if it trains in processes that it starts, Flatout does not follow it there")
     if watched.compiled:
         notes.append("compiled code takes memory that is not seen here")
     if watched.collected:

@@ -116,7 +116,10 @@ def _tensors_text(samples: Sequence[MemorySample]) -> str:
 def _death_rows(death: MemoryDeath) -> list[tuple[str, str]]:
     wanted = f", asking for {format_bytes(death.requested_bytes)}" if death.requested_bytes is not None else ""
     parts = [f"{name} {format_bytes(size)}" for name, size in death.categories.items() if size]
-    rows = [("died of", f"memory, in the {death.part} part of a step{wanted}"), ("", death.line)]
+    where = (
+        "outside of forward, backward and optimizer" if death.part == "other" else f"in the {death.part} part of a step"
+    )
+    rows = [("died of", f"memory, {where}{wanted}"), ("", death.line)]
     rows.append(("held", f"{format_bytes(death.held_bytes)} of tensors: {', '.join(parts)}"))
     rows += [("", f"{format_bytes(one.size_bytes):>9}  {one.name}  {one.line}".rstrip()) for one in death.holders]
     rows += [("remedy" if index == 0 else "", text) for index, text in enumerate(death.advice)]

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flatout.environment import inductor_folder
 from flatout.errors import FlatoutError
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import enter, guard_torch
@@ -22,12 +23,14 @@ from flatout.script.memory_watch import MemoryWatch
 from flatout.script.patches import ImportWatch
 from flatout.script.trial_child import PR_SET_PDEATHSIG
 
+_leave = os._exit
+
 
 def main(config_path: str) -> NoReturn:
     config = json.loads(Path(config_path).read_text())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != config["parent"]:
-        os._exit(1)  # interrupted while this process was being started
+        _leave(1)  # interrupted while this process was being started
     answers = os.fdopen(config["write_fd"], "w")
 
     def finished(answer: dict[str, Any]) -> NoReturn:
@@ -36,12 +39,12 @@ def main(config_path: str) -> NoReturn:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         answers.write(json.dumps({**answer, "peak_resident_bytes": peak}) + "\n")
         answers.flush()
-        os._exit(0)
+        _leave(0)
 
     try:
         isolation = enter(
             Path(config["scratch"]),
-            (),
+            (inductor_folder(),),  # torch makes it as soon as there is an optimizer
             config["isolation"],
             lambda description: finished({"event": "stopped", "reason": description}),
         )
@@ -56,6 +59,14 @@ def main(config_path: str) -> NoReturn:
         watch.torch_imported(torch)
 
     ImportWatch({"torch": torch_imported}).install()
+    owner = os.getpid()
+
+    def left_at_once(status: int) -> NoReturn:
+        if os.getpid() != owner:  # a loader's worker ends so
+            _leave(status)
+        finished({**(watch.ended() or {"event": "no torch"}), "status": status & 255})
+
+    os._exit = left_at_once
     try:
         status = execute(target)
     except KeyboardInterrupt:

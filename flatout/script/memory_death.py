@@ -16,10 +16,13 @@ from typing import Any
 from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.script.session import resident_bytes
 from flatout.units import format_bytes
 
 MOST_HOLDERS = 8
 DEEPEST = 4
+WORTH_SAYING = 0.1
+"""Of what is held: less would not have helped."""
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _PARTS = {"backward": "backward", "step": "optimizer", "__next__": "data"}
@@ -61,7 +64,8 @@ class MemoryDeath:
 
 def inspect_death(error: BaseException | None, subject: Subject, folder: str) -> MemoryDeath | None:
     """What that error says of the end of memory; None if it was something else. folder: of the script's own files."""
-    if error is None or not is_out_of_memory(error):
+    error = _cause(error)
+    if error is None:
         return None
     seen: set[int] = set()
     categories = {
@@ -88,12 +92,28 @@ def inspect_death(error: BaseException | None, subject: Subject, folder: str) ->
         categories=categories,
         holders=tuple(holders[:MOST_HOLDERS]),
         batch_size=batch_size,
-        advice=tuple(_advice(categories, requested, batch_size)),
+        advice=tuple(_advice(categories, requested, batch_size, of_python=_of_python(error, categories))),
     )
 
 
-def _advice(categories: Mapping[str, int], requested: int | None, batch_size: int | None) -> Iterator[str]:
+def _cause(error: BaseException | None) -> BaseException | None:
+    """The end of memory itself, where the script raised another error from it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if is_out_of_memory(error):
+            return error
+        seen.add(id(error))
+        error = error.__cause__
+    return None
+
+
+def _advice(
+    categories: Mapping[str, int], requested: int | None, batch_size: int | None, *, of_python: bool
+) -> Iterator[str]:
     grows, held = categories["graph"], sum(categories.values())
+    if of_python:
+        yield f"Python's objects, not tensors (they are {format_bytes(held)}), took the memory: look at that line first"
+        return
     if requested is None:
         yield "a smaller batch, activation checkpointing or bf16 would have asked for less"
     elif requested > held:
@@ -109,7 +129,7 @@ def _advice(categories: Mapping[str, int], requested: int | None, batch_size: in
             "past this line, and the rest of the step wants more"
         )
     state = categories["optimizer"]
-    if state > grows:
+    if state > grows and state >= held * WORTH_SAYING:
         yield f"the optimizer's state is {format_bytes(state)}: SGD or Adafactor keep less of it"
     yield "flatout memory, with a smaller batch, shows the peak by line and what each measure would save"
     yield "in your own loop: flatout.TrainStep splits a batch that does not fit; flatout.fit_into chooses measures"
@@ -128,10 +148,12 @@ def _take(tensors: Iterator[Any], seen: set[int]) -> int:
 
 
 def _storage(tensor: Any) -> Any:
+    """What holds its bytes; None where there is nothing: sparse layouts, and fake tensors left by a compiler."""
     try:
-        return tensor.untyped_storage()
+        storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
+    return None if storage.device.type == "meta" else storage
 
 
 def _weights(subject: Subject) -> Iterator[Any]:
@@ -207,12 +229,21 @@ def _where(place: tuple[FrameType, int]) -> str:
     return f"{frame.f_code.co_filename}:{line}"
 
 
+def _of_python(error: BaseException, categories: Mapping[str, int]) -> bool:
+    """Python itself found no room, in a process whose tensors are the smaller part."""
+    return isinstance(error, MemoryError) and 2 * sum(categories.values()) < resident_bytes()
+
+
 def _part(frames: list[tuple[FrameType, int]]) -> str:
     """forward, backward, optimizer or data, by torch's own functions on the way."""
+    from torch.optim import Optimizer
+
     for frame, _ in frames:
         code = frame.f_code
         if code.co_name in _PARTS and "/torch/" in code.co_filename:
             return _PARTS[code.co_name]
+        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return "optimizer"  # the script's own class
     return "forward" if any(frame.f_code.co_name == "_call_impl" for frame, _ in frames) else "other"
 
 

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,10 @@ from flatout.memory.creep import LEAST_STEPS, Creep
 from flatout.memory.use import MemoryUse
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
+from flatout.units import format_seconds
 
 STEPS = 8
+PATIENCE_SECONDS = 1800.0
 MOST_ERROR_BYTES = 20_000
 
 
@@ -39,6 +42,8 @@ class MemoryRequest:
 
     target: Target
     steps: int = STEPS
+    patience_seconds: float = PATIENCE_SECONDS
+    """For the whole watch: a script that never steps, or hangs, is ended then."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
 
 
@@ -136,17 +141,29 @@ def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
         )
         os.close(write_fd)
         try:
-            return _answer(process, answers)
+            return _answer(process, answers, request)
+        except TrialError as error:
+            tail = _tail(folder / "errors.log")
+            raise TrialError(
+                error.what, limit=error.limit, remedy=error.remedy + (f"\n{tail}" if tail else "")
+            ) from None
         finally:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started: loaders' workers
             process.wait()
 
 
-def _answer(process: subprocess.Popen[bytes], answers: Any) -> dict[str, Any]:
+def _answer(process: subprocess.Popen[bytes], answers: Any, request: MemoryRequest) -> dict[str, Any]:
     """One line; workers that outlive the process hold the pipe open, so its end alone is not waited for."""
     line = b""
+    deadline = time.monotonic() + request.patience_seconds
     while not line.endswith(b"\n"):
+        if time.monotonic() > deadline:
+            raise TrialError(
+                f"the script had not made its {request.steps} steps after {format_seconds(request.patience_seconds)}",
+                limit="that is the patience with it",
+                remedy="give more with --patience 2h, or fewer --steps, if it trains at all",
+            )
         gone = process.poll() is not None
         if select.select([answers], [], [], 0.2)[0]:
             chunk = os.read(answers.fileno(), 1 << 16)
@@ -158,6 +175,10 @@ def _answer(process: subprocess.Popen[bytes], answers: Any) -> dict[str, Any]:
         raise TrialError(_death(process.wait()))
     found: dict[str, Any] = json.loads(line)
     return found
+
+
+def _tail(log: Path) -> str:
+    return log.read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace").strip()
 
 
 def _death(code: int) -> str:

@@ -11,6 +11,10 @@ from types import TracebackType
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 _IMPORT_MACHINERY = "<frozen importlib."
+_DISPATCH = "__torch_dispatch__"
+_AROUND_DISPATCH = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
+_OPERATION = "/torch/_ops.py"
+"""Torch's own frames that are there only because we follow its operations."""
 
 
 def own_frames_removed(error: BaseException) -> BaseException:
@@ -31,15 +35,21 @@ def own_frames_removed(error: BaseException) -> BaseException:
 
 def _filtered(traceback: TracebackType | None) -> TracebackType | None:
     frames: list[TracebackType] = []
-    after_ours = False
+    after_ours = after_dispatch = False
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if file.startswith(_PACKAGE):
             after_ours = True
             while frames and _of_import(frames[-1]):  # Python hides these too, but for our frame between them
                 frames.pop()
+            if traceback.tb_frame.f_code.co_name == _DISPATCH:
+                after_dispatch = True
+                while frames and frames[-1].tb_frame.f_code.co_filename.endswith(_AROUND_DISPATCH):
+                    frames.pop()
+        elif after_dispatch and file.endswith(_OPERATION):
+            pass
         elif not (after_ours and _of_import(traceback)):
-            after_ours = False
+            after_ours = after_dispatch = False
             frames.append(traceback)
         traceback = traceback.tb_next
     rebuilt: TracebackType | None = None

@@ -222,3 +222,48 @@ def _runs(process: str) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_script_that_leaves_without_pythons_own_end_is_told_of_with_its_code(tmp_path: Path) -> None:
+    write(tmp_path, "leaves.py", steps=5, body="if step == 4: import os; os._exit(4)")
+    result = memory(tmp_path, "leaves.py")
+    assert (result.returncode, result.stderr) == (4, "")
+    assert "the script ended by itself with code 4" in result.stdout
+
+
+def test_a_script_that_never_steps_is_ended_when_the_patience_is(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import sys, time, torch\nsys.stderr.write('its words')\ntime.sleep(100)\n")
+    began = time.monotonic()
+    result = memory(tmp_path, "--patience", "5s", "waits.py")
+    assert time.monotonic() - began < 60
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the script had not made its 8 steps after 5 s")
+    assert "--patience 2h" in result.stderr
+
+
+def test_a_patience_that_is_no_time_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "train.py")
+    assert memory(tmp_path, "--patience", "soon", "train.py").returncode == 2
+
+
+def test_what_a_killed_script_had_said_is_shown(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "killed.py",
+        body="sys.stderr.write('its last words\\n'); sys.stderr.flush(); import os; os.kill(os.getpid(), 9)",
+    )
+    result = memory(tmp_path, "killed.py")
+    assert result.returncode == 1
+    assert "SIGKILL" in result.stderr
+    assert "its last words" in result.stderr
+
+
+def test_the_guard_lets_an_optimizer_be_made(tmp_path: Path) -> None:
+    write(tmp_path, "train.py")
+    result = memory(tmp_path, "--isolation", "guard", "train.py")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_script_without_steps_hears_that_its_processes_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "looks.py").write_text("import torch\ntorch.ones(3)\n")
+    assert "in processes that it starts" in memory(tmp_path, "looks.py").stdout

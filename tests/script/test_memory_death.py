@@ -94,3 +94,31 @@ def test_the_graph_is_named_by_what_keeps_it() -> None:
     assert isinstance(death, MemoryDeath)
     assert kept.grad_fn is not None
     assert any("TanhBackward0" in one.name or one.name == "kept" for one in death.holders)
+
+
+def test_the_end_of_memory_is_found_behind_the_error_that_the_script_made_of_it() -> None:
+    error = ValueError("the script's own")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    death = inspect_death(error, Subject(), HERE)
+    assert death is not None
+    assert death.requested_bytes == 2048 * MIB
+
+
+def test_where_pythons_objects_took_the_memory_no_measure_for_tensors_is_advised() -> None:
+    death = inspect_death(MemoryError(), Subject(), HERE)
+    assert death is not None
+    assert len(death.advice) == 1
+    assert death.advice[0].startswith("Python's objects, not tensors")
+
+
+def test_an_optimizer_of_the_scripts_own_is_the_optimizer() -> None:
+    class Greedy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    optimizer = Greedy([torch.zeros(3, requires_grad=True)], 0.1)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        optimizer.step()
+    death = inspect_death(caught.value, Subject(), HERE)
+    assert death is not None
+    assert death.part == "optimizer"

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import flatout
+from flatout.memory.tracking import Tracker
 from flatout.script.patches import ImportWatch
 from flatout.script.tracebacks import own_frames_removed
 
@@ -78,3 +80,15 @@ def test_a_watched_import_that_fails_shows_no_machinery(tmp_path: Path, monkeypa
     assert watched == plain
     assert "fails_as_it_loads.py" in plain
     assert "fails_as_it_loads" not in sys.modules
+
+
+def test_the_frames_that_following_operations_adds_go_too() -> None:
+    tracker = Tracker(attributed=False)
+    error: BaseException | None = None
+    try:
+        with tracker:
+            torch.empty(1 << 60)
+    except RuntimeError as caught:
+        error = caught
+    assert error is not None
+    assert "/torch/" not in shown(error)
