@@ -38,9 +38,11 @@ def linear_cross_entropy(
 
     hidden: [..., features]; weight: [classes, features]; targets: [...], class indices or `ignore_index`; bias:
     [classes]. chunk_bytes: of scores that are held at once. Under autocast the products are in its dtype. The gradient
-    of the gradient is not defined. Raises UsageError where shapes do not belong together.
+    of the gradient is not defined. Raises UsageError where shapes do not belong together; a target that is no class is
+    torch's error on the CPU, as in its own cross-entropy.
     """
-    _check(hidden, weight, targets, bias, reduction, chunk_bytes)
+    _check(hidden, weight, targets, bias, reduction)
+    _check_numbers(label_smoothing, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
     out: Tensor = _LinearCrossEntropy.apply(
@@ -144,22 +146,25 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, chunk_bytes: int
-) -> None:
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str) -> None:
+    if weight.dim() != 2 or not len(weight) or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise UsageError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}",
             limit="they are [..., features] and [classes, features]",
         )
-    if targets.shape != hidden.shape[:-1] or targets.is_floating_point():
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
         raise UsageError(
             f"targets are {list(targets.shape)} of {targets.dtype}",
-            limit=f"they are class indices {list(hidden.shape[:-1])}, one for each row of hidden",
+            limit=f"they are class indices, int64 {list(hidden.shape[:-1])}, one for each row of hidden",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(f"bias is {list(bias.shape)}", limit=f"it is [classes], here [{weight.shape[0]}]")
     if reduction not in ("mean", "sum"):
         raise UsageError(f"reduction is {reduction!r}", limit="it is 'mean' or 'sum'")
-    if chunk_bytes < 1:
-        raise UsageError(f"chunk_bytes is {chunk_bytes}", limit="it must be at least 1")
+
+
+def _check_numbers(label_smoothing: float, chunk_bytes: int) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise UsageError(f"label_smoothing is {label_smoothing}", limit="it is from 0 to 1")
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise UsageError(f"chunk_bytes is {chunk_bytes!r}", limit="it must be a whole number of at least 1")

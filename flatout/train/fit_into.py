@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from flatout.data.nested import batch_length
 from flatout.errors import MachineError, UsageError
@@ -41,6 +41,9 @@ from flatout.units import format_bytes, format_seconds, parse_bytes
 FINALISTS = 8
 FINALISTS_OF_A_KIND = 2
 """Of those that take the same measures in another degree: a product of ratios may be wrong for all of them alike."""
+FORECASTS_AFTER_THE_FIRST = 24
+PREDICTION_MISS = 1.25
+"""What is predicted to be slower by more than this than the first that fits is not looked at any more."""
 ROUNDS = 3
 TIMED_SECONDS = 0.1
 """Of quick steps, as many are timed together as take this long."""
@@ -302,8 +305,10 @@ class _Problem:
         return sorted(ranked, key=lambda pair: pair[0])
 
     def cheapest_that_fit(self) -> list[Choices]:
+        self._refuse_the_impossible()
         fitting: list[Choices] = []
         least: MemoryForecast | None = None
+        first, looked = None, 0
         for ratio, choices in self._ranked()[:MOST_FORECASTS]:
             made = self._forecast_or_none(choices)
             if made is None:
@@ -316,10 +321,28 @@ class _Problem:
             least = made if least is None or made.peak_bytes < least.peak_bytes else least
             if fits and sum(frozenset(one) == kinds for one in fitting) < FINALISTS_OF_A_KIND:
                 fitting.append(choices)
-            if len(fitting) == FINALISTS:
+                first = ratio if first is None else first
+            looked += first is not None
+            if len(fitting) == FINALISTS or looked == FORECASTS_AFTER_THE_FIRST:
                 break
-        if fitting:
-            return fitting
+            if first is not None and ratio > PREDICTION_MISS * first:
+                break
+        if not fitting:
+            self._refuse(least)
+        return fitting
+
+    def _refuse_the_impossible(self) -> None:
+        """Look first whether the strongest measures together are enough: the search for the fastest may be long."""
+        seen: list[MemoryForecast] = []
+        for choices in _strongest(self._kinds):
+            made = self._forecast_or_none(choices)
+            if made is not None:
+                seen.append(made)
+                if made.peak_bytes <= self.budget:
+                    return
+        self._refuse(min(seen, key=lambda one: one.peak_bytes, default=None))
+
+    def _refuse(self, least: MemoryForecast | None) -> NoReturn:
         lowest = f"{format_bytes(least.peak_bytes)} is the least" if least else "no measure applies to this model"
         raise MachineError(
             f"no combination of measures brings a step of {self.samples} samples under {format_bytes(self.budget)}",
@@ -371,6 +394,24 @@ def _checkpointings(blocks: int) -> Iterator[Choices]:
         yield {"activation_checkpointing": kind}
         for count in sorted({blocks // 4, blocks // 2, blocks * 3 // 4} - {0, blocks}):
             yield {"activation_checkpointing": kind, "checkpointed_blocks": count}
+
+
+def _strongest(kinds: list[list[Choices]]) -> Iterator[Choices]:
+    """The measures in their highest degree all together; each also without bf16, whose casts take memory too."""
+    degrees = [[{}, *kind] if "precision" in kind[0] else kind for kind in kinds if kind]
+    for parts in itertools.product(*(_highest(kind) for kind in degrees)):
+        choices = {name: value for part in parts for name, value in part.items()}
+        if contradict(choices):
+            yield {name: value for name, value in choices.items() if name != "accumulate"}
+            yield {name: value for name, value in choices.items() if name != "optimizer_in_backward"}
+        else:
+            yield choices
+
+
+def _highest(kind: list[Choices]) -> list[Choices]:
+    if "activation_checkpointing" in kind[0]:
+        return [{"activation_checkpointing": value} for value in ("block", "selective")]
+    return kind if not kind[0] else kind[-1:]
 
 
 def contradict(choices: Choices) -> bool:

@@ -24,7 +24,7 @@ from flatout.plan import Plan
 from flatout.train.forecast import check_training, checked_plan, find_target, forecast, samples_of
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
-from flatout.units import format_bytes
+from flatout.units import format_bytes, parse_bytes
 
 MOST_TRIES = 5
 MOST_FORECASTS = 24
@@ -73,7 +73,7 @@ def largest_batch(
     example_batch: Any,
     plan: Plan | None = None,
     *,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     at_most: int | None = None,
     multiple_of: int = 1,
     global_batch: int | None = None,
@@ -82,8 +82,8 @@ def largest_batch(
     """The largest batch whose step, and whose evaluation, stay under `limit_bytes` on the model's device.
 
     example_batch: samples as long as they come; its tensors are repeated to other sizes. limit_bytes: tensors on the
-    CPU, reserved memory on CUDA; None: what is available now, on the CPU 90 % of it. at_most: a size that is large
-    enough. multiple_of: sizes to choose from. global_batch: samples a step; the plan then accumulates over micro-
+    CPU, reserved memory on CUDA, a number or '2 GiB'; None: what is available now, on the CPU 90 % of it. at_most: a
+    size that is large enough. multiple_of: sizes to choose from. global_batch: samples a step; the plan then accumulates over micro-
     batches of the size found. progress: called with a line before each forecast and try; None: lines on a terminal's
     standard error.
 
@@ -91,6 +91,7 @@ def largest_batch(
     """
     plan = checked_plan(plan)
     check_training(model, optimizer, loss_fn)
+    limit_bytes = parse_bytes(limit_bytes) if isinstance(limit_bytes, str) else limit_bytes
     _check_sizes(at_most, multiple_of, global_batch, limit_bytes)
     tell = progress or tell_terminal
     limit = limit_bytes if limit_bytes is not None else _available(model)

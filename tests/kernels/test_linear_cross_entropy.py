@@ -90,6 +90,10 @@ def test_the_scores_are_never_held_together() -> None:
         ({"bias": torch.zeros(10)}, r"bias is \[10\]"),
         ({"reduction": "none"}, "reduction is 'none'"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
+        ({"chunk_bytes": "1 MiB"}, "chunk_bytes is '1 MiB'"),
+        ({"label_smoothing": 2.0}, "label_smoothing is 2.0"),
+        ({"targets": torch.zeros(37, dtype=torch.uint8)}, "torch.uint8"),
+        ({"weight": torch.zeros(0, 8)}, r"weight \[0, 8\]"),
     ],
 )
 def test_bad_input(change: dict[str, Any], words: str) -> None:

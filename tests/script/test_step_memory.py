@@ -12,12 +12,14 @@ from flatout.levers.subject import Subject
 from flatout.script import runner as runners
 from flatout.script.runner import Runner
 from flatout.script.step_memory import MemorySample, StepMemory
+from flatout.script.watch import Watch
 
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     monkeypatch.setattr(runners, "WINDOW_EVERY_SECONDS", 0.0)
     monkeypatch.setattr(runners, "WINDOW_LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(Watch, "saw_compile", False)  # another test of this process may have compiled
     runner = Runner()
     runner._torch_imported(torch)
     yield runner
