@@ -81,11 +81,11 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest batch whose step, and whose evaluation, stay under `limit_bytes` on the model's device.
 
-    example_batch: samples as long as they come; its tensors are repeated to other sizes. limit_bytes: tensors on the
-    CPU, reserved memory on CUDA, a number or '2 GiB'; None: what is available now, on the CPU 90 % of it. at_most: a
-    size that is large enough. multiple_of: sizes to choose from. global_batch: samples a step; the plan then accumulates over micro-
-    batches of the size found. progress: called with a line before each forecast and try; None: lines on a terminal's
-    standard error.
+    example_batch: samples as long as they come; its tensors are repeated to other sizes. limit_bytes: of tensors on
+    the CPU, of reserved memory on CUDA, a number or '2 GiB'; None: what is available now, on the CPU 90 % of it.
+    at_most: a size that is large enough. multiple_of: sizes to choose from. global_batch: samples a step; the plan
+    then accumulates over micro-batches of the size found. progress: called with a line before each forecast and try;
+    None: lines on a terminal's standard error.
 
     Raises MachineError where not even the smallest size fits, UsageError for a batch without tensors.
     """
