@@ -14,12 +14,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.memory.cases import Case
+from benchmarks.memory.cases import BF16, Case
 from benchmarks.memory.cases_library import library_cases
 from benchmarks.memory.cases_plain import plain_cases
 from benchmarks.memory.peers import OF_THE_MODEL, PEERS
@@ -29,6 +30,8 @@ from flatout.machine.detect import detect
 from flatout.statistics import median
 from flatout.units import format_bytes
 
+NOT_COMPILED = ("LSTM", "GRU", "RNN")
+"""torch.compile leaves recurrent layers as they are."""
 TARGETS = "median <= 3 %, 95th percentile <= 8 %, more than 2 % below in at most 5 % of cases, each in under 10 s"
 
 
@@ -37,9 +40,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", help="parts of cases' names")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="the fp32 and bf16 cases under torch.compile instead")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
-    cases = [case for case in _cases() if not arguments.only or any(part in case.name for part in arguments.only)]
+    all_cases = _compiled_cases() if arguments.compiled else _cases()
+    cases = [case for case in all_cases if not arguments.only or any(part in case.name for part in arguments.only)]
     peers = {} if arguments.without_peers else PEERS
     rows = []
     for case in cases:
@@ -77,6 +82,17 @@ def _cases() -> list[Case]:
     except ImportError as error:
         print(f"without the cases that need transformers: {error}")
     return cases
+
+
+def _compiled_cases() -> list[Case]:
+    """The first fp32 and the first bf16 case of each model that compiles here, at its smaller size."""
+    found: dict[tuple[str, str], Case] = {}
+    for case in [*library_cases(), *plain_cases()]:
+        if case.choices in ({}, BF16) and not any(word in case.name for word in NOT_COMPILED):
+            subject = replace(case.subject, sizes=case.subject.sizes[:1])
+            compiled = replace(case, subject=subject, choices={**case.choices, "compile": "default"})
+            found.setdefault((case.subject.name, str(case.choices)), compiled)
+    return list(found.values())
 
 
 def _row(case: Case, size: int, peers: dict[str, Any], fixed: dict[str, Any], threads: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class FakeRun:
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def twins(self, objects: Any) -> Any:
+    def twins(self, objects: tuple[Any, ...]) -> Any:
         """A deep copy in which every tensor is fake; what was shared is shared again."""
         copied = {id(one): one.clone_state() for one in _generators(objects)}  # their state is a tensor of values
         with FakeCopyMode(self._mode):

@@ -79,7 +79,7 @@ def test_twins_are_fake_and_share_what_was_shared() -> None:
     layer = nn.Linear(4, 4)
     layer.tied = layer.weight
     world = FakeRun()
-    twin = world.twins(layer)
+    (twin,) = world.twins((layer,))
     assert twin.tied is twin.weight
     assert type(twin.weight.data).__name__ == "FakeTensor"
     with world, Tracker() as tracker:
@@ -91,7 +91,7 @@ def test_twins_are_fake_and_share_what_was_shared() -> None:
 
 def test_only_optimizers_may_read_a_fake_value() -> None:
     world = FakeRun()
-    layer = world.twins(nn.Linear(3, 3))
+    (layer,) = world.twins((nn.Linear(3, 3),))
     optimizer = torch.optim.Adafactor(layer.parameters())
     with world, ValuesForOptimizers():
         layer.weight.grad = torch.ones(3, 3)
