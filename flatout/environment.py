@@ -31,6 +31,11 @@ def visible_cuda_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def cuda_allocator_settings() -> str:
+    """What torch's CUDA allocator is told, by its newer name or its older one; '' if nothing."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
 def omp_num_threads() -> int | None:
     """OMP_NUM_THREADS as a number (the outermost level of a list such as '4,2'); None if unset or malformed."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()

@@ -13,10 +13,10 @@ many free bytes in between. The rules, as in torch 2.13 (c10/cuda/CUDACachingAll
 - A freed block joins its free neighbours. Only a segment that is free as a whole can go back to the driver (of an
   expandable one, every page); that happens when a request does not fit, and then it is tried once more.
 
-After every one of seven million random events its figures were those of torch 2.13's own library above a stand-in for
-the CUDA runtime. What it cannot know is what a device decides: which address a segment gets (here they ascend, which
-matters only between blocks of equal size), and when a tensor used on other streams (`record_stream`) is done. The CUDA
-context's own memory is no part of it: take it off the capacity.
+The tests replay runs of torch 2.13's own library above a stand-in for the CUDA runtime, recorded event by event, and
+compare every figure. What it cannot know is what a device decides: which address a segment gets (here they ascend,
+which matters only between blocks of equal size), and when a tensor used on other streams (`record_stream`) is done. The
+CUDA context's own memory is no part of it: take it off the capacity.
 
 >>> allocator = CachingAllocator(capacity_bytes=8 * 1024**3)
 >>> weights = allocator.allocate(3_000_000)

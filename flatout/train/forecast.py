@@ -15,9 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.nested import batch_length, map_tensors, slice_batch, tensors_in
+from flatout.environment import cuda_allocator_settings
 from flatout.errors import FlatoutError, UsageError
 from flatout.generators import generators_kept
 from flatout.machine.published_peaks import catalogue_entry
+from flatout.memory.allocator_settings import AllocatorSettings
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.plan import Plan
 from flatout.train.loss import LossFn
@@ -100,7 +102,16 @@ def forecast(
 
 
 def find_target(device: Any, model: Any) -> Target:
-    """The device of that name (or a torch.device); UsageError with the nearest names where there is none."""
+    """The device of that name (or a torch.device), with the allocator's settings of this process's environment.
+
+    UsageError with the nearest names where there is no such device.
+    """
+    target = _device_named(device, model)
+    text = cuda_allocator_settings()
+    return replace(target, settings=AllocatorSettings.from_text(text)) if target.cuda and text else target
+
+
+def _device_named(device: Any, model: Any) -> Target:
     import torch
 
     if device is None:

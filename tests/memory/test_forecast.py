@@ -13,6 +13,7 @@ from flatout import Plan, TrainStep, forecast, supervised
 from flatout.errors import UsageError
 from flatout.memory.forecast import Target, forecast_of
 from flatout.memory.timeline import Allocation, Timeline
+from flatout.train.forecast import find_target
 
 LOSS = supervised(nn.CrossEntropyLoss())
 
@@ -316,3 +317,17 @@ def test_weights_and_gradients_are_not_extended_with_the_batch() -> None:
     assert found.categories["gradients"] <= weights
     assert found.categories["optimizer"] <= 2 * weights + 100
     assert found.tensor_bytes == sum(found.categories.values())
+
+
+def test_the_allocator_s_settings_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(600, 700)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert find_target("rtx-4090", model).settings is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    settings = find_target("rtx-4090", model).settings
+    assert settings is not None and settings.max_split_bytes == 64 << 20  # noqa: PT018
+    assert find_target("cpu", model).settings is None
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:x")
+    with pytest.raises(UsageError, match="expandable_segments"):
+        find_target("rtx-4090", model)
