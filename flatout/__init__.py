@@ -12,15 +12,7 @@ if TYPE_CHECKING:
     from flatout.data.batches import batches
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
-    from flatout.errors import (
-        FlatoutError,
-        MachineError,
-        NumericsError,
-        PlanError,
-        ScriptError,
-        TrialError,
-        UsageError,
-    )
+    from flatout.errors import FlatoutError, NumericsError, PlanError, UsageError
     from flatout.machine.description import Machine
     from flatout.plan import Plan
     from flatout.timing import Measurement
@@ -40,14 +32,11 @@ __all__ = [
     "Finding",
     "FlatoutError",
     "Machine",
-    "MachineError",
     "Measurement",
     "NumericsError",
     "Plan",
     "PlanError",
-    "ScriptError",
     "TrainStep",
-    "TrialError",
     "UsageError",
     "__version__",
     "batches",
@@ -68,14 +57,11 @@ _HOMES = {
     "Finding": "flatout.diagnose.finding",
     "FlatoutError": "flatout.errors",
     "Machine": "flatout.machine.description",
-    "MachineError": "flatout.errors",
     "Measurement": "flatout.timing",
     "NumericsError": "flatout.errors",
     "Plan": "flatout.plan",
     "PlanError": "flatout.errors",
-    "ScriptError": "flatout.errors",
     "TrainStep": "flatout.train.step",
-    "TrialError": "flatout.errors",
     "UsageError": "flatout.errors",
     "batches": "flatout.data.batches",
     "capture": "flatout.checkpoint.capturing",

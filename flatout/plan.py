@@ -102,6 +102,23 @@ class Plan:
         "a gradient with inf or NaN: skip that step and count it, or raise; unset = not looked for (fp16 always skips)"
     )
 
+    weights: Literal["int8", "int4"] | None = _choice(
+        "inference: bits in which the linear layers' weights are held; int8 = one scale a row, int4 = one a group of 32"
+    )
+    activations: Literal["int8"] | None = _choice(
+        "inference: inputs of the linear layers rounded to 8 bits, one scale a token, so that products run in int8"
+    )
+    batching: Literal["packed", "equal", "padded"] | None = _choice(
+        "inference on ragged inputs: packed = one row, no padding; equal = of one length; padded = to the longest"
+    )
+    batch_tokens: int | None = _choice(
+        "inference on ragged inputs: tokens of one batch, padding included", low=1, high=2**30
+    )
+    fold_batch_norm: bool | None = _choice("inference: multiply batch norms into the convolutions before them")
+    speculation: Literal["lookup"] | None = _choice(
+        "generation: guess tokens from the text so far and check several at once; same distribution"
+    )
+
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Choice -> why it was made; only for choices that are set."""
     script: str | None = None
