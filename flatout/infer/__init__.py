@@ -1,0 +1,1 @@
+"""Serving: ragged batches, generation, their choices, and export."""
