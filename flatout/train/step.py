@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flatout.data.nested import batch_length, split_batch
-from flatout.errors import MachineError, UsageError
+from flatout.errors import MachineError, PlanError, UsageError
 from flatout.levers.activation_checkpointing import ActivationCheckpointing
 from flatout.levers.applied import Applied
 from flatout.levers.catalogue import LEVERS
@@ -44,6 +44,8 @@ from flatout.train.split import Attempt, batch_coupled_layers, release
 
 _OF_THE_LOADER = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
 """Choices that `batches` carries out."""
+_OF_INFERENCE = ("weights", "activations", "batching", "batch_tokens", "fold_batch_norm", "speculation")
+"""Choices that `predict` and `generate` carry out: rounded or folded weights cannot be trained."""
 
 
 class TrainStep:
@@ -70,6 +72,7 @@ class TrainStep:
         self.plan = plan or Plan()
         check_clip_norm(clip_norm)
         _check_scheduler(scheduler)
+        _check_trains(self.plan)
         parameters = _trained(model, optimizer)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
@@ -330,6 +333,13 @@ def _check_optimizer(optimizer: Any) -> None:
             limit="it evaluates the loss several times a step, which TrainStep does not do",
             remedy="call its step(closure) in a loop of your own, or take SGD or AdamW",
         )
+
+
+def _check_trains(plan: Plan) -> None:
+    for name in _OF_INFERENCE:
+        if (value := getattr(plan, name)) is not None:
+            remedy = f"train with plan.without({name!r}); predict and generate carry it out"
+            raise PlanError(f"{name} is {value!r}", limit="a training step has no use for it", remedy=remedy)
 
 
 def _check_scheduler(scheduler: Any) -> None:

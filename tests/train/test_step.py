@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.errors import NumericsError, UsageError
+from flatout.errors import NumericsError, PlanError, UsageError
 from flatout.plan import Plan
 from flatout.train.loss import supervised
 from flatout.train.step import TrainStep
@@ -298,3 +298,13 @@ def test_images_in_another_layout_train_the_same_model() -> None:
     assert_same(ours, plain, 1e-4)
     step.close()
     assert ours[0].weight.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(weights="int8"), Plan(activations="int8"), Plan(batch_tokens=64), Plan(fold_batch_norm=True)]
+)
+def test_a_plan_of_inference_is_refused(plan: Plan) -> None:
+    model = net()
+    (name,) = plan.choices()
+    with pytest.raises(PlanError, match=rf"^{name} is .*; a training step has no use for it; train with plan.without"):
+        TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.MSELoss()), plan)
