@@ -1,0 +1,210 @@
+"""A model from what a person types: `net.py:name`, `package.module:name`, or a Hugging Face folder.
+
+    net.py:classifier          an nn.Module, or a function or class without required arguments that makes one
+    net.py:nets.small          dots lead to attributes
+    package.module:make        found as `python -m` would find it, from the current folder
+    ./bert-base                a folder with config.json, read by transformers, offline
+
+A function may return `(module, example_inputs)`; the second is what `flatout export` and the like run the model on.
+Loading runs the user's file, as an import does. Its folder stays first on `sys.path`: a model may import a neighbour
+as late as in its forward pass.
+
+>>> load_model("flatout.models:MLP")[1] is None
+True
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from flatout.errors import UsageError
+from flatout.infer.user_lines import user_line
+
+FORMS = "a model is named file.py:name, package.module:name or a folder with a Hugging Face config.json"
+NAMES_LISTED = 6
+
+
+def load_model(spec: str) -> tuple[nn.Module, Any | None]:
+    """The module that `spec` names, in the mode and on the device in which its maker left it, and example inputs.
+
+    The second value is None unless the maker gave it: a function that returns `(module, example_inputs)`, or the dummy
+    inputs of a Hugging Face model. UsageError: no such file, module or name, what is there is not a model, or the
+    user's own code failed (with its line).
+    """
+    folder = Path(spec)
+    if folder.is_dir():
+        return _from_hugging_face(folder)
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise UsageError(f"the model is {spec!r}", limit=FORMS, remedy=_what_could_be_meant(spec))
+    module = _from_file(Path(source)) if source.endswith(".py") else _from_module(source)
+    return _made(_attribute(module, name, source), spec)
+
+
+def _what_could_be_meant(spec: str) -> str:
+    path = Path(spec.rstrip(":"))
+    if path.suffix != ".py" or not path.is_file():
+        return "name the object after a colon, as in net.py:model"
+    try:
+        names = [name for node in ast.parse(path.read_bytes()).body for name in _names_defined(node)]
+    except (SyntaxError, ValueError):
+        names = []
+    one = names[-1] if names else "model"
+    known = f"; the file defines {_listed(names)}" if names else ""
+    return f"name the object after a colon, as in {path}:{one}{known}"
+
+
+def _names_defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
+    return ", ".join(names[:NAMES_LISTED]) + more
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        what = f"{path} is a folder" if path.is_dir() else f"no such file: {path}"
+        raise UsageError(what, limit=FORMS, remedy=f"looked in {Path.cwd()}")
+    path = path.resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    _let_import_from(path.parent)
+    # Under its own name a neighbour that imports it meets the same module; not where that name is taken (copy.py).
+    taken = known is not None or path.stem in sys.stdlib_module_names or not path.stem.isidentifier()
+    name = f"flatout_model_{path.stem}" if taken else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    loader = spec.loader if spec else None
+    assert spec, "a .py file has a spec"
+    assert loader, "and a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their own module up
+    try:
+        _run(lambda: loader.exec_module(module), f"loading {path.name}")
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _from_module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"no such file or module: {name!r}", limit=FORMS, remedy="a file's name ends in .py")
+    _let_import_from(Path.cwd())
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:  # a parent package is missing, or one of its own imports is
+        found = not (error.name and f"{name}.".startswith(f"{error.name}."))
+    except Exception:  # the parent package fails when run: the import below says how
+        found = True
+    if not found:
+        remedy = f"looked from {Path.cwd()} and in the installed packages"
+        raise UsageError(f"no module named {name!r}", limit=FORMS, remedy=remedy)
+    module = _run(lambda: importlib.import_module(name), f"importing {name}")
+    assert isinstance(module, ModuleType)
+    return module
+
+
+def _let_import_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _run(function: Callable[[], Any], doing: str) -> Any:
+    """Call the user's code; whatever it raises becomes one sentence with the user's line."""
+    try:
+        return function()
+    except UsageError:
+        raise
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}" if error.filename else doing
+        raise UsageError(f"{where}: {type(error).__name__}: {error.msg}", limit="Python cannot run it") from error
+    except (Exception, SystemExit) as error:
+        line = user_line(error)
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        at = f" at {line}" if line else ""
+        raise UsageError(f"{doing} failed{at}: {said}", remedy="make it run in Python first") from error
+
+
+def _attribute(module: ModuleType, name: str, source: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            names = [one for one in vars(value) if not one.startswith("_")] if hasattr(value, "__dict__") else []
+            close = difflib.get_close_matches(part, names, n=1)
+            models = [one for one in names if _could_be_a_model(getattr(value, one, None), module)]
+            remedy = f"did you mean {close[0]}?" if close else f"it has {_listed(models)}" if models else ""
+            raise UsageError(f"{source} has no {name!r}", limit="a model is named after the colon", remedy=remedy)
+        value = getattr(value, part)
+    return value
+
+
+def _could_be_a_model(value: Any, module: ModuleType) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def _made(value: Any, spec: str) -> tuple[nn.Module, Any | None]:
+    """The model that this value is or makes."""
+    if not isinstance(value, nn.Module) and callable(value):
+        needed = _required_arguments(value)
+        if needed:
+            limit = "it is called without arguments"
+            remedy = "name a function that makes the model, as in: def model(): return Net(width=64)"
+            raise UsageError(f"{spec} needs {_listed(needed)}", limit=limit, remedy=remedy)
+        value = _run(value, f"calling {spec}")
+    example = None
+    if isinstance(value, tuple) and len(value) == 2:
+        value, example = value
+    if not isinstance(value, nn.Module):
+        limit = "it is an nn.Module, or a function that returns one or (module, example_inputs)"
+        raise UsageError(f"{spec} gives a {type(value).__name__}", limit=limit, remedy="return the module")
+    return value, example
+
+
+def _required_arguments(function: Any) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C: calling it will tell
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]
+
+
+def _from_hugging_face(folder: Path) -> tuple[nn.Module, Any | None]:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UsageError(f"{folder} is a folder without config.json", limit=FORMS, remedy="name the file and the model")
+    try:
+        import transformers
+    except ImportError:
+        remedy = "pip install transformers"
+        raise UsageError(f"{folder} is a Hugging Face model", limit="transformers is not here", remedy=remedy) from None
+    try:
+        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{config} cannot be read: {error}", remedy="fetch the model again") from error
+    kind = getattr(transformers, architectures[0], None) if architectures else None
+    kind = kind or transformers.AutoModel
+    model = _run(lambda: kind.from_pretrained(str(folder), local_files_only=True), f"reading {folder}")
+    example = _run(lambda: dict(model.dummy_inputs), f"reading {folder}") if hasattr(model, "dummy_inputs") else None
+    return model, example
