@@ -44,9 +44,11 @@ from flatout.models import (
     TransformerLM,
 )
 from flatout.statistics import median
-from flatout.train.fit_into import CHUNKED, contradict, fit_into, measures_of
+from flatout.train.fit_into import fit_into
 from flatout.train.largest_batch import repeated, state_kept
 from flatout.train.loss import LanguageModelLoss
+from flatout.train.measures import CHUNKED, contradict, measures_of
+from flatout.train.training import Training
 
 STEPS_AFTERWARDS = 200
 BUDGET_SHARE = 0.6
@@ -154,7 +156,7 @@ def _into(name: str, case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     answer = fit_into(budget, model, optimizer, loss_fn, batch, progress=lambda line: None)
     seconds = time.perf_counter() - began
-    kinds = measures_of(model, loss_fn, Plan(), len(batch[0]), "reduced")
+    kinds = measures_of(Training.of(model, optimizer, loss_fn, batch, None), len(batch[0]), "reduced")
     fitting = []
     for parts in itertools.product(*([{}, *kind] for kind in kinds)):
         choices = {key: value for part in parts for key, value in part.items()}

@@ -14,7 +14,7 @@ peak, categories and holders are computed afterwards, for any part of the run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Category = Literal["weights", "gradients", "optimizer", "inputs", "activations", "temporaries"]
@@ -82,23 +82,6 @@ class Timeline:
             if one.born <= event and (one.died is None or one.died > event) and device in (None, one.device)
         ]
         return sorted(alive, key=lambda one: -one.size_bytes)
-
-
-def extended(first: Timeline, second: Timeline, scale: float) -> Timeline | None:
-    """The timeline of another size of the same run: each allocation goes on as from `first` (0) to `second` (1).
-
-    None where the two are not births and deaths of the same operations in the same order.
-    """
-    if first.events != second.events or len(first.allocations) != len(second.allocations):
-        return None
-    made = []
-    for one, other in zip(first.allocations, second.allocations, strict=True):
-        if one.operation != other.operation:
-            return None
-        made.append(
-            replace(other, size_bytes=max(0, round(one.size_bytes + (other.size_bytes - one.size_bytes) * scale)))
-        )
-    return Timeline(made, second.events)
 
 
 def by_category(allocations: Sequence[Allocation]) -> dict[Category, int]:

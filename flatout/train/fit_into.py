@@ -11,31 +11,24 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from flatout.data.nested import batch_length
 from flatout.errors import MachineError, UsageError
 from flatout.generators import generators_kept
-from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.lever import EXACTNESS_ORDER
-from flatout.memory.forecast import MemoryForecast
+from flatout.memory.forecast import MemoryForecast, Target
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Exactness, Plan
-from flatout.train.forecast import (
-    check_batch_size,
-    check_training,
-    checked_plan,
-    count_operations,
-    find_target,
-    forecast,
-    samples_of,
-)
+from flatout.train.forecast import count_operations, forecast_training
 from flatout.train.largest_batch import repeated, state_kept, tell_terminal
 from flatout.train.loss import LossFn
+from flatout.train.measures import CHUNKED, Choices, contradict, key_of, label_of, measures_of, of_plan, strongest
 from flatout.train.step import TrainStep
+from flatout.train.target import find_target
+from flatout.train.training import Training, check_batch_size
 from flatout.units import format_bytes, format_seconds, parse_bytes
 
 FINALISTS = 8
@@ -112,14 +105,15 @@ def fit_into(
     Raises MachineError, with the least that is possible, where no combination fits; UsageError where the weights and
     the optimizer's state alone are more than the budget.
     """
-    plan, budget_bytes = checked_plan(plan), _bytes(budget)
-    check_training(model, optimizer, loss_fn)
+    budget_bytes = _bytes(budget)
+    training = Training.of(model, optimizer, loss_fn, example_batch, plan)
     check_batch_size(batch_size)
     if exactness not in EXACTNESS_ORDER:
         raise UsageError(f"exactness is {exactness!r}", limit=f"it is one of {', '.join(EXACTNESS_ORDER)}")
-    samples = batch_size or samples_of(example_batch)
     tell = progress or tell_terminal
-    problem = _Problem(model, optimizer, loss_fn, example_batch, plan, device, samples, budget_bytes, tell)
+    target = find_target(device, model)
+    problem = _Problem(training, target, batch_size or training.samples, budget_bytes, tell)
+    plan = training.plan
     given = problem.forecast({})
     _check_budget(budget_bytes, given)
     if given.peak_bytes <= budget_bytes:
@@ -132,11 +126,11 @@ def fit_into(
             considered=(as_given,),
             timed_by="nothing: it fits",
         )
-    problem.find_ratios(measures_of(model, loss_fn, plan, samples, exactness))
+    problem.find_ratios(measures_of(training, problem.samples, exactness))
     fitting = problem.cheapest_that_fit()
     best = problem.run_against_each_other(fitting)
     chosen = plan
-    for name, value in _of_plan(best).items():
+    for name, value in of_plan(best).items():
         chosen = chosen.with_choice(name, value, f"to stay under {format_bytes(budget_bytes)}")
     return FitInto(
         plan=chosen,
@@ -148,26 +142,11 @@ def fit_into(
     )
 
 
-Choices = dict[str, Any]
-CHUNKED = "loss held in chunks of bytes"
-"""A choice that is no field of a plan: it belongs to the loss function."""
-
-
 class _Problem:
     def __init__(
-        self,
-        model: Any,
-        optimizer: Any,
-        loss_fn: LossFn,
-        batch: Any,
-        plan: Plan,
-        device: Any,
-        samples: int,
-        budget: int,
-        tell: Callable[[str], None],
+        self, training: Training, target: Target, samples: int, budget: int, tell: Callable[[str], None]
     ) -> None:
-        self.model, self.optimizer, self.loss_fn, self.batch, self.plan = model, optimizer, loss_fn, batch, plan
-        self.device, self.samples, self.budget, self.tell = device, samples, budget, tell
+        self.training, self.target, self.samples, self.budget, self.tell = training, target, samples, budget, tell
         self.considered: dict[tuple[Any, ...], Considered] = {}
         self.timed_by = ""
         self._steps = 2
@@ -176,29 +155,22 @@ class _Problem:
         self._ratios: dict[tuple[Any, ...], float] = {}
 
     def forecast(self, choices: Choices) -> MemoryForecast:
-        key = _key(choices)
+        key = key_of(choices)
         if key not in self._forecasts:
-            self.tell(f"forecasting {_label(choices)}")
-            self._forecasts[key] = forecast(
-                self.model,
-                self.optimizer,
-                self.loss(choices),
-                self.batch,
-                self._with(choices),
-                device=self.device,
-                batch_size=self.samples,
-            )
+            self.tell(f"forecasting {label_of(choices)}")
+            self._forecasts[key] = forecast_training(self._with(choices), self.target, self.samples)
         return self._forecasts[key]
 
-    def _with(self, choices: Choices) -> Plan:
-        plan = self.plan
-        for name, value in _of_plan(choices).items():
+    def _with(self, choices: Choices) -> Training:
+        plan = self.training.plan
+        for name, value in of_plan(choices).items():
             plan = plan.with_choice(name, value, "tried")
-        return plan
+        return replace(self.training, plan=plan, loss_fn=self.loss(choices))
 
     def loss(self, choices: Choices) -> LossFn:
-        chunked: Callable[[int], LossFn] | None = getattr(self.loss_fn, "chunked", None)
-        return chunked(choices[CHUNKED]) if CHUNKED in choices and chunked is not None else self.loss_fn
+        loss_fn = self.training.loss_fn
+        chunked: Callable[[int], LossFn] | None = getattr(loss_fn, "chunked", None)
+        return chunked(choices[CHUNKED]) if CHUNKED in choices and chunked is not None else loss_fn
 
     def _runs(self, choices: Choices) -> bool:
         """Does the model bear that measure? Batch norm takes no part of one sample, a cache no recomputation."""
@@ -209,7 +181,7 @@ class _Problem:
         try:
             return self.forecast(choices)
         except Exception as error:  # the step as given ran: it is this measure
-            self.tell(f"left out {_label(choices)}: {type(error).__name__}")
+            self.tell(f"left out {label_of(choices)}: {type(error).__name__}")
             return None
 
     # time
@@ -222,25 +194,25 @@ class _Problem:
         if size is None:
             self.timed_by = "operations counted in a fake run"
             base = self._operations({})
-            self._ratios = {_key(one): self._operations(one) / base for one in alone}
+            self._ratios = {key_of(one): self._operations(one) / base for one in alone}
             return
         self.timed_by = f"real steps of {size} samples"
         ends = [one for one in alone if "checkpointed_blocks" not in one]
         seconds = self._interleaved([{}, *ends], size)
-        self._ratios = {_key(one): took / seconds[0] for one, took in zip(ends, seconds[1:], strict=True)}
-        blocks = len(repeated_blocks(self.model))
+        self._ratios = {key_of(one): took / seconds[0] for one, took in zip(ends, seconds[1:], strict=True)}
+        blocks = len(repeated_blocks(self.training.model))
         for one in alone:  # some of the blocks cost as much of it as there are of all
             if "checkpointed_blocks" in one:
-                whole = self._ratios[_key({"activation_checkpointing": one["activation_checkpointing"]})]
-                self._ratios[_key(one)] = 1 + (whole - 1) * one["checkpointed_blocks"] / blocks
+                whole = self._ratios[key_of({"activation_checkpointing": one["activation_checkpointing"]})]
+                self._ratios[key_of(one)] = 1 + (whole - 1) * one["checkpointed_blocks"] / blocks
 
     def _operations(self, choices: Choices) -> float:
-        self.tell(f"counting operations of {_label(choices)}")
-        return count_operations(self.model, self.optimizer, self.loss(choices), self.batch, self._with(choices))
+        self.tell(f"counting operations of {label_of(choices)}")
+        return count_operations(self._with(choices))
 
     def _size_to_time(self) -> int | None:
         """As many samples as can really run here in the budget's stead; None where the target is not here."""
-        if self.device is not None and find_target(self.device, self.model).name != find_target(None, self.model).name:
+        if self.target.name != find_target(None, self.training.model).name:
             return None
         size = min(self.samples, TIMING_SAMPLES)
         while size >= 1:
@@ -257,7 +229,7 @@ class _Problem:
         taken: list[list[float]] = [[] for _ in all_choices]
         for number in range(ROUNDS):
             for index, choices in enumerate(all_choices):
-                self.tell(f"timing {_label(choices)}, round {number + 1} of {ROUNDS}")
+                self.tell(f"timing {label_of(choices)}, round {number + 1} of {ROUNDS}")
                 seconds = self._seconds(choices, size, steps=self._steps)
                 taken[index].append(seconds if seconds is not None else float("inf"))
         return [statistics.median(one) for one in taken]
@@ -268,12 +240,12 @@ class _Problem:
 
         if choices.get("accumulate", 1) > size:
             size = choices["accumulate"]
-        batch = repeated(self.batch, batch_length(self.batch), size)
-        plan = self._with(choices)
-        plan = plan.without("compile") if plan.compile is not None else plan
+        tried = self._with(choices)
+        batch = repeated(tried.batch, tried.samples, size)
+        plan = tried.plan.without("compile") if tried.plan.compile is not None else tried.plan
         seconds = []
-        with state_kept(self.model, self.optimizer), generators_kept():
-            step = TrainStep(self.model, self.optimizer, self.loss(choices), plan)
+        with state_kept(tried.model, tried.optimizer), generators_kept():
+            step = TrainStep(tried.model, tried.optimizer, tried.loss_fn, plan)
             try:
                 for _ in range(1 + steps):
                     began = time.perf_counter()
@@ -300,7 +272,7 @@ class _Problem:
                 continue
             ratio = 1.0
             for part in parts:
-                ratio *= self._ratios[_key(part)] if part else 1.0
+                ratio *= self._ratios[key_of(part)] if part else 1.0
             ranked.append((ratio, choices))
         return sorted(ranked, key=lambda pair: pair[0])
 
@@ -315,7 +287,7 @@ class _Problem:
                 continue
             fits = made.peak_bytes <= self.budget
             kinds = frozenset(choices)
-            self.considered[_key(choices)] = Considered(
+            self.considered[key_of(choices)] = Considered(
                 choices=choices, peak_bytes=made.peak_bytes, fits=fits, predicted_ratio=ratio
             )
             least = made if least is None or made.peak_bytes < least.peak_bytes else least
@@ -334,7 +306,7 @@ class _Problem:
     def _refuse_the_impossible(self) -> None:
         """Look first whether the strongest measures together are enough: the search for the fastest may be long."""
         seen: list[MemoryForecast] = []
-        for choices in _strongest(self._kinds):
+        for choices in strongest(self._kinds):
             made = self._forecast_or_none(choices)
             if made is not None:
                 seen.append(made)
@@ -356,8 +328,8 @@ class _Problem:
             return fitting[0]
         seconds = self._interleaved(fitting, size)
         for choices, took in zip(fitting, seconds, strict=True):
-            old = self.considered[_key(choices)]
-            self.considered[_key(choices)] = Considered(
+            old = self.considered[key_of(choices)]
+            self.considered[key_of(choices)] = Considered(
                 choices=old.choices,
                 peak_bytes=old.peak_bytes,
                 fits=old.fits,
@@ -365,57 +337,6 @@ class _Problem:
                 step_seconds=took,
             )
         return fitting[seconds.index(min(seconds))]
-
-
-def _of_plan(choices: Choices) -> Choices:
-    return {name: value for name, value in choices.items() if name != CHUNKED}
-
-
-def measures_of(model: Any, loss_fn: LossFn, plan: Plan, samples: int, exactness: Exactness) -> list[list[Choices]]:
-    """Measures that this model and plan leave open, by kind; of each kind at most one is taken."""
-    kinds: list[list[Choices]] = []
-    blocks = len(repeated_blocks(model))
-    if plan.activation_checkpointing is None and blocks:
-        kinds.append(list(_checkpointings(blocks)))
-    if hasattr(loss_fn, "chunked") and getattr(loss_fn, "chunk_bytes", None) is None:
-        kinds.append([{CHUNKED: CHUNK_BYTES}])
-    if plan.precision is None and EXACTNESS_ORDER.index(exactness) >= EXACTNESS_ORDER.index("reduced"):
-        kinds.append([{"precision": "bf16"}])
-    if plan.accumulate is None and samples > 1:
-        parts = [count for count in (2, 4, 8, 16, 32) if count <= samples]
-        kinds.append([{"accumulate": count} for count in parts])
-    if plan.optimizer_in_backward is None and plan.nonfinite is None and plan.precision != "fp16":
-        kinds.append([{"optimizer_in_backward": True}])
-    return kinds
-
-
-def _checkpointings(blocks: int) -> Iterator[Choices]:
-    for kind in ("selective", "block"):
-        yield {"activation_checkpointing": kind}
-        for count in sorted({blocks // 4, blocks // 2, blocks * 3 // 4} - {0, blocks}):
-            yield {"activation_checkpointing": kind, "checkpointed_blocks": count}
-
-
-def _strongest(kinds: list[list[Choices]]) -> Iterator[Choices]:
-    """The measures in their highest degree all together; each also without bf16, whose casts take memory too."""
-    degrees = [[{}, *kind] if "precision" in kind[0] else kind for kind in kinds if kind]
-    for parts in itertools.product(*(_highest(kind) for kind in degrees)):
-        choices = {name: value for part in parts for name, value in part.items()}
-        if contradict(choices):
-            yield {name: value for name, value in choices.items() if name != "accumulate"}
-            yield {name: value for name, value in choices.items() if name != "optimizer_in_backward"}
-        else:
-            yield choices
-
-
-def _highest(kind: list[Choices]) -> list[Choices]:
-    if "activation_checkpointing" in kind[0]:
-        return [{"activation_checkpointing": value} for value in ("block", "selective")]
-    return kind if not kind[0] else kind[-1:]
-
-
-def contradict(choices: Choices) -> bool:
-    return bool(choices.get("optimizer_in_backward")) and choices.get("accumulate", 1) > 1
 
 
 def _check_budget(budget: int, given: MemoryForecast) -> None:
@@ -433,11 +354,3 @@ def _bytes(budget: int | str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"budget is {budget!r}", limit="it is a number of bytes above 0, or a text such as '2 GiB'")
     return value
-
-
-def _key(choices: Choices) -> tuple[Any, ...]:
-    return tuple(sorted(choices.items()))
-
-
-def _label(choices: Choices) -> str:
-    return ", ".join(f"{name}={value}" for name, value in choices.items()) or "the plan as given"

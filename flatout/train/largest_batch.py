@@ -17,13 +17,14 @@ from flatout.data.nested import map_tensors, tensors_in
 from flatout.errors import MachineError, UsageError
 from flatout.generators import generators_kept
 from flatout.machine.detect import available_memory_bytes
-from flatout.memory.forecast import MemoryForecast
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
-from flatout.train.forecast import check_training, checked_plan, find_target, forecast, samples_of
+from flatout.train.forecast import forecast_training
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
+from flatout.train.target import find_target
+from flatout.train.training import Training
 from flatout.units import format_bytes, parse_bytes
 
 MOST_TRIES = 5
@@ -89,15 +90,15 @@ def largest_batch(
 
     Raises MachineError where not even the smallest size fits, UsageError for a batch without tensors.
     """
-    plan = checked_plan(plan)
-    check_training(model, optimizer, loss_fn)
+    training = Training.of(model, optimizer, loss_fn, example_batch, plan)
     limit_bytes = parse_bytes(limit_bytes) if isinstance(limit_bytes, str) else limit_bytes
     _check_sizes(at_most, multiple_of, global_batch, limit_bytes)
     tell = progress or tell_terminal
     limit = limit_bytes if limit_bytes is not None else _available(model)
     cap = min(at_most or LARGEST_SIZE, global_batch or LARGEST_SIZE) // multiple_of
-    search = _Search(model, optimizer, loss_fn, example_batch, plan.without(*_ACCUMULATE), limit, multiple_of, tell)
+    search = _Search(training.under(training.plan.without("accumulate")), limit, multiple_of, tell)
     found = search.run(max(1, cap))
+    plan = training.plan
     if global_batch is not None:
         parts = -(-global_batch // found.batch_size)
         plan = plan.with_choice("accumulate", parts, f"{found.batch_size} samples are the most that fit in one part")
@@ -111,26 +112,12 @@ def largest_batch(
     )
 
 
-_ACCUMULATE = ("accumulate",)
-
-
 class _Search:
     """Sizes are counted in units of `multiple_of` samples."""
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: Any,
-        loss_fn: LossFn,
-        batch: Any,
-        plan: Plan,
-        limit: int,
-        unit: int,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.model, self.optimizer, self.loss_fn, self.batch = model, optimizer, loss_fn, batch
-        self.plan, self.limit, self.unit, self.tell = plan, limit, unit, tell
-        self.samples = samples_of(batch)
+    def __init__(self, training: Training, limit: int, unit: int, tell: Callable[[str], None]) -> None:
+        self.training, self.limit, self.unit, self.tell = training, limit, unit, tell
+        self.target = find_target(None, training.model)
         self.tries: list[Try] = []
         self.forecasts: dict[int, int] = {}
 
@@ -162,7 +149,7 @@ class _Search:
                 return tried
         raise MachineError(
             f"a batch of {self.unit} takes more than {format_bytes(self.limit)}",
-            limit=f"that is all there is for tensors on {_device(self.model)}",
+            limit=f"that is all there is for tensors on {self.target.name}",
             remedy="flatout.fit_into(...) names measures that need less",
         )
 
@@ -172,16 +159,13 @@ class _Search:
         samples = size * self.unit
         if samples not in self.forecasts:
             self.tell(f"forecasting batch {samples}")
-            made: MemoryForecast = forecast(
-                self.model, self.optimizer, self.loss_fn, self.batch, self.plan, batch_size=samples
-            )
-            self.forecasts[samples] = made.peak_bytes
+            self.forecasts[samples] = forecast_training(self.training, self.target, samples).peak_bytes
         return self.forecasts[samples]
 
     def _by_forecast(self, cap: int) -> int:
         """The largest size whose forecast is under the limit: a straight line first, then halving what is left."""
         low, high = 0, cap + 1
-        size = min(cap, max(1, self.samples // self.unit))
+        size = min(cap, max(1, self.training.samples // self.unit))
         for _ in range(MOST_FORECASTS):
             if self._forecast(size) <= self.limit:
                 low = size
@@ -209,12 +193,12 @@ class _Search:
     def _try(self, size: int) -> Try:
         samples = size * self.unit
         self.tell(f"trying batch {samples}: {STEPS_A_TRY} steps and an evaluation")
-        with state_kept(self.model, self.optimizer), generators_kept():
-            run = LimitedRun(_device(self.model), self.limit)
+        with state_kept(self.training.model, self.training.optimizer), generators_kept():
+            run = LimitedRun(self.target.name, self.limit)
             try:
                 with run:
                     run.hold(self._present())
-                    batch = repeated(self.batch, self.samples, samples)
+                    batch = repeated(self.training.batch, self.training.samples, samples)
                     run.hold(one for _, one in tensors_in(batch))
                     self._steps(batch)
                 fitted = True
@@ -228,24 +212,25 @@ class _Search:
     def _steps(self, batch: Any) -> None:
         import torch
 
-        plan = self.plan.without(*(() if self.plan.compile is None else ("compile",)))
-        if self.plan.out_of_memory != "raise":
+        one = self.training
+        plan = one.plan.without(*(() if one.plan.compile is None else ("compile",)))
+        if plan.out_of_memory != "raise":
             plan = plan.with_choice("out_of_memory", "raise", "a try must not split")
-        step = TrainStep(self.model, self.optimizer, self.loss_fn, plan)
+        step = TrainStep(one.model, one.optimizer, one.loss_fn, plan)
         try:
             for _ in range(STEPS_A_TRY):
                 step(batch)
-            self.model.eval()
+            one.model.eval()
             with torch.no_grad():
-                self.loss_fn(self.model, batch)
+                one.loss_fn(one.model, batch)
         finally:
-            self.model.train()
+            one.model.train()
             step.close()
 
     def _present(self) -> Iterator[Any]:
         """What is there before a step. The user's other tensors are not this training's."""
-        yield from (*self.model.parameters(), *self.model.buffers())
-        yield from (one for state in self.optimizer.state.values() for _, one in tensors_in(state))
+        yield from (*self.training.model.parameters(), *self.training.model.buffers())
+        yield from (one for state in self.training.optimizer.state.values() for _, one in tensors_in(state))
 
     def _next(self, size: int, tried: Try, low: int, too_large: int) -> int:
         """The neighbour, where the forecast was right; else where the line through what was measured says."""

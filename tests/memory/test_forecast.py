@@ -13,7 +13,7 @@ from flatout import Plan, TrainStep, forecast, supervised
 from flatout.errors import UsageError
 from flatout.memory.forecast import Target, forecast_of
 from flatout.memory.timeline import Allocation, Timeline
-from flatout.train.forecast import find_target
+from flatout.train.target import find_target
 
 LOSS = supervised(nn.CrossEntropyLoss())
 
@@ -197,7 +197,7 @@ def test_where_the_data_decides_two_real_steps_are_extended() -> None:
     model = Positive()
     optimizer = torch.optim.Adam(model.parameters())
     found = forecast(model, optimizer, LOSS, batch(32), batch_size=256)
-    assert found.method.startswith("two real steps of ")
+    assert found.method.startswith("real steps of ")
     assert found.uncertainty > 0.1
     assert any("fake run was impossible" in one for one in found.not_covered)
     assert found.peak_bytes == pytest.approx(measured(Positive, torch.optim.Adam, Plan(), batch(256)), rel=0.03)

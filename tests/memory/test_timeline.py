@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from flatout.memory.timeline import CATEGORIES, Allocation, Timeline, by_category, extended
+from flatout.memory.timeline import CATEGORIES, Allocation, Timeline, by_category
 
 
 def timeline(*sizes: int) -> Timeline:
@@ -37,19 +37,3 @@ def test_categories_are_all_there() -> None:
     sums = by_category(timeline(1, 2, 3).allocations)
     assert tuple(sums) == CATEGORIES
     assert sums["temporaries"] == 6
-
-
-def test_sizes_are_extended_and_the_peak_found_anew() -> None:
-    small, double = timeline(100, 60, 10), timeline(100, 60, 50)
-    assert (small.peak().event, double.peak().event) == (1, 1)
-    far = extended(small, double, 4)
-    assert far is not None
-    assert [one.size_bytes for one in far.allocations] == [100, 60, 170]
-    assert (far.peak().size_bytes, far.peak().event) == (270, 3)
-
-
-def test_other_courses_are_not_extended() -> None:
-    changed = timeline(1, 2, 3)
-    changed.allocations[1].operation = "another"
-    assert extended(timeline(1, 2, 3), changed, 2) is None
-    assert extended(timeline(1, 2, 3), Timeline([], []), 2) is None

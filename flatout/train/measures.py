@@ -1,0 +1,78 @@
+"""The measures that `fit_into` weighs against each other: what each is, where it applies, what goes with what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
+from flatout.levers.compile import repeated_blocks
+from flatout.levers.lever import EXACTNESS_ORDER
+from flatout.plan import Exactness
+from flatout.train.training import Training
+
+Choices = dict[str, Any]
+"""Plan fields that a combination of measures adds."""
+CHUNKED = "loss held in chunks of bytes"
+"""A choice that is no field of a plan: it belongs to the loss function."""
+
+
+def of_plan(choices: Choices) -> Choices:
+    return {name: value for name, value in choices.items() if name != CHUNKED}
+
+
+def measures_of(training: Training, samples: int, exactness: Exactness) -> list[list[Choices]]:
+    """What this training leaves open for steps of `samples`, by kind; of each kind at most one is taken."""
+    plan, loss_fn = training.plan, training.loss_fn
+    kinds: list[list[Choices]] = []
+    blocks = len(repeated_blocks(training.model))
+    if plan.activation_checkpointing is None and blocks:
+        kinds.append(list(_checkpointings(blocks)))
+    if hasattr(loss_fn, "chunked") and getattr(loss_fn, "chunk_bytes", None) is None:
+        kinds.append([{CHUNKED: CHUNK_BYTES}])
+    if plan.precision is None and EXACTNESS_ORDER.index(exactness) >= EXACTNESS_ORDER.index("reduced"):
+        kinds.append([{"precision": "bf16"}])
+    if plan.accumulate is None and samples > 1:
+        parts = [count for count in (2, 4, 8, 16, 32) if count <= samples]
+        kinds.append([{"accumulate": count} for count in parts])
+    if plan.optimizer_in_backward is None and plan.nonfinite is None and plan.precision != "fp16":
+        kinds.append([{"optimizer_in_backward": True}])
+    return kinds
+
+
+def _checkpointings(blocks: int) -> Iterator[Choices]:
+    for kind in ("selective", "block"):
+        yield {"activation_checkpointing": kind}
+        for count in sorted({blocks // 4, blocks // 2, blocks * 3 // 4} - {0, blocks}):
+            yield {"activation_checkpointing": kind, "checkpointed_blocks": count}
+
+
+def strongest(kinds: list[list[Choices]]) -> Iterator[Choices]:
+    """The measures in their highest degree all together; each also without bf16, whose casts take memory too."""
+    degrees = [[{}, *kind] if "precision" in kind[0] else kind for kind in kinds if kind]
+    for parts in itertools.product(*(_highest(kind) for kind in degrees)):
+        choices = {name: value for part in parts for name, value in part.items()}
+        if contradict(choices):
+            yield {name: value for name, value in choices.items() if name != "accumulate"}
+            yield {name: value for name, value in choices.items() if name != "optimizer_in_backward"}
+        else:
+            yield choices
+
+
+def _highest(kind: list[Choices]) -> list[Choices]:
+    if "activation_checkpointing" in kind[0]:
+        return [{"activation_checkpointing": value} for value in ("block", "selective")]
+    return kind if not kind[0] else kind[-1:]
+
+
+def contradict(choices: Choices) -> bool:
+    return bool(choices.get("optimizer_in_backward")) and choices.get("accumulate", 1) > 1
+
+
+def key_of(choices: Choices) -> tuple[Any, ...]:
+    return tuple(sorted(choices.items()))
+
+
+def label_of(choices: Choices) -> str:
+    return ", ".join(f"{name}={value}" for name, value in choices.items()) or "the plan as given"

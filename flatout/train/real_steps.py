@@ -1,0 +1,132 @@
+"""A forecast from small real steps, where a program's course hangs on its data and no fake run can follow it.
+
+Steps of three sizes are measured, and what they differ in is extended to the size asked for; the stated error is as
+wide as so few samples demand. A course of the program that none of them took is in no forecast.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+from flatout.data.nested import map_tensors, slice_batch
+from flatout.errors import UsageError
+from flatout.generators import generators_kept
+from flatout.memory.extension import Sizes, extended
+from flatout.memory.forecast import MemoryForecast, Target, forecast_of
+from flatout.memory.timeline import Timeline
+from flatout.memory.tracking import Tracker, WorkspaceOf
+from flatout.train.tracked_steps import carried_out, take_steps
+from flatout.train.training import Training
+
+UNCERTAINTY_EXTENDED = 0.15
+UNCERTAINTY_OTHER_COURSE = 0.3
+"""Where the sizes did not run through the same operations, or where there were only two of them."""
+SIZES = 3
+SMALLEST_SHARE = 6
+"""The smallest is that part of the size asked for, so that the largest is half of it."""
+
+_FIXED = ("weights", "gradients", "optimizer")
+"""As large in a batch of any size; where two runs differ in them, one of them left out a part of the model."""
+
+
+def forecast_from_real_steps(
+    training: Training,
+    target: Target,
+    batch_size: int,
+    error: Exception,
+    *,
+    uncertainty: float,
+    not_covered: list[str],
+    workspace_of: WorkspaceOf | None,
+) -> MemoryForecast:
+    """`error`: why there was no fake run. `uncertainty`: of a fake run. UsageError for a batch of one sample."""
+    sizes = _sizes(training, batch_size, error)
+    timelines = [_timeline(training, size, workspace_of) for size in sizes]
+
+    def of(timeline: Timeline) -> MemoryForecast:
+        return forecast_of(timeline, target, batch_size=batch_size, uncertainty=uncertainty, not_covered=not_covered)
+
+    found = extended(timelines, Sizes(taken=sizes, wanted=batch_size, parts=training.plan.accumulate or 1))
+    if found is not None:
+        made, high = of(found.expected), of(found.high).peak_bytes
+        least = UNCERTAINTY_EXTENDED if len(sizes) == SIZES else UNCERTAINTY_OTHER_COURSE
+    else:
+        made, high = _extended_by_sums([of(one) for one in timelines], sizes, batch_size)
+        least = UNCERTAINTY_OTHER_COURSE
+    apart = high / made.peak_bytes - 1
+    return replace(
+        made,
+        uncertainty=max(least, uncertainty, apart),
+        method=f"real steps of {' and '.join(map(str, sizes))} samples, extended",
+        not_covered=(
+            *made.not_covered,
+            f"a fake run was impossible: {first_line(error)}",
+            "a course of the program that none of these steps took",
+        ),
+    )
+
+
+def _sizes(training: Training, batch_size: int, error: Exception) -> list[int]:
+    """The smallest and its multiples, as far as the example batch has samples."""
+    if training.samples < 2:
+        raise UsageError(
+            f"a fake run is impossible: {first_line(error)}",
+            limit="real steps of 1 and 2 samples would be measured, and the example batch has 1 sample",
+            remedy="give an example batch of at least 2 samples, better of as many as you train with",
+        ) from error
+    count = min(SIZES, training.samples)
+    least = training.plan.accumulate or 1  # fewer samples would be split into fewer parts
+    small = max(1, min(training.samples // count, max(least, batch_size // SMALLEST_SHARE)))
+    return [small * number for number in range(1, count + 1)]
+
+
+def _timeline(training: Training, size: int, workspace_of: WorkspaceOf | None) -> Timeline:
+    model, optimizer, loss_fn = copy.deepcopy((training.model, training.optimizer, training.loss_fn))
+    batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds it all
+    small = replace(
+        training, model=model, optimizer=optimizer, loss_fn=loss_fn, batch=batch, plan=carried_out(training.plan)
+    )
+    with generators_kept(), Tracker(workspace_of=workspace_of) as tracker:
+        take_steps(tracker, small)
+    return tracker.timeline()
+
+
+def _extended_by_sums(ones: list[MemoryForecast], sizes: list[int], wanted: int) -> tuple[MemoryForecast, int]:
+    """The runs took different courses: only their totals can be extended, which knows of no other peak.
+
+    Returns the forecast, and the highest that any two of the sizes lead to.
+    """
+    made = [
+        _on_a_line(ones[i], ones[j], (wanted - sizes[i]) / (sizes[j] - sizes[i]))
+        for i, j in itertools.combinations(range(len(sizes)), 2)
+    ]
+    longest = _on_a_line(ones[0], ones[-1], (wanted - sizes[0]) / (sizes[-1] - sizes[0]))
+    return longest, max(one.peak_bytes for one in made)
+
+
+def _on_a_line(one: MemoryForecast, other: MemoryForecast, scale: float) -> MemoryForecast:
+    def extend(a: int, b: int) -> int:
+        return max(0, round(a + (b - a) * scale))
+
+    categories = {
+        name: max(size, other.categories[name]) if name in _FIXED else extend(size, other.categories[name])
+        for name, size in one.categories.items()
+    }
+    tensors = sum(categories.values())
+    around = extend(one.peak_bytes - one.tensor_bytes, other.peak_bytes - other.tensor_bytes)
+    return replace(
+        other,
+        peak_bytes=tensors + around,
+        tensor_bytes=tensors,
+        rounding_bytes=extend(one.rounding_bytes, other.rounding_bytes),
+        cached_bytes=extend(one.cached_bytes, other.cached_bytes),
+        between_steps_bytes=extend(one.between_steps_bytes, other.between_steps_bytes),
+        categories=categories,
+        largest=(),
+    )
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

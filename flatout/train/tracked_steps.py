@@ -1,0 +1,61 @@
+"""The steps that a forecast follows, on fake tensors or on small real ones: `TrainStep`'s own, under the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flatout.data.nested import tensors_in
+from flatout.plan import Plan
+from flatout.train.step import TrainStep
+from flatout.train.training import Training
+
+if TYPE_CHECKING:
+    from flatout.memory.tracking import Tracker
+
+STEPS = 2
+"""The first makes the optimizer's state, the second has it from the start."""
+
+_NOT_OF_MEMORY = (
+    "compile",
+    "threads",
+    "flush_denormals",
+    "allocator",
+    "cudnn_benchmark",
+    "matmul_precision",
+    "attention",
+    "nonfinite",
+)
+"""Choices that change time alone, or cannot be carried out on fake tensors, where what they hold is small."""
+
+
+def carried_out(plan: Plan) -> Plan:
+    """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and asks for no value."""
+    plan = plan.without(*(name for name in _NOT_OF_MEMORY if getattr(plan, name) is not None))
+    return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
+
+
+def take_steps(tracker: Tracker, training: Training) -> None:
+    """Two steps of a training that nobody else uses, each tensor named as what it is. Its plan: `carried_out`."""
+    model, batch, state = training.model, training.batch, training.optimizer.state
+    tracker.model = model
+    model.train()
+    for parameter in model.parameters():
+        parameter.grad = None
+    tracker.hold(_weights(model), "weights")
+    tracker.hold((one for _, one in tensors_in(batch)), "inputs")
+    tracker.hold((one for of_one in state.values() for _, one in tensors_in(of_one)), "optimizer")
+    step = TrainStep(model, training.optimizer, training.loss_fn, training.plan)
+    try:
+        tracker.hold(_weights(model), "weights")  # a lever may have laid them out anew
+        for number in range(STEPS):
+            tracker.step = number
+            step(batch)
+    finally:
+        step.close()
+
+
+def _weights(model: Any) -> Iterator[Any]:
+    yield from model.parameters()
+    yield from model.buffers()

@@ -1,0 +1,97 @@
+"""Where the data decide, small real steps are extended: the stated error covers what was then measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout import forecast, supervised
+from flatout.errors import UsageError
+from flatout.memory.real_run import LimitedRun
+from flatout.train.step import TrainStep
+
+LOSS = supervised(nn.CrossEntropyLoss())
+
+
+class Chosen(nn.Module):
+    """Only the rows that score above a bar go through the wide part: how many is a matter of the data."""
+
+    def __init__(self, bar: float) -> None:
+        super().__init__()
+        self.bar, self.wide, self.head = (
+            bar,
+            nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)),
+            nn.Linear(32, 5),
+        )
+
+    def forward(self, x: Any) -> Any:
+        rows = (x.mean(1) * 32**0.5 > self.bar).nonzero()[:, 0]
+        return self.head(x.index_add(0, rows, self.wide(x[rows])))
+
+
+class Pairs(nn.Module):
+    """Each sample against each other one: the batch's square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 64), nn.Linear(64, 5)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(x).relu()
+        if hidden.sum() < 0:
+            hidden = hidden * 2
+        near = (hidden[:, None] - hidden[None]).square().sum(-1).neg().softmax(-1)
+        return self.head(near @ hidden)
+
+
+def data(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(samples, 32), torch.randint(0, 5, (samples,))
+
+
+def measured(model: nn.Module, batch: Any) -> int:
+    step, run = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS), LimitedRun("cpu", 1 << 40)
+    with run:
+        run.hold([*model.parameters(), *batch])
+        for _ in range(2):
+            step(batch)
+    return run.peak_bytes
+
+
+@pytest.mark.parametrize(("bar", "example"), [(0.0, 12), (0.0, 32), (1.0, 32), (1.0, 96)])
+def test_the_stated_error_covers_what_the_data_decide(bar: float, example: int) -> None:
+    covered, low = 0, 0
+    for seed in range(12):
+        model = Chosen(bar)
+        few = data(example, seed)
+        found = forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, few, batch_size=384)
+        real = measured(model, data(384, 1000 + seed))
+        assert found.method.startswith("real steps of ")
+        low += real > found.peak_bytes * (1 + found.uncertainty)
+        covered += abs(real / found.peak_bytes - 1) <= found.uncertainty
+    assert low <= 1
+    assert covered >= 11
+
+
+def test_what_grows_with_the_square_is_not_promised_to_grow_in_a_line() -> None:
+    model = Pairs()
+    found = forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, data(48, 0), batch_size=192)
+    real = measured(model, data(192, 1))
+    assert abs(real / found.peak_bytes - 1) <= found.uncertainty
+
+
+def test_two_sizes_promise_less_than_three() -> None:
+    model = Chosen(-100.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    two, three = (forecast(model, optimizer, LOSS, data(samples, 0)) for samples in (2, 3))
+    assert (two.method, three.method) == (
+        "real steps of 1 and 2 samples, extended",
+        "real steps of 1 and 2 and 3 samples, extended",
+    )
+    assert two.uncertainty == 0.3
+    assert three.uncertainty == 0.15
+    with pytest.raises(UsageError, match="at least 2 samples"):
+        forecast(model, optimizer, LOSS, data(1, 0))
