@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -30,7 +34,7 @@ def memory(
 
     The script runs as a trial that changes none of your files, and is stopped after its steps. Exit code: 0 watched;
     the script's own, after its own traceback, where it fails;
-    1 where it is killed, or makes too few steps within --patience.
+    128 + the signal's number where a signal kills it; 1 where it makes too few steps within --patience.
     """
     from flatout.errors import UsageError
     from flatout.report.document import to_text
@@ -49,8 +53,24 @@ def memory(
         patience_seconds=parse_seconds(patience),
         isolation=isolation,  # type: ignore[arg-type]
     )
-    watched = watch_memory(request)
+    with _signals_as_exits():
+        watched = watch_memory(request)
     sys.stderr.write(watched.errors)
     if not watched.status or watched.steps:  # a script that fails at once has shown why: there is nothing to add
         print(to_text(memory_document(watched)) if json else memory_text(watched))
     return watched.status or 0
+
+
+@contextlib.contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """SIGTERM and SIGHUP end us on the way that clears up what lies in temporary folders, with a shell's exit code."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

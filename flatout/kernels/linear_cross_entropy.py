@@ -38,8 +38,8 @@ def linear_cross_entropy(
 
     hidden: [..., features]; weight: [classes, features]; targets: [...], class indices or `ignore_index`; bias:
     [classes]. chunk_bytes: of scores that are held at once. Under autocast the products are in its dtype. The gradient
-    of the gradient is not defined. Raises UsageError where shapes do not belong together; a target that is no class is
-    torch's error on the CPU, as in its own cross-entropy.
+    of the gradient is not defined. Raises UsageError where shapes do not belong together and, on the CPU, for a target
+    that is no class; on CUDA, where looking would wait for the device, that is torch's assertion.
     """
     _check(hidden, weight, targets, bias, reduction)
     _check_numbers(label_smoothing, chunk_bytes)
@@ -70,7 +70,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             terms = _Terms(hidden.to(dtype), weight.to(dtype), bias, targets, ignore_index, label_smoothing)
             needs = context.needs_input_grad
             scale = 1 / terms.valid.sum() if reduction == "mean" else terms.valid.new_ones((), dtype=terms.exact)
-            gradients = terms.run(chunk_bytes, scale, hidden=needs[0], weight=needs[1], bias=needs[2])
+            try:
+                gradients = terms.run(chunk_bytes, scale, hidden=needs[0], weight=needs[1], bias=needs[2])
+            except (RuntimeError, IndexError) as error:
+                _explain_targets(terms, error)
+                raise
         context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         context.save_for_backward(*gradients)
         return terms.loss * scale
@@ -144,6 +148,20 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
+
+
+def _explain_targets(terms: _Terms, error: Exception) -> None:
+    """Raise a UsageError if a target that is no class was the reason. Only after an error: looking costs a pass."""
+    classes = terms.weight.shape[0]
+    if terms.targets.device.type != "cpu":
+        return
+    wrong = terms.targets[terms.valid & ((terms.targets < 0) | (terms.targets >= classes))]
+    if len(wrong):
+        raise UsageError(
+            f"a target is class {int(wrong[0])}",
+            limit=f"weight has {classes} rows, one a class, 0 to {classes - 1}",
+            remedy="give the last layer more rows, or mark such targets with ignore_index",
+        ) from error
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str) -> None:

@@ -155,9 +155,6 @@ class Tracker:
             self._name_gradients()
         return Timeline(list(self._allocations), list(self._events))
 
-    def alive(self) -> list[Allocation]:
-        return [self._allocations[index] for index, *_ in self._alive.values()]
-
     def alive_by_storage(self) -> dict[int, Allocation]:
         """What is alive, by the identity of its storage (`identity` of any tensor on it)."""
         return {key: self._allocations[index] for key, (index, *_) in self._alive.items()}

@@ -144,9 +144,9 @@ def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
             return _answer(process, answers, request)
         except TrialError as error:
             tail = _tail(folder / "errors.log")
-            raise TrialError(
-                error.what, limit=error.limit, remedy=error.remedy + (f"\n{tail}" if tail else "")
-            ) from None
+            told = TrialError(error.what, limit=error.limit, remedy=error.remedy + (f"\n{tail}" if tail else ""))
+            told.exit_code = error.exit_code
+            raise told from None
         finally:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started: loaders' workers
@@ -172,7 +172,7 @@ def _answer(process: subprocess.Popen[bytes], answers: Any, request: MemoryReque
                 continue
         elif not gone:
             continue
-        raise TrialError(_death(process.wait()))
+        raise _death(process.wait())
     found: dict[str, Any] = json.loads(line)
     return found
 
@@ -181,11 +181,14 @@ def _tail(log: Path) -> str:
     return log.read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace").strip()
 
 
-def _death(code: int) -> str:
+def _death(code: int) -> TrialError:
+    """Of a signal: with the exit code that a shell gives for it."""
     if code >= 0:
-        return f"the script left with code {code} in a way that skips all of Python's own ends"
+        return TrialError(f"the script left with code {code} in a way that skips all of Python's own ends")
     name = signal.Signals(-code).name
-    return f"the script died of {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    died = TrialError(f"the script died of {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))
+    died.exit_code = 128 - code
+    return died
 
 
 @contextlib.contextmanager

@@ -197,7 +197,10 @@ def test_cycles_that_only_wait_for_the_collector_are_no_creep(tmp_path: Path) ->
     assert found["creep"]["waited_for_the_garbage_collector"] == ["train.py:8"]
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGINT, b"interrupted\n"), (signal.SIGTERM, b""), (signal.SIGHUP, b"")]
+)
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: int, said: bytes) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent("import time\nwhile True:\n    time.sleep(0.05)\n"))
     process = subprocess.Popen(
         [sys.executable, "-m", "flatout", "memory", "train.py"],
@@ -209,12 +212,16 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     children = f"/proc/{process.pid}/task/{process.pid}/children"
     while not (child := Path(children).read_text().split()):
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
+    while "config.json" not in (command := Path(f"/proc/{child[0]}/cmdline").read_text().rstrip("\0")):
+        time.sleep(0.02)  # between fork and exec
+    folder = Path(command.split("\0")[-1]).parent
+    os.killpg(process.pid, number)
     stdout, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stdout, stderr) == (130, b"", b"interrupted\n")
+    assert (process.returncode, stdout, stderr) == (128 + number, b"", said)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     while _runs(child[0]):  # the alarm of every test ends a wait that is in vain
         time.sleep(0.05)
+    assert not folder.exists()
 
 
 def _runs(process: str) -> bool:
@@ -253,7 +260,7 @@ def test_what_a_killed_script_had_said_is_shown(tmp_path: Path) -> None:
         body="sys.stderr.write('its last words\\n'); sys.stderr.flush(); import os; os.kill(os.getpid(), 9)",
     )
     result = memory(tmp_path, "killed.py")
-    assert result.returncode == 1
+    assert result.returncode == 128 + signal.SIGKILL
     assert "SIGKILL" in result.stderr
     assert "its last words" in result.stderr
 

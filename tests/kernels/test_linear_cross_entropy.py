@@ -101,3 +101,11 @@ def test_bad_input(change: dict[str, Any], words: str) -> None:
     given = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias} | change
     with pytest.raises(UsageError, match=words):
         linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("wrong", [CLASSES, 10_000, -1])
+def test_a_target_that_is_no_class_is_named(wrong: int) -> None:
+    hidden, weight, _, targets = inputs(torch.float32)
+    targets[3] = wrong
+    with pytest.raises(UsageError, match=rf"a target is class {wrong}; weight has {CLASSES} rows"):
+        linear_cross_entropy(hidden, weight, targets)

@@ -28,7 +28,7 @@ def test_a_resized_storage_is_another_allocation() -> None:
         values = torch.empty(0)
         values.resize_(50)
         assert tracker.held_bytes == 200
-    assert [one.size_bytes for one in tracker.alive()] == [200]
+    assert [one.size_bytes for one in tracker.alive_by_storage().values()] == [200]
 
 
 def test_phases_modules_and_categories() -> None:
@@ -43,7 +43,10 @@ def test_phases_modules_and_categories() -> None:
         optimizer.step()
     found = tracker.timeline().allocations
     weights = sum(one.numel() * 4 for one in model.parameters())
-    alive = {name: sum(one.size_bytes for one in tracker.alive() if one.category == name) for name in ("weights",)}
+    alive = {
+        name: sum(one.size_bytes for one in tracker.alive_by_storage().values() if one.category == name)
+        for name in ("weights",)
+    }
     assert alive == {"weights": weights}
     held = {one.category: one.size_bytes for one in found}
     assert {"weights", "inputs", "activations", "gradients", "optimizer", "temporaries"} == set(held)
