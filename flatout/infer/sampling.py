@@ -1,0 +1,311 @@
+"""From logits to the next token: penalties, truncation, and a draw that depends on nothing but the prompt.
+
+A sampled text should be the same whether its prompt is alone or among others, on whatever step it finished and on
+whatever device. So no generator runs along here: the uniform number for generated token `position` of prompt `index`
+is a function of (seed, index, position), from a counter-based generator (Salmon et al., "Parallel Random Numbers: As
+Easy as 1, 2, 3", 2011). Nothing here waits for the device, but for `check_logits`.
+
+Logits are [rows, vocabulary] on any device; a row is one position of one prompt.
+
+>>> import torch
+>>> sampling = Sampling(temperature=0.8, top_p=0.9, seed=7)
+>>> uniforms = Uniforms(sampling.seed, prompts=range(2), length=16)
+>>> next_tokens(torch.tensor([[0.0, 9.0, 0.0], [9.0, 0.0, 0.0]]), sampling, uniforms.draws[:, 0])
+tensor([1, 0])
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.errors import NumericsError, UsageError
+
+SEEDS = 1 << 63
+"""Seeds are below this, as for the rest of Flatout's generators."""
+
+LEAST_TEMPERATURE = 1e-30
+"""Divisor in place of a smaller temperature, which fp32 would round to 0; differences of logits are far above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. The truncations keep the tokens that pass them all."""
+
+    temperature: float = 0.0
+    """Logits are divided by it; 0 = greedy, the most probable token."""
+    top_k: int | None = None
+    """Keep the k most probable, and those that equal the last of them."""
+    top_p: float | None = None
+    """Keep the most probable that together reach this probability, and those that equal the last of them."""
+    min_p: float | None = None
+    """Keep tokens at least this share as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen are divided by it where positive, else multiplied; 1 = off."""
+    no_repeat_ngram: int | None = None
+    """No run of this many tokens comes a second time."""
+    seed: int | None = None
+    """The text is a function of it; None = another one each time, which the result reports."""
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, low=0, remedy="pass 0 for greedy, or about 0.7 to 1.0 to sample")
+        _check("top_k", self.top_k, low=1, whole=True, remedy="leave it out to keep all tokens")
+        _check("top_p", self.top_p, low=0, high=1, above=True, remedy="leave it out to keep all tokens")
+        _check("min_p", self.min_p, low=0, high=1, remedy="leave it out to keep all tokens")
+        remedy = "1.0 is none, 1.1 discourages repetition"
+        _check("repetition_penalty", self.repetition_penalty, low=0, above=True, remedy=remedy)
+        _check("no_repeat_ngram", self.no_repeat_ngram, low=1, whole=True, remedy="leave it out to allow repetition")
+        _check("seed", self.seed, low=0, high=SEEDS - 1, whole=True, remedy="leave it out for a fresh one")
+        self._check_greedy()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits depend on the tokens before, so that `adjusted` needs them."""
+        return self.repetition_penalty != 1 or self.no_repeat_ngram is not None
+
+    def _check_greedy(self) -> None:
+        """A truncation says that its author means to sample; greedy would ignore it without a word."""
+        given = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        if self.greedy and given:
+            what = f"{given[0]} is {getattr(self, given[0])!r} with temperature 0"
+            limit = "greedy takes the most probable token, whatever is kept beside it"
+            raise UsageError(what, limit=limit, remedy=f"pass temperature=1.0 to sample, or leave {given[0]} out")
+
+
+def _check(
+    name: str,
+    value: Any,
+    *,
+    low: int,
+    high: int | None = None,
+    above: bool = False,
+    whole: bool = False,
+    remedy: str,
+) -> None:
+    """UsageError unless None or a number of the interval; `above` excludes `low` itself."""
+    kinds = int if whole else int | float
+    if value is None and name not in ("temperature", "repetition_penalty"):
+        return
+    noun = "a whole number" if whole else "a number"
+    bounds = f"above {low}" if above else f"of at least {low}"
+    bounds += f" and at most {high}" if high is not None else ""
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or value < low or (above and value == low) or (high is not None and value > high):
+        raise UsageError(f"{name} is {value!r}", limit=f"it must be {noun} {bounds}", remedy=remedy)
+
+
+def adjusted(logits: Tensor, sampling: Sampling, history: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """The logits with tokens seen made less likely and repeated n-grams made impossible (-inf).
+
+    `history` is int64 [rows, columns]: each row's prompt and what was generated so far, from column 0 on. `lengths`
+    is int64 [rows]: how many of its columns count (None = all); what stands behind them is not looked at. The logits
+    given are not written to; with neither penalty nor ban they are returned as they are. The repetition penalty is
+    that of Keskar et al., "CTRL" (2019). A ban may leave a row without any token, which `check_logits` finds.
+    """
+    if history.shape[1] == 0 or not sampling.adjusts:
+        return logits
+    if lengths is None:
+        lengths = torch.full((history.shape[0],), history.shape[1], device=history.device)
+    if sampling.repetition_penalty != 1:
+        logits = _penalised(logits, sampling.repetition_penalty, history, lengths[:, None])
+    if sampling.no_repeat_ngram is not None:
+        logits = _without_repeats(logits, sampling.no_repeat_ngram, history, lengths[:, None])
+    return logits
+
+
+def _penalised(logits: Tensor, penalty: float, history: Tensor, lengths: Tensor) -> Tensor:
+    columns = torch.arange(history.shape[1], device=history.device)
+    # Columns that do not count stand in for the row's first token: it is penalised anyway, and to the same value.
+    tokens = torch.where(columns < lengths, history, history[:, :1]).clamp(min=0)
+    values = logits.gather(1, tokens)
+    penalised = torch.where(values < 0, values * penalty, values / penalty)
+    return logits.scatter(1, tokens, torch.where(lengths > 0, penalised, values))
+
+
+def _without_repeats(logits: Tensor, size: int, history: Tensor, lengths: Tensor) -> Tensor:
+    if history.shape[1] < size:
+        return logits
+    windows = history.unfold(1, size, 1)  # [rows, starts, size]
+    starts = torch.arange(windows.shape[1], device=history.device)
+    last = (lengths - size + 1 + torch.arange(size - 1, device=history.device)).clamp(min=0)
+    prefix = history.gather(1, last)  # [rows, size - 1]: what a further token would complete
+    seen = (windows[:, :, : size - 1] == prefix[:, None]).all(-1) & (starts + size <= lengths)
+    # The least of a logit and +inf is the logit: where no n-gram would repeat, nothing changes.
+    bans = torch.where(seen, -math.inf, math.inf).to(logits.dtype)
+    tokens = torch.where(seen, windows[:, :, -1], 0)
+    return logits.scatter_reduce(1, tokens, bans, "amin")
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """What the next token is drawn from: fp32 [rows, vocabulary], each row's sum 1; greedy: 1 for the token taken.
+
+    Temperature, top_k, top_p (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019) and min_p (Nguyen
+    et al., "Turning Up the Heat", 2024) in this order. Each truncation is a threshold: tokens that equal the last one
+    kept are kept too, so that no order among equals, which devices sort differently, decides the text.
+    """
+    if sampling.greedy:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter(1, greedy_tokens(logits)[:, None], 1.0)
+    logits = logits.float()
+    # Against the greatest logit first: however low the temperature, exp then never overflows.
+    scores = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, LEAST_TEMPERATURE)
+    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
+        least = scores.topk(sampling.top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    probs = torch.softmax(scores, -1)
+    thresholds = []
+    if sampling.top_p is not None and sampling.top_p < 1:
+        thresholds.append(_nucleus(probs, sampling.top_p))
+    if sampling.min_p:
+        thresholds.append(probs.amax(-1, keepdim=True) * sampling.min_p)
+    if not thresholds:
+        return probs
+    kept = torch.where(probs >= torch.stack(thresholds).amax(0), probs, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """[rows, 1]: the least probability among the most probable tokens that together reach `top_p`."""
+    ordered = _descending(probs)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    count = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(1, count - 1)
+
+
+def _descending(probs: Tensor) -> Tensor:
+    if probs.device.type == "cpu":  # numpy sorts with vector instructions: 81 us against torch's 2.8 ms at 50,257
+        return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
+    return probs.sort(-1, descending=True).values
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """One token per row by the inverse of its distribution function: int64 [rows].
+
+    `probs` is [rows, vocabulary], not negative; a row's sum need not be 1. `uniforms` is fp64 [rows] in [0, 1). A token
+    of probability 0 is never drawn, nor one beyond the last, whatever the rounding.
+    """
+    sums = probs.cumsum(-1, dtype=torch.float64)
+    targets = uniforms[:, None] * sums[:, -1:]
+    if probs.device.type == "cpu":
+        # A CPU adds from left to right: sums never fall, stand still at 0, and the last exceeds u times itself.
+        return torch.searchsorted(sums, targets, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+    return _first_above(sums, targets, probs > 0)
+
+
+def _first_above(sums: Tensor, targets: Tensor, possible: Tensor) -> Tensor:
+    """The first possible token whose sum exceeds the target, else the last possible one.
+
+    A GPU adds in blocks: in the last bits its sums may fall, and rise where the probability is 0.
+    """
+    above = possible & (sums > targets)
+    first = above.to(torch.int8).argmax(-1)
+    last = possible.shape[-1] - 1 - possible.flip(-1).to(torch.int8).argmax(-1)
+    return torch.where(above.any(-1), first, last)
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """The most probable token of each row, the lowest of equals: int64 [rows]."""
+    return logits.argmax(-1)
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> Tensor:
+    """int64 [rows], of logits that were `adjusted` if need be. `uniforms`: fp64 [rows], not needed for greedy."""
+    if sampling.greedy:
+        return greedy_tokens(logits)
+    assert uniforms is not None, "sampling needs uniform numbers"
+    return draw(probabilities(logits, sampling), uniforms)
+
+
+class Uniforms:
+    """The uniform numbers in [0, 1) of some prompts: fp64 [prompts, length] tables on the device, made when first used.
+
+    Row r belongs to the prompt numbered `prompts[r]` among all that the user gave, column p to its generated token p.
+    The numbers are those of Philox-4x64-10 with key (seed, use) and counter (position, prompt): integer arithmetic, the
+    same on every device and with every version of torch and numpy. 8 bytes a number.
+    """
+
+    def __init__(
+        self, seed: int | None, prompts: Sequence[int], length: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.seed = fresh_seed() if seed is None else seed
+        """The seed given, or the fresh one: report it, and the same text can be had again."""
+        self._prompts, self._length, self._device = prompts, length, device
+
+    @cached_property
+    def draws(self) -> Tensor:
+        """For `draw`: one a generated token."""
+        return self._table(0)
+
+    @cached_property
+    def acceptances(self) -> Tensor:
+        """Whether a draft's token at this position is accepted."""
+        return self._table(1)
+
+    @cached_property
+    def proposals(self) -> Tensor:
+        """For the draft's own draw at this position: independent of what then judges it."""
+        return self._table(2)
+
+    def _table(self, use: int) -> Tensor:
+        rows = [uniform_row(self.seed, use, prompt, self._length) for prompt in self._prompts]
+        table = np.stack(rows) if rows else np.empty((0, self._length))
+        return torch.from_numpy(table).to(self._device)
+
+
+def uniform_row(seed: int, use: int, prompt: int, length: int) -> Any:
+    """fp64 [length]: 53 random bits each. Another `length` gives the same numbers, more or fewer of them."""
+    # One counter gives 4 numbers, and words 0 and 1 count them; prompts differ in word 2, so no two ever overlap.
+    bits = np.random.Philox(
+        key=np.array([seed, use], dtype=np.uint64), counter=np.array([0, 0, prompt, 0], dtype=np.uint64)
+    ).random_raw(length)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def fresh_seed() -> int:
+    """From the operating system: no generator of the user's is moved. Short enough to be typed again."""
+    return secrets.randbits(32)
+
+
+def unusable(logits: Tensor) -> Tensor:
+    """bool [rows]: rows with NaN or +inf, or of -inf alone. Does not wait for the device; one pass over the logits."""
+    return ~logits.amax(-1).isfinite()  # NaN is passed on by amax, and so is +inf
+
+
+def check_logits(logits: Tensor, *, prompts: Sequence[int], positions: int | Sequence[int]) -> None:
+    """NumericsError for the first row that no token can be taken from. Waits for the device.
+
+    `prompts` says for each row which prompt it is of; `positions` which generated token was to come, 0 the first.
+    """
+    bad = unusable(logits).nonzero()
+    if not len(bad):
+        return
+    row = int(bad[0])
+    position = positions if isinstance(positions, int) else positions[row]
+    what = f"the logits for generated token {position} of prompt {prompts[row]} {_flaw(logits[row])}"
+    more = len({prompts[int(index)] for index in bad}) - 1
+    what += f" (and so for {more} more prompt{'s' * (more > 1)})" if more else ""
+    raise NumericsError(
+        what,
+        limit="a next token needs at least one finite logit, no NaN and no +inf",
+        remedy="if fp32 gives finite ones, use precision='fp32'; else look for NaN in the weights, "
+        "or loosen no_repeat_ngram if it banned every token",
+    )
+
+
+def _flaw(row: Tensor) -> str:
+    tests: list[tuple[str, Callable[[Tensor], Tensor]]] = [("NaN", torch.isnan), ("+inf", torch.isposinf)]
+    for name, test in tests:
+        if count := int(test(row).sum()):
+            return f"hold {count} {name} among {row.numel()}"
+    return f"are all -inf ({row.numel()})"
