@@ -1,0 +1,77 @@
+"""A whole decoder in one native call: every layer of a pass over a few tokens (native_sources/decoder.cpp).
+
+Here stand its structures as C sees them and the call; who fills them is infer/native_decoder.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.panels import WeightStruct, library_or_error, pointer
+
+NORMS = {"layer": 0, "rms": 1}
+ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of decoder.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm1", "norm1_bias", "norm2", "norm2_bias", "query_norm", "key_norm")),
+        *((name, WeightStruct) for name in ("qkv", "out", "up", "gate", "down")),
+        ("window", ctypes.c_int64),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+    )
+
+
+class DecoderStruct(ctypes.Structure):
+    """`Decoder` of decoder.cpp."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("width", "heads", "kv_heads", "head_width", "inner", "layers", "vocabulary")
+        ),
+        *((name, ctypes.c_int64) for name in ("norm", "activation", "rotary_width", "cache_is_bf16", "cache_length")),
+        ("norm_epsilon", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("layer", ctypes.c_void_p),
+        ("last_norm", ctypes.c_void_p),
+        ("last_norm_bias", ctypes.c_void_p),
+        ("head", WeightStruct),
+    )
+
+
+class _PassStruct(ctypes.Structure):
+    """`Pass` of decoder.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "logit_rows", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "slots", "positions", "logits_of", "logits")),
+    )
+
+
+def run_pass(
+    decoder: DecoderStruct, x: Tensor, slots: Tensor, positions: Tensor, logits_of: Tensor, threads: int
+) -> Tensor:
+    """One pass over the rows of x, fp32 [rows, width], which it changes -> logits fp32 [len(logits_of), vocabulary].
+
+    slots, positions, logits_of: int64. Rows of one slot stand together, in the order of their positions. Nothing is
+    checked here: a slot or position outside of the cache writes into foreign memory.
+    """
+    logits = torch.empty(len(logits_of), decoder.vocabulary)
+    numbers = (x.shape[0], len(logits_of), threads)
+    this = _PassStruct(*numbers, *(pointer(one) for one in (x, slots, positions, logits_of, logits)))
+    _library().flatout_decoder_pass(ctypes.byref(decoder), ctypes.byref(this))
+    return logits
+
+
+def _library() -> Any:
+    return library_or_error()

@@ -1,0 +1,403 @@
+// One pass of a decoder-only Transformer over a few tokens: every layer in one parallel region.
+//
+// At such sizes the time goes into reading the weights once; a call per operation would cost more than the arithmetic.
+// The threads share panels of weights by counters, so that one that is held up holds up nobody for long, and meet at
+// barriers between the stages of a layer. Norms and the rounding of inputs are so small that each thread does them for
+// itself, which saves a barrier each.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "panels.h"
+
+namespace flatout {
+
+enum Norm : int64_t { kLayerNorm = 0, kRmsNorm = 1 };
+enum Activation : int64_t { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
+
+struct Layer {
+  const float *norm1, *norm1_bias, *norm2, *norm2_bias;  // [width]; a bias may be null
+  const float *query_norm, *key_norm;                    // [head width], or null
+  Weight qkv, out, up, gate, down;                       // gate.data is null where there is none
+  int64_t window;                                        // a token sees this many last ones; 0 = all
+  void *keys, *values;                                   // [slots, kv heads, length, head width]
+};
+
+struct Decoder {
+  int64_t width, heads, kv_heads, head_width, inner, layers, vocabulary;
+  int64_t norm, activation, rotary_width, cache_is_bf16, cache_length;
+  float norm_epsilon, attention_scale;
+  const float *cosines, *sines;  // [positions, rotary_width / 2], or null
+  const Layer* layer;
+  const float *last_norm, *last_norm_bias;
+  Weight head;
+};
+
+struct Pass {
+  int64_t rows, logit_rows, threads;
+  float* x;                    // [rows, width]: the embedded tokens; each layer adds to it
+  const int64_t *slots, *positions;  // [rows]; rows of one slot stand together, in the order of their positions
+  const int64_t* logits_of;    // [logit_rows]: rows whose logits are wanted
+  float* logits;               // [logit_rows, vocabulary]
+};
+
+// e^x to 2 units in the last place, in a form that compilers turn into vector code.
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+  const float n = std::nearbyintf(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+inline float tangent(float x) {  // tanh; beyond 10 it is 1 to the last bit
+  const float limited = x > 10.0f ? 10.0f : x < -10.0f ? -10.0f : x;
+  return 1.0f - 2.0f / (exponential(2.0f * limited) + 1.0f) + (x - x);
+}
+
+// The error function to 1.5e-7: Abramowitz and Stegun, 7.1.26.
+inline float error_function(float x) {
+  const float size = std::fabs(x), t = 1.0f / (1.0f + 0.3275911f * size);
+  float p = 1.061405429f;
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const float value = 1.0f - p * t * exponential(-size * size) + (x - x);
+  return x < 0.0f ? -value : value;
+}
+
+inline void activate(float* x, int64_t count, int64_t kind) {
+  switch (kind) {
+    case kGelu:
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) x[i] = 0.5f * x[i] * (1.0f + error_function(x[i] * 0.70710678f));
+      break;
+    case kGeluTanh:
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        x[i] = 0.5f * x[i] * (1.0f + tangent(0.79788456f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+      break;
+    case kSilu:
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) x[i] = x[i] / (1.0f + exponential(-x[i]));
+      break;
+    default:
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) x[i] = x[i] > 0.0f ? x[i] : x[i] - x[i];  // relu; NaN stays NaN
+  }
+}
+
+inline void normalise(const float* x, float* y, int64_t width, int64_t kind, const float* scale, const float* shift,
+                      float epsilon) {
+  double mean = 0.0, squares = 0.0;
+  if (kind == kLayerNorm) {
+#pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < width; ++i) mean += x[i];
+    mean /= static_cast<double>(width);
+  }
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < width; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  const float centre = static_cast<float>(mean);
+  const float factor = static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(width) + epsilon));
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) y[i] = (x[i] - centre) * factor * scale[i];
+  if (shift == nullptr) return;
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) y[i] += shift[i];
+}
+
+inline int64_t filled(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// What one thread works in; allocated once and kept, since a token takes only some milliseconds.
+struct Scratch {
+  std::vector<float> floats, scores, query, scales;
+  std::vector<uint16_t> halves;
+  std::vector<int8_t> high, low;
+  std::vector<int32_t> sums;
+
+  Inputs inputs(int64_t rows, const Weight& w) {
+    const size_t count = static_cast<size_t>(rows * w.columns);
+    const size_t groups = count / static_cast<size_t>(group_of(w.format)) + 1;
+    if (floats.size() < count) floats.resize(count);
+    if (w.format == kBfloat16 && halves.size() < count) halves.resize(count);
+    if (w.format >= kInt8) {
+      if (high.size() < count) high.resize(count), low.resize(count);
+      if (scales.size() < groups) scales.resize(groups), sums.resize(groups);
+    }
+    Inputs in;
+    in.rows = rows, in.columns = w.columns, in.floats = floats.data(), in.halves = halves.data();
+    in.high = high.data(), in.low = low.data(), in.scales = scales.data(), in.sums = sums.data();
+    return in;
+  }
+};
+
+// Rows [rows, real] at `x` as inputs for `w`, filled up with zeros.
+inline Inputs take(Scratch& scratch, const float* x, int64_t rows, int64_t real, const Weight& w) {
+  Inputs in = scratch.inputs(rows, w);
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(in.floats + r * in.columns, x + r * real, static_cast<size_t>(real) * 4);
+    std::memset(in.floats + r * in.columns + real, 0, static_cast<size_t>(in.columns - real) * 4);
+  }
+  prepare(in, w.format);
+  return in;
+}
+
+inline Inputs take_normed(Scratch& scratch, const Decoder& d, const float* x, int64_t rows, const float* scale,
+                          const float* shift, const Weight& w) {
+  Inputs in = scratch.inputs(rows, w);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* y = in.floats + r * in.columns;
+    normalise(x + r * d.width, y, d.width, d.norm, scale, shift, d.norm_epsilon);
+    std::memset(y + d.width, 0, static_cast<size_t>(in.columns - d.width) * 4);
+  }
+  prepare(in, w.format);
+  return in;
+}
+
+// Hands out runs of panels: `next` starts at 0 for each stage.
+template <typename Use>
+inline void share(std::atomic<int64_t>& next, int64_t count, int64_t chunk, const Use& use) {
+  for (;;) {
+    const int64_t first = next.fetch_add(chunk, std::memory_order_relaxed);
+    if (first >= count) return;
+    for (int64_t i = first; i < std::min(first + chunk, count); ++i) use(i);
+  }
+}
+
+inline int64_t chunk_of(int64_t panels, int64_t threads) {
+  return std::max<int64_t>(1, std::min<int64_t>(32, panels / (threads * 6)));
+}
+
+// Products of all rows with panels that this thread gets; `put(row, first column, columns, sums)` takes them.
+template <typename Put>
+inline void product(std::atomic<int64_t>& next, const Inputs& in, const Weight& w, int64_t threads, const Put& put) {
+  const int64_t panels = (w.rows + kPanel - 1) / kPanel;
+  share(next, panels, chunk_of(panels, threads), [&](int64_t panel) {
+    float sums[kTile * kPanel];
+    const int64_t real = std::min<int64_t>(kPanel, w.rows - panel * kPanel);
+    for (int64_t row = 0; row < in.rows; row += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, in.rows - row);
+      panel_sums(in, row, count, w, panel, sums);
+      for (int64_t m = 0; m < count; ++m) put(row + m, panel * kPanel, real, sums + m * kPanel);
+    }
+  });
+}
+
+// The first half of the feed-forward: activation(up), or activation(gate) * up, panel by panel.
+inline void expand(std::atomic<int64_t>& next, const Inputs& in, const Decoder& d, const Layer& layer, int64_t threads,
+                   float* inner) {
+  const int64_t panels = (d.inner + kPanel - 1) / kPanel;
+  share(next, panels, chunk_of(panels, threads), [&](int64_t panel) {
+    float made[kTile * kPanel], gates[kTile * kPanel];
+    const int64_t real = std::min<int64_t>(kPanel, d.inner - panel * kPanel);
+    for (int64_t row = 0; row < in.rows; row += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, in.rows - row);
+      panel_sums(in, row, count, layer.up, panel, made);
+      if (layer.gate.data == nullptr) {
+        activate(made, count * kPanel, d.activation);
+      } else {
+        panel_sums(in, row, count, layer.gate, panel, gates);
+        activate(gates, count * kPanel, d.activation);
+        for (int64_t i = 0; i < count * kPanel; ++i) made[i] *= gates[i];
+      }
+      for (int64_t m = 0; m < count; ++m)
+        std::memcpy(inner + (row + m) * d.inner + panel * kPanel, made + m * kPanel, static_cast<size_t>(real) * 4);
+    }
+  });
+}
+
+inline void rotate(const Decoder& d, float* head, int64_t position) {
+  const int64_t half = d.rotary_width / 2;
+  const float* c = d.cosines + position * half;
+  const float* s = d.sines + position * half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = head[i], second = head[i + half];
+    head[i] = first * c[i] - second * s[i];
+    head[i + half] = second * c[i] + first * s[i];
+  }
+}
+
+inline void make_ready(const Decoder& d, float* head, int64_t position, const float* norm) {
+  if (norm != nullptr) normalise(head, head, d.head_width, kRmsNorm, norm, nullptr, d.norm_epsilon);
+  if (d.cosines != nullptr) rotate(d, head, position);
+}
+
+inline void keep(uint16_t* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
+}
+inline void keep(float* to, const float* from, int64_t count) { std::memcpy(to, from, static_cast<size_t>(count) * 4); }
+inline float value_of(uint16_t x) { return from_bf16(x); }
+inline float value_of(float x) { return x; }
+
+// Attention of one query over the cached positions [first, last].
+template <typename Element>
+inline void attend(const Decoder& d, const float* query, const Element* keys, const Element* values, int64_t first,
+                   int64_t last, float* scores, float* out) {
+  const int64_t size = d.head_width;
+  float largest = -INFINITY;
+  for (int64_t s = first; s <= last; ++s) {
+    const Element* key = keys + s * size;
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += query[i] * value_of(key[i]);
+    scores[s] = sum * d.attention_scale;
+    largest = scores[s] > largest ? scores[s] : largest;
+  }
+  float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+  for (int64_t s = first; s <= last; ++s) {
+    scores[s] = exponential(scores[s] - largest) + (scores[s] - scores[s]);
+    total += scores[s];
+  }
+  std::memset(out, 0, static_cast<size_t>(size) * 4);
+  const float factor = 1.0f / total;
+  for (int64_t s = first; s <= last; ++s) {
+    const Element* value = values + s * size;
+    const float share = scores[s] * factor;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) out[i] += share * value_of(value[i]);
+  }
+}
+
+// Keys and values of one kv head into the cache for rows [begin, end) of one slot, then their queries' attention.
+template <typename Element>
+inline void attend_rows(const Decoder& d, const Layer& layer, const Pass& pass, int64_t begin, int64_t end,
+                        int64_t kv_head, const float* qkv, float* mixed, Scratch& scratch) {
+  const int64_t size = d.head_width, row_width = (d.heads + 2 * d.kv_heads) * size, per_kv = d.heads / d.kv_heads;
+  const int64_t plane = (pass.slots[begin] * d.kv_heads + kv_head) * d.cache_length * size;
+  Element* keys = static_cast<Element*>(layer.keys) + plane;
+  Element* values = static_cast<Element*>(layer.values) + plane;
+  if (scratch.scores.size() < static_cast<size_t>(d.cache_length)) scratch.scores.resize(d.cache_length);
+  if (scratch.query.size() < static_cast<size_t>(size)) scratch.query.resize(size);
+  float* ready = scratch.query.data();
+  for (int64_t r = begin; r < end; ++r) {
+    const float* row = qkv + r * row_width;
+    std::memcpy(ready, row + (d.heads + kv_head) * size, static_cast<size_t>(size) * 4);
+    make_ready(d, ready, pass.positions[r], layer.key_norm);
+    keep(keys + pass.positions[r] * size, ready, size);
+    keep(values + pass.positions[r] * size, row + (d.heads + d.kv_heads + kv_head) * size, size);
+  }
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t last = pass.positions[r];
+    const int64_t first = layer.window > 0 ? std::max<int64_t>(0, last - layer.window + 1) : 0;
+    for (int64_t h = kv_head * per_kv; h < (kv_head + 1) * per_kv; ++h) {
+      std::memcpy(ready, qkv + r * row_width + h * size, static_cast<size_t>(size) * 4);
+      make_ready(d, ready, last, layer.query_norm);
+      attend(d, ready, keys, values, first, last, scratch.scores.data(), mixed + (r * d.heads + h) * size);
+    }
+  }
+}
+
+struct Shared {
+  std::vector<float> qkv, mixed, inner;
+  std::vector<int64_t> begins;  // first row of each slot's run, and the end
+};
+
+void run_layer(const Decoder& d, const Layer& layer, const Pass& pass, Shared& shared, Scratch& scratch,
+               std::atomic<int64_t>* next) {
+  const int64_t rows = pass.rows, threads = pass.threads;
+  const int64_t qkv_width = (d.heads + 2 * d.kv_heads) * d.head_width;
+  const auto add = [&](int64_t row, int64_t column, int64_t real, const float* sums) {
+    for (int64_t i = 0; i < real; ++i) pass.x[row * d.width + column + i] += sums[i];
+  };
+  Inputs in = take_normed(scratch, d, pass.x, rows, layer.norm1, layer.norm1_bias, layer.qkv);
+  product(next[0], in, layer.qkv, threads, [&](int64_t row, int64_t column, int64_t real, const float* sums) {
+    std::memcpy(&shared.qkv[row * qkv_width + column], sums, static_cast<size_t>(real) * 4);
+  });
+#pragma omp barrier
+  const int64_t runs = static_cast<int64_t>(shared.begins.size()) - 1;
+  share(next[1], runs * d.kv_heads, 1, [&](int64_t task) {
+    const int64_t run = task / d.kv_heads, begin = shared.begins[run], end = shared.begins[run + 1];
+    if (d.cache_is_bf16)
+      attend_rows<uint16_t>(d, layer, pass, begin, end, task % d.kv_heads, shared.qkv.data(), shared.mixed.data(), scratch);
+    else
+      attend_rows<float>(d, layer, pass, begin, end, task % d.kv_heads, shared.qkv.data(), shared.mixed.data(), scratch);
+  });
+#pragma omp barrier
+  in = take(scratch, shared.mixed.data(), rows, d.heads * d.head_width, layer.out);
+  product(next[2], in, layer.out, threads, add);
+#pragma omp barrier
+  in = take_normed(scratch, d, pass.x, rows, layer.norm2, layer.norm2_bias, layer.up);
+  expand(next[3], in, d, layer, threads, shared.inner.data());
+#pragma omp barrier
+  in = take(scratch, shared.inner.data(), rows, d.inner, layer.down);
+  product(next[4], in, layer.down, threads, add);
+#pragma omp barrier
+}
+
+void run(const Decoder& d, const Pass& pass) {
+  Shared shared;
+  shared.qkv.resize(static_cast<size_t>(pass.rows * (d.heads + 2 * d.kv_heads) * d.head_width));
+  shared.mixed.resize(static_cast<size_t>(pass.rows * d.heads * d.head_width));
+  shared.inner.resize(static_cast<size_t>(pass.rows * d.inner));
+  for (int64_t r = 0; r < pass.rows; ++r)
+    if (r == 0 || pass.slots[r] != pass.slots[r - 1]) shared.begins.push_back(r);
+  shared.begins.push_back(pass.rows);
+  std::vector<std::atomic<int64_t>> next(static_cast<size_t>(5 * d.layers + 1));
+  for (auto& counter : next) counter.store(0);
+#pragma omp parallel num_threads(static_cast<int>(pass.threads))
+  {
+    static thread_local Scratch scratch;
+    for (int64_t l = 0; l < d.layers; ++l) run_layer(d, d.layer[l], pass, shared, scratch, &next[5 * l]);
+    if (pass.logit_rows > 0) {
+      std::vector<float> chosen(static_cast<size_t>(pass.logit_rows * d.width));
+      for (int64_t r = 0; r < pass.logit_rows; ++r)
+        std::memcpy(&chosen[r * d.width], pass.x + pass.logits_of[r] * d.width, static_cast<size_t>(d.width) * 4);
+      Inputs in = take_normed(scratch, d, chosen.data(), pass.logit_rows, d.last_norm, d.last_norm_bias, d.head);
+      product(next[5 * d.layers], in, d.head, pass.threads,
+              [&](int64_t row, int64_t column, int64_t real, const float* sums) {
+                std::memcpy(pass.logits + row * d.vocabulary + column, sums, static_cast<size_t>(real) * 4);
+              });
+    }
+  }
+}
+
+}  // namespace flatout
+
+extern "C" {
+
+void flatout_decoder_pass(const flatout::Decoder* decoder, const flatout::Pass* pass) { flatout::run(*decoder, *pass); }
+
+// One product alone: x [rows, columns real] -> y [rows, w.rows].
+void flatout_product(const flatout::Weight* weight, const float* x, int64_t rows, int64_t real, float* y,
+                     int64_t threads) {
+  using namespace flatout;
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(static_cast<int>(threads))
+  {
+    static thread_local Scratch scratch;
+    const Inputs in = take(scratch, x, rows, real, *weight);
+    product(next, in, *weight, threads, [&](int64_t row, int64_t column, int64_t count, const float* sums) {
+      std::memcpy(y + row * weight->rows + column, sums, static_cast<size_t>(count) * 4);
+    });
+  }
+}
+
+// Which instructions the products use: bit 0 = 512-bit floats, 1 = bf16 products, 2 = int8 products.
+int64_t flatout_instructions() {
+  int64_t found = 0;
+#ifdef FLATOUT_AVX512
+  found |= 1;
+#endif
+#ifdef FLATOUT_BF16
+  found |= 2;
+#endif
+#ifdef FLATOUT_VNNI
+  found |= 4;
+#endif
+  return found;
+}
+}
