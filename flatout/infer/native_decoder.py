@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from torch.nn import functional as F
 from flatout.infer.cache import KeyValueCache
 from flatout.infer.decoder import Block, Decoder, Linear
 from flatout.infer.span import Span
+from flatout.infer.storage import Storage, storage_of_head
 from flatout.kernels.decoder_pass import ACTIVATIONS, NORMS, DecoderStruct, LayerStruct, run_pass
 from flatout.kernels.panels import Panels, WeightStruct, pack_dense, pack_int4, pack_int8, pointer
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
-
-Storage = Literal["fp32", "bf16", "int8", "int4"]
 
 ROWS_PER_PASS = 64
 """A longer prompt goes through in parts: the inputs of one stay in the processor's caches."""
@@ -94,8 +93,7 @@ class NativeDecoder:
             ctypes.addressof(layers),
             self._floats(decoder.last_norm.weight),
             self._floats(decoder.last_norm.bias),
-            # In 4 bits the head costs more exactness than all blocks together, and is a small part of a large model.
-            self._weight(decoder.head, "int8" if self.storage == "int4" else self.storage),
+            self._weight(decoder.head, storage_of_head(self.storage)),
         )
 
     def _layer(self, block: Block, index: int) -> LayerStruct:
