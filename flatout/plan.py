@@ -63,6 +63,9 @@ class Plan:
     attention: Literal["fused"] | None = _choice(
         "attention that the model computes by hand: fused = by torch's kernel, which keeps no matrix of weights"
     )
+    loss: Literal["chunked"] | None = _choice(
+        "cross-entropy of a last linear layer's scores: chunked = these are never held whole (saves memory)"
+    )
     optimizer: Literal["fused", "foreach"] | None = _choice(
         "implementation of the optimizer's step: fused = one kernel for it all, foreach = one per operation"
     )
@@ -94,6 +97,12 @@ class Plan:
     )
     optimizer_in_backward: bool | None = _choice(
         "update each parameter as soon as its gradient is there, and free it: gradients are never held together"
+    )
+    optimizer_state: Literal["8bit"] | None = _choice(
+        "Adam's two moments: 8bit = one byte an element, with a scale for each 256 (needs torchao)"
+    )
+    activation_offload: bool | None = _choice(
+        "activations wait in the host's memory for the backward pass, page-locked (CUDA only)"
     )
     out_of_memory: Literal["split", "exact", "raise"] | None = _choice(
         "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run"

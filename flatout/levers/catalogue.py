@@ -7,6 +7,7 @@ from flatout.levers.attention import FusedAttention
 from flatout.levers.autocast import Autocast
 from flatout.levers.batched_fetch import BatchedFetch
 from flatout.levers.channels_last import ChannelsLast
+from flatout.levers.chunked_loss import ChunkedLoss
 from flatout.levers.compile import Compile
 from flatout.levers.cudnn_benchmark import CudnnBenchmark
 from flatout.levers.data_on_device import DataOnDevice
@@ -30,6 +31,7 @@ LEVERS: tuple[Lever, ...] = (
     CudnnBenchmark(),
     ChannelsLast(),
     FusedAttention(),
+    ChunkedLoss(),
     Autocast(),
     MatmulPrecision(),
     Compile(),

@@ -24,6 +24,7 @@ from flatout.machine.description import Machine
 from flatout.plan import Exactness
 
 Switch = Literal["live", "loader", "process"]
+Aim = Literal["time", "memory"]
 
 EXACTNESS_ORDER: tuple[Exactness, ...] = ("bit-same", "rounding", "reduced")
 
@@ -54,6 +55,8 @@ class Lever:
     plan_field: ClassVar[str]
     exactness: ClassVar[Exactness]
     switch: ClassVar[Switch] = "live"
+    aim: ClassVar[Aim] = "time"
+    """'memory': a search keeps it also where it is not faster, if memory is short or it was asked for."""
     acts_on_forward: ClassVar[bool] = False
     """True where a failure shows as an exception of the model's forward, so that it can be undone and retried."""
     compiles: ClassVar[bool] = False

@@ -57,6 +57,8 @@ class ModuleSeen:
     compiled: bool = False
     attention_by_hand: str = ""
     """The class of the modules that compute attention without torch's fused kernel."""
+    widest_output: int = 0
+    """Outputs of the widest linear layer, or of one that an embedding's weights may serve."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from flatout.statistics import Comparison
 from flatout.timing import measurement
 from flatout.tune.trial import NotTried, Proof, Trial
 from flatout.tune.tune import TuneResult
-from flatout.units import format_rate, format_seconds
+from flatout.units import format_bytes, format_rate, format_seconds
 
 KIND = "tune"
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
@@ -84,6 +84,8 @@ def _trial(trial: Trial, width: int) -> str:
         return f"{head}{trial.reason}"
     times = f"{format_seconds(trial.baseline_seconds)} -> {format_seconds(trial.candidate_seconds)}"
     tail = f"{times:<21} {ratio_text(trial.comparison)}"
+    if trial.baseline_peak_bytes is not None and trial.candidate_peak_bytes is not None:
+        tail += f"  peak {format_bytes(trial.baseline_peak_bytes)} -> {format_bytes(trial.candidate_peak_bytes)}"
     if trial.outcome == "kept":
         tail += f"  {trial.exactness}"
         return f"{head}{tail}" + ("" if trial.reason == "faster" else f"; {trial.reason}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout.data.fetch import strategy
 from flatout.levers.attention import attention_by_hand
+from flatout.levers.chunked_loss import widest_output
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
@@ -121,6 +122,7 @@ def _see_module(module: Any) -> ModuleSeen:
         repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
         channels_last=any(_is_channels_last(m.weight) for m in convolutions),
         compiled=module._compiled_call_impl is not None,
+        widest_output=widest_output(module),
         attention_by_hand=next((type(one).__name__ for one in attention_by_hand(module)), ""),
     )
 

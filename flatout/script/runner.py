@@ -1,7 +1,7 @@
 """A real run of a script: apply a plan's levers, watch short windows of steps, keep a bounded record.
 
 The first certain step runs plain: it is how the model, the optimizer and the loader become known. Then the levers are
-on. A lever under which the model's forward fails is taken back and the forward is done again without it.
+on; those that save memory, or that need a process of their own, are from the start. A lever under which the model's forward fails is taken back and the forward is done again without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Runner:
         self.fault: str | None = None
         """Why nothing could be watched: an error of ours, which must not become the script's."""
         self._choices = list(choices)
-        self._early = [choice for choice in choices if choice.lever.switch != "live"]
+        self._early = [choice for choice in choices if choice.lever.switch != "live" or choice.lever.aim == "memory"]
+        """What must be on before there is a loader, or before a first step that might not fit."""
         self._last_boundary: float | None = None
         self._steps_at_boundary = 0
         self._next_window = 0.0

@@ -7,6 +7,7 @@ one line back:
     window  levers, settle, steps           -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps                -> rows of where the time of each step went
     flops                                   -> floating point operations of one step
+    peak  levers                            -> the most that the tensors of one step hold at once
     numerics  levers, steps, nudge          -> losses, gradients and final weights of the next steps
     stop                                    -> the process leaves at once
 
@@ -29,8 +30,9 @@ from typing import Any
 from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
-from flatout.script.describe import device_of, observe
+from flatout.script.describe import device_name, device_of, observe
 from flatout.script.numerics import NumericsRecorder, nudge_weights
+from flatout.script.step_memory import StepMemory
 from flatout.script.watch import Watch
 from flatout.train.flops import count_step
 
@@ -98,6 +100,7 @@ class Session:
             "window": self._window,
             "breakdown": self._breakdown,
             "flops": self._flops,
+            "peak": self._peak,
             "numerics": self._numerics,
             "stop": _leave,
         }[command["do"]]
@@ -170,6 +173,29 @@ class Session:
         def boundary() -> bool:
             count = finish()
             self._write({"event": "flops", "flops": count.flops, "uncounted": count.uncounted})
+            return True
+
+        return boundary
+
+    def _peak(self, command: dict[str, Any]) -> Callable[[], bool]:
+        """Of the second step under these levers: the first may still hold what the one before it made."""
+        self.applied.set(self._choices(command))
+        followed = StepMemory(self.watch.subject)
+        steps = itertools.count(1)
+
+        def boundary() -> bool:
+            assert self._device is not None
+            if next(steps) == 1:
+                self._device.reset_peak()
+                followed.begin(device_name(self.watch.subject))
+                return False
+            sample = followed.end(self.watch.steps)
+            peak = sample.peak_bytes if sample is not None else None
+            if self._device.kind != "cpu":
+                peak = self._device.memory_peak_bytes()
+            self._write(
+                {"event": "peak", "peak_bytes": peak, "incidents": self.watch.subject.incidents, **self._state()}
+            )
             return True
 
         return boundary

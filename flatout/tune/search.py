@@ -20,6 +20,7 @@ from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan import Exactness
 from flatout.tune.break_even import describe, payoff_steps, pays
+from flatout.tune.for_memory import MemoryGain, judge_gain
 from flatout.tune.trial import NotTried, Trial
 from flatout.tune.trial_process import (
     START_TIMEOUT_SECONDS,
@@ -73,6 +74,8 @@ class SearchState:
     """What is known so far; what a search returns."""
 
     kept: list[Choice] = field(default_factory=list)
+    for_memory: list[Choice] = field(default_factory=list)
+    """Those of the kept that need not be faster: they save memory that is short, or was asked to be saved."""
     trials: list[Trial] = field(default_factory=list)
     not_tried: list[NotTried] = field(default_factory=list)
     observed: Observed = field(default_factory=Observed)
@@ -277,13 +280,35 @@ class Search:
         try:
             pairing = self._compare(wanted, choices[-1])
             outcome, reason, payoff = self._judge(pairing, choices)
+            gain = self._memory_gain(wanted, choices[-1])
+            if gain is not None and outcome == "dropped":
+                outcome, reason = self._judge_memory(gain, choices[-1])
         except (TrialError, ScriptError) as error:
-            pairing, payoff = None, None
+            pairing, payoff, gain = None, None, None
             outcome, reason = self._failure(error)
         self._record(choices, label, pairing, outcome, reason, payoff, time.monotonic() - began)
+        if gain is not None:
+            before, after = gain.before.peak_bytes, gain.after.peak_bytes
+            self.state.trials[-1] = replace(
+                self.state.trials[-1], baseline_peak_bytes=before, candidate_peak_bytes=after
+            )
         if outcome == "kept":
             self._keep(wanted)
         return outcome == "kept"
+
+    def _memory_gain(self, wanted: Sequence[Choice], choice: Choice) -> MemoryGain | None:
+        """What a choice that is for memory saves of it; None for any other."""
+        if choice.lever.aim != "memory" or choice.lever.switch != "live":
+            return None
+        main = self._main()
+        return MemoryGain(before=main.peak(self._live()), after=main.peak(self._live(wanted)))
+
+    def _judge_memory(self, gain: MemoryGain, choice: Choice) -> tuple[str, str]:
+        asked = self.limits.only is not None
+        outcome, reason = judge_gain(gain, choice, self.machine, self.state.observed.device, asked=asked)
+        if outcome == "kept":
+            self.state.for_memory.append(choice)
+        return outcome, reason
 
     def _with(self, choices: Sequence[Choice]) -> list[Choice]:
         replaced = {choice.field for choice in choices}
@@ -424,7 +449,7 @@ class Search:
         if len(self.state.kept) < 2:
             return
         for choice in list(self.state.kept):
-            if choice.lever.switch != "live" or self._remaining() <= 0:
+            if choice.lever.switch != "live" or choice in self.state.for_memory or self._remaining() <= 0:
                 continue
             without = [other for other in self.state.kept if other != choice]
             self._progress(f"is {choice.label} still needed?")

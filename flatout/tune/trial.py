@@ -33,6 +33,9 @@ class Trial:
     """What turning it on cost once (compilation, computing kept samples)."""
     payoff_steps: int | None = None
     """After how many steps the start-up is earned back; None if there is none, or nothing is saved."""
+    baseline_peak_bytes: int | None = None
+    """What a step's tensors hold at the most without it; only where the lever is for memory."""
+    candidate_peak_bytes: int | None = None
     on_top_of: tuple[str, ...] = ()
     cost_seconds: float = 0.0
     """How long the trial itself took."""

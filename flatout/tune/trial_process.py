@@ -72,6 +72,18 @@ class Window:
     """Lever name -> why it was taken back inside the process."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What one step held at the most."""
+
+    peak_bytes: int | None
+    """Of tensors (CPU) or of torch's allocator (CUDA); None: it could not be told."""
+    resident_bytes: int
+    """The most that the process ever had of the host's memory."""
+    incidents: dict[str, str] = field(default_factory=dict)
+    """Lever name -> what it took back by itself, and why."""
+
+
 class TrialEnded(TrialError):
     """The script came to its end (with `status` and `error`), so the process has no more steps to give."""
 
@@ -169,6 +181,15 @@ class TrialProcess:
 
     def flops(self) -> float | None:
         return float(self._ask({"do": "flops"}, self._patience(60, ()))["flops"]) or None
+
+    def peak(self, choices: Sequence[Choice]) -> Peak:
+        """Of one step under these levers; a step that is followed takes several times as long."""
+        answer = self._ask({"do": "peak", "levers": _json(choices)}, self._patience(20, choices))
+        return Peak(
+            peak_bytes=answer["peak_bytes"],
+            resident_bytes=answer["peak_resident_bytes"],
+            incidents=dict(answer["incidents"]),
+        )
 
     def numerics(self, choices: Sequence[Choice], *, steps: int, nudge: bool, gradient_steps: int) -> dict[str, Any]:
         command = {

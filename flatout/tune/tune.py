@@ -128,6 +128,8 @@ class Verifier:
         self.setup, self.state, self.seconds, self._progress = setup, state, seconds, progress
         self.warnings: list[str] = []
         self._plain: list[Numerics] = []
+        self._proved = 0
+        """Levers in the set that was proved and then partly given back."""
 
     def run(self) -> tuple[Proof | None, Pairing | None]:
         proof: Proof | None = None
@@ -144,17 +146,34 @@ class Verifier:
             self._progress("not clear yet; measuring once more")
             final = self._final_comparison() or final
         if final is not None and final.comparison.verdict != "faster":
-            self._give_all_back(final)
-            return None, None
+            self._give_back(final)
+            return self._for_memory(proof, final)
         return proof, final
 
-    def _give_all_back(self, final: Pairing) -> None:
-        """Nothing that could not be shown in fresh processes goes into a plan."""
+    def _for_memory(self, proof: Proof | None, final: Pairing) -> tuple[Proof | None, Pairing | None]:
+        """What is left when nothing is faster: levers that save memory, if their numbers hold without the others."""
+        if not self.state.kept:
+            return None, None
+        if len(self.state.kept) < self._proved:
+            proof = self._prove(self.state.kept)
+            if not proof.holds:
+                for choice in list(self.state.kept):
+                    self._take_back(choice, proof.reason)
+                return None, None
+            final = self._final_comparison() or final
+        return proof, final
+
+    def _give_back(self, final: Pairing) -> None:
+        """No gain in time that could not be shown in fresh processes goes into a plan."""
         found = final.comparison
         reason = f"faster in the search, but the whole was not in fresh processes (x{found.ratio:.2f}, {found.verdict})"
-        self.state.kept = []
+        lasting = {choice.field for choice in self.state.for_memory}
+        self._proved = len(self.state.kept)
+        self.state.kept = [choice for choice in self.state.kept if choice in self.state.for_memory]
         self.state.trials = [
-            replace(trial, outcome="dropped", reason=reason) if trial.outcome == "kept" else trial
+            replace(trial, outcome="dropped", reason=reason)
+            if trial.outcome == "kept" and not set(trial.plan_field.split("+")) <= lasting
+            else trial
             for trial in self.state.trials
         ]
 

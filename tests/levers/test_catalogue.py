@@ -46,6 +46,7 @@ LOADER = LoaderSeen(
 )
 OPTIMIZER = OptimizerSeen(kind="Adam", parameters=4, can_fuse=True, can_foreach=True)
 MODULE = ModuleSeen(kind="Net", parameters=9, convolutions=2, dtypes=("float32",))
+WIDE = replace(MODULE, widest_output=50_257)
 SEEN = Observed(optimizers=(OPTIMIZER,), loaders=(LOADER,), modules=(MODULE,), threads=8)
 ON_GPU = replace(SEEN, device="cuda:0")
 CPU, AMX = machine(), machine(cpu=("fp32", "bf16"))
@@ -99,6 +100,7 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("pinned memory", AMPERE, ON_GPU, (True,)),
     ("allocator", CPU, SEEN, ("jemalloc",)),
     ("fused attention", CPU, replace(SEEN, modules=(replace(MODULE, attention_by_hand="Head"),)), ("fused",)),
+    ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,)), ("chunked",)),
 ]
 
 
@@ -150,6 +152,9 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("fp32 products", AMX, replace(SEEN, matmul_precision="high"), "itself"),
     ("torch.compile", CPU, replace(SEEN, compiled_in_script=True), "itself"),
     ("fused attention", CPU, SEEN, "no module computes attention"),
+    ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(replace(WIDE, widest_output=65),)), "65 outputs"),
+    ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,), compiled_in_script=True), "compiles"),
+    ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,), optimizers=()), "no optimizer"),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, compiled=True),)), "itself"),
     ("torch.compile", CPU, replace(SEEN, modules=()), "no module"),
     ("loader workers", CPU, replace(SEEN, loaders=(WORKED,)), "itself"),

@@ -1,0 +1,227 @@
+"""Fused linear + cross-entropy: the scores of a last layer, [tokens, vocabulary], are never held whole.
+
+Whatever calls a linear layer wide enough gets `LazyScores`. If they go into cross-entropy, loss and gradients are
+computed chunk by chunk from the layer's own input (`kernels/linear_cross_entropy`); if the script does anything else
+with them, they are computed then. A layer for which that is the rule (a wide hidden layer, scores that are divided by
+a temperature, an accuracy every step) is left as it is from then on.
+
+It saves memory and seldom time. So a search keeps it where it is faster, or where memory is short, or where a plan
+written by hand asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject, Undo
+from flatout.machine.description import Machine
+
+LEAST_CLASSES = 1024
+LEAST_SCORES_BYTES = 4 << 20
+"""Of one call's scores: fewer are no material part of a step's memory."""
+LOOKS_FORGIVEN = 4
+"""A layer may have its scores looked at once in so many losses, and a first time."""
+
+
+class ChunkedLoss(Lever):
+    """Cross-entropy takes a wide linear layer's input and weights instead of its scores."""
+
+    name = "fused linear + cross-entropy"
+    plan_field = "loss"
+    exactness = "rounding"
+    aim = "memory"
+    acts_on_forward = True
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if observed.compiled_in_script or any(module.compiled for module in observed.modules):
+            return refuse("the script compiles its model itself, and compiled code forms its scores")
+        if not observed.optimizers:
+            return refuse("the script has no optimizer object, so nobody says when the weights change")
+        widest = max((module.widest_output for module in observed.modules), default=0)
+        if widest < LEAST_CLASSES:
+            return refuse(f"the widest layer has {widest} outputs: scores are a small part of a step's memory")
+        return offer("chunked", reason=f"a layer has {widest:,} outputs, whose scores are held several times")
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        layers = _Layers(lambda why: _tell(subject, self.name, why))
+        with layers.in_place(), subject.optimizers.each(layers.watch_optimizer):
+            yield
+
+    def label(self, value: Any) -> str:
+        return self.name
+
+
+def widest_output(model: Any) -> int:
+    """The most outputs that one of a model's matrices of weights may give; 0 without any."""
+    import torch
+
+    widest = 0
+    for module in model.modules():
+        table = isinstance(module, torch.nn.Linear | torch.nn.Embedding)  # an embedding's may be the last layer's too
+        for weight in module.parameters(recurse=False):
+            if weight.ndim == 2:
+                widest = max(widest, weight.shape[0] if table else max(weight.shape))
+    return widest
+
+
+def _tell(subject: Subject, name: str, why: str) -> None:
+    if (name, why) not in subject.incidents:
+        subject.incidents.append((name, why))
+
+
+class _Layer:
+    """What became of one weight's scores so far."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weakref.ref(weight)
+        self.losses = self.looks = 0
+        self.given_up = False
+
+
+class _Layers:
+    """The wide linear layers that are called while the lever is on."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._known: dict[int, _Layer] = {}
+        self._uses: list[str] = []
+        self._judged = False
+        self.busy = False
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Calls whose scores somebody may still ask for."""
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Stand in for torch's linear layer and for the product with a matrix of weights."""
+        import torch
+        from torch.nn import functional
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_replaced(functional, "linear", self._linear))
+            stack.enter_context(_replaced(torch, "matmul", self._product))
+            for name in ("__matmul__", "matmul"):
+                stack.enter_context(_replaced(torch.Tensor, name, self._product))
+            yield
+
+    def watch_optimizer(self, optimizer: Any) -> Undo[Any]:
+        hook = optimizer.register_step_pre_hook(lambda *_: self._weights_change())
+        return lambda optimizer: hook.remove()
+
+    def _weights_change(self) -> None:
+        for source in list(self._open):
+            source.keep()
+        if not self._judged:
+            self._judged = True
+            if not any(layer.losses for layer in self._known.values()):
+                uses = "; ".join(self._uses) or "none is wide enough, or its input too short"
+                self._tell(f"no cross-entropy takes the scores of a linear layer as they are: {uses}")
+
+    # what a script calls
+
+    def _linear(self, original: Any) -> Any:
+        import torch
+
+        def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+            if torch.compiler.is_compiling() or not self._worth(input, weight, weight):
+                return original(input, weight, bias)
+            return self._lazy(input, weight, bias, weight)
+
+        return linear
+
+    def _product(self, original: Any) -> Any:
+        import torch
+
+        def matmul(input: Any, other: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or kwargs or getattr(other, "ndim", 0) != 2:
+                return original(input, other, **kwargs)
+            base = other if other.is_leaf else other._base
+            if not self._worth(input, base, None) or not self._worth(input, other.t(), base):
+                return original(input, other)
+            return self._lazy(input, other.t(), None, base)
+
+        return matmul
+
+    def _lazy(self, input: Any, weight: Any, bias: Any, key: Any) -> Any:
+        from flatout.levers.lazy_scores import lazy_linear
+
+        layer = self._known.get(id(key))
+        if layer is None or layer.weight() is not key:
+            layer = self._known[id(key)] = _Layer(key)
+        scores = lazy_linear(input, weight, bias, layer, self)
+        self._open.add(scores.place.source)
+        return scores
+
+    def _worth(self, input: Any, weight: Any, key: Any) -> bool:
+        """May this call be put off? Asked of every linear layer: the cheapest questions come first."""
+        import torch
+
+        if (
+            self.busy
+            or weight is None
+            or weight.ndim != 2
+            or type(input) is not torch.Tensor
+            or not weight.is_floating_point()
+        ):
+            return False
+        if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        if key is None:
+            return weight.is_leaf and weight.requires_grad and max(weight.shape) >= LEAST_CLASSES
+        classes, features = weight.shape
+        if classes < LEAST_CLASSES or not key.is_leaf or input.ndim < 1 or input.shape[-1] != features:
+            return False
+        if input.numel() // max(1, features) * classes * input.element_size() < LEAST_SCORES_BYTES:
+            return False
+        layer = self._known.get(id(key))
+        if layer is not None and layer.given_up and layer.weight() is key:
+            return False
+        kind = input.device.type
+        fitting = input.dtype == weight.dtype or torch.is_autocast_enabled(kind)
+        return fitting and input.dtype != torch.float64 and input.device == weight.device and not _transformed()
+
+    # what became of the scores
+
+    def fused(self, source: Any) -> None:
+        source.key.losses += source.in_training
+
+    def formed(self, source: Any, by: str) -> None:
+        self._open.discard(source)
+        layer = source.key
+        layer.looks += source.in_training
+        if not source.in_training or (layer.losses and layer.looks <= 1 + layer.losses // LOOKS_FORGIVEN):
+            return
+        layer.given_up = True
+        use = f"the scores of a layer of {source.classes:,} outputs are used by {by!r} and so formed"
+        if layer.losses:
+            self._tell(use)
+        else:  # a wide layer inside the model is no news, unless it turns out to be all there is
+            self._uses.append(use)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    import functools
+
+    missing = name not in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+    try:
+        yield
+    finally:
+        if missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _transformed() -> bool:
+    """Inside torch.func, or in inference mode: there tensors are more than they seem, and gradients none of ours."""
+    import torch
+
+    return torch.is_inference_mode_enabled() or torch._C._functorch.maybe_current_level() is not None

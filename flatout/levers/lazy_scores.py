@@ -1,0 +1,412 @@
+"""Scores that are not there yet: what a last linear layer would return, computed only if somebody looks at it.
+
+A `LazyScores` is a torch.Tensor with a shape, a type, a place in the graph and no memory. Operations that only move
+positions about (`view`, `transpose`, `scores[:, :-1]`, `float`) give another one; cross-entropy takes the layer's input
+and weights from it and never forms the scores; any other operation has them computed then, once, as the layer would
+have done, and goes on with plain tensors.
+
+    scores = lazy_linear(hidden, weight, bias, watch)     # [..., classes], nothing computed
+    functional.cross_entropy(scores.view(-1, classes), targets)        # in chunks
+    scores.argmax(-1)                                     # computes them
+
+To code below Python (an autograd.Function of the script's, an extension) it is a tensor like any other: it has a node
+of its own in autograd's graph, through which gradients by the scores reach the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from flatout.errors import ScriptError, UsageError
+from flatout.kernels.linear_cross_entropy import linear_cross_entropy
+
+LINEAR = functional.linear
+"""torch's own, whatever stands in its place later."""
+
+
+class Watcher(Protocol):
+    """Is told what became of a layer's scores."""
+
+    busy: bool
+    """True while scores are computed: the linear layers that are called then are not to be put off."""
+
+    def fused(self, source: Source) -> None:
+        """Cross-entropy took them without forming them."""
+
+    def formed(self, source: Source, by: str) -> None:
+        """They had to be computed, for the operation `by`."""
+
+
+class Source:
+    """One call of a linear layer that was put off: its arguments, and its result once it had to be formed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, key: Any, watcher: Watcher) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.key, self.watcher = key, watcher
+        kind = hidden.device.type
+        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.in_training = torch.is_grad_enabled()
+        self.is_formed = False
+        self._state = self._fingerprint()
+        self.is_kept = False
+
+    @property
+    def classes(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.autocast or self.hidden.dtype
+
+    def keep(self) -> None:
+        """The weights are about to change: from now on a copy of them is used."""
+        if self.is_formed or self.is_kept:
+            return
+        self.check()
+        self.is_kept = True
+        self.weight = self.weight.detach().clone()
+        self.bias = None if self.bias is None else self.bias.detach().clone()
+        self._state = self._fingerprint()
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """Autocast as it was when the layer was called, and linear layers that compute."""
+        before, self.watcher.busy = self.watcher.busy, True
+        try:
+            with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                yield
+        finally:
+            self.watcher.busy = before
+
+    def form(self, by: str) -> Tensor:
+        """What the layer would have returned then, for the operation `by`; without a graph."""
+        self.check()
+        if not self.is_formed:
+            self.is_formed = True
+            self.watcher.formed(self, by)
+        with torch.no_grad(), self.precision():
+            rows = LINEAR(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias)
+            # Not a view to autograd: of a Function's result that is one, nothing could be changed in place.
+            shaped: Tensor = torch.ops.aten._unsafe_view.default(rows, (*self.hidden.shape[:-1], self.classes))
+        return shaped
+
+    def check(self) -> None:
+        """Raises ScriptError where the layer's arguments are not what they were: the scores would be other ones."""
+        if self._fingerprint() != self._state:
+            raise ScriptError(
+                "a layer's scores were asked for after its weights had been changed in place",
+                limit="the chunked loss computes them only then",
+                remedy='use them before, or take `loss = "chunked"` out of the plan',
+            )
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        tensors = [one for one in (self.hidden, self.weight, self.bias) if one is not None]
+        return tuple((one._version, one.data_ptr()) for one in tensors)
+
+
+class LazyScores(torch.Tensor):
+    """See the module. `place` says how it comes from its layer's call."""
+
+    place: Place
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is functional.cross_entropy:
+            loss = _loss(*args, **kwargs)
+            if loss is not None:
+                return loss
+        elif func in _MOVING and isinstance(args[0], LazyScores):
+            moved = args[0].place.moved(args[0], func, args[1:], kwargs)
+            if moved is not None:
+                return moved
+        name = getattr(func, "__name__", str(func))
+        return func(*_formed_in(args, name), **_formed_in(kwargs, name))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """An operation from below Python; autograd has done its part."""
+        values = tree_map_only(LazyScores, lambda one: one.place.plain(str(func)), (args, kwargs or {}))
+        return func(*values[0], **values[1])
+
+
+class Place:
+    """How a LazyScores comes from its source: the operations in between, and the layer's input put through the same."""
+
+    def __init__(
+        self, source: Source, features: Tensor, axis: int, like: Tensor, base: LazyScores | None, steps: tuple[Any, ...]
+    ) -> None:
+        self.source, self.features, self.axis, self.like = source, features, axis, like
+        """features: as the scores, with the layer's input where the classes are, along `axis`."""
+        self.base, self.steps = base, steps
+        self.weight, self.bias = source.weight, source.bias
+        self.formed: Tensor | None = None
+        self.node: Any = None
+
+    def tensor(self) -> LazyScores:
+        made: LazyScores = _Stand.apply(self.features, self.weight, self.bias, self)
+        made.place = self
+        self.node = made.grad_fn
+        return made
+
+    def moved(self, own: LazyScores, func: Any, args: Any, kwargs: Any) -> LazyScores | None:
+        """The scores after an operation that only moves positions; None where it does more than that."""
+        if self.source.is_formed or own.grad_fn is not self.node:
+            return None
+        try:
+            like, features, axis = _MOVING[func](self, func, args, kwargs)
+        except (_DoesMore, RuntimeError, IndexError, TypeError, NotImplementedError):
+            return None  # if it is a mistake, it shows on the scores themselves
+        step = (func, args, kwargs, torch.is_grad_enabled())
+        base = own if self.base is None else self.base
+        found = Place(self.source, features, axis, like, base, (*self.steps, step))
+        if func is torch.Tensor.detach:
+            found.weight, found.bias = _detached(self.weight), _detached(self.bias)
+        else:
+            found.weight, found.bias = self.weight, self.bias
+        return found.tensor()
+
+    def form(self, own: LazyScores, by: str) -> Tensor:
+        """The scores as a plain tensor in autograd's graph, the same one each time."""
+        if self.formed is None and (self.base is None or own.grad_fn is not self.node):
+            with torch.enable_grad():  # another history than its own was put on it by somebody: that one counts
+                self.formed = _Form.apply(own, self, by)
+        elif self.formed is None:
+            assert self.base is not None
+            self.formed = self._replay(self.base.place.form(self.base, by))
+        assert self.formed is not None
+        return self.formed
+
+    def plain(self, by: str) -> Tensor:
+        """The scores without a graph."""
+        with torch.no_grad():
+            return self._replay(self.source.form(by), graph=False) if self.formed is None else self.formed.detach()
+
+    def _replay(self, scores: Tensor, *, graph: bool = True) -> Tensor:
+        for func, args, kwargs, with_graph in self.steps:
+            with torch.set_grad_enabled(graph and with_graph):
+                scores = func(scores, *args, **kwargs)
+        return scores
+
+
+def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, key: Any, watcher: Watcher) -> LazyScores:
+    """hidden: [..., features], weight: [classes, features], bias: [classes] or None -> [..., classes]."""
+    source = Source(hidden, weight, bias, key, watcher)
+    like = _shape_alone((*hidden.shape[:-1], source.classes), source.dtype)
+    return Place(source, hidden, hidden.dim() - 1, like, None, ()).tensor()
+
+
+class _Stand(torch.autograd.Function):
+    """The scores' node: who gets at them below Python sends gradients through here."""
+
+    @staticmethod
+    def forward(context: Any, features: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:
+        context.save_for_backward(features, weight)
+        context.axis, context.dtype, context.biased = place.axis, place.source.dtype, bias is not None
+        like = place.like
+        made: Tensor = torch.Tensor._make_wrapper_subclass(
+            LazyScores, like.shape, dtype=like.dtype, device=features.device
+        )
+        return made
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        features, weight = context.saved_tensors
+        by_score = gradient.movedim(context.axis, -1).to(context.dtype)
+        of_features = (by_score @ weight.to(context.dtype)).movedim(-1, context.axis).to(features.dtype)
+        rows = by_score.reshape(-1, by_score.shape[-1])
+        inputs = features.movedim(context.axis, -1).reshape(-1, features.shape[context.axis])
+        of_weight = (rows.t() @ inputs.to(context.dtype)).to(weight.dtype)
+        return of_features, of_weight, rows.sum(0).to(weight.dtype) if context.biased else None, None
+
+
+class _Form(torch.autograd.Function):
+    """From the stand-in to the scores themselves."""
+
+    @staticmethod
+    def forward(context: Any, stand: Tensor, place: Place, by: str) -> Tensor:
+        scores = place.plain(by)
+        return scores.clone() if scores._is_view() else scores
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gradient, None, None
+
+
+class _Twice(torch.autograd.Function):
+    """Behind the chunked loss: a gradient that is to be differentiated itself goes the plain way, with all scores."""
+
+    @staticmethod
+    def forward(context: Any, loss: Tensor, source: Source, targets: Tensor, how: Any, *layer: Any) -> Tensor:
+        context.save_for_backward(targets, *layer)
+        context.precision, context.how = source.precision, how
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return gradient, *[None] * 6
+        targets, *layer = context.saved_tensors
+        with context.precision():
+            scores = LINEAR(*layer)
+        loss = functional.cross_entropy(scores, targets, **context.how)
+        wanted = [one for one in layer if one is not None and one.requires_grad]
+        found = iter(torch.autograd.grad(loss, wanted, gradient.to(loss.dtype), create_graph=True))
+        parts = [next(found) if one is not None and one.requires_grad else None for one in layer]
+        return None, None, None, None, *parts
+
+
+def _loss(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Cross-entropy by chunks; None where it must see the scores. Names and defaults are those of torch's."""
+    if not isinstance(input, LazyScores) or type(target) is not Tensor:
+        return None
+    place = input.place
+    source = place.source
+    features = place.features.movedim(place.axis, -1) if place.axis else place.features
+    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    indices = target.dtype == torch.int64 and target.shape == features.shape[:-1] and features.numel() > 0
+    at_home = target.device == features.device and input.grad_fn is place.node
+    ready = input.dtype in (source.dtype, torch.float32) and input.dtype != torch.float16
+    unseen = not source.is_formed and not source.is_kept
+    if not (plain and indices and at_home and ready and unseen and place.axis == min(1, features.dim() - 1)):
+        return None
+    source.check()
+    how: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "reduction": reduction,
+    }
+    kind = features.device.type
+    dtype = torch.float32 if torch.is_autocast_enabled(kind) and input.dtype != torch.float64 else input.dtype
+    weights, bias = place.weight, place.bias
+    if not torch.is_grad_enabled():  # the kernel looks at what its arguments require, not at the mode
+        features, weights, bias = features.detach(), weights.detach(), _detached(bias)
+    try:
+        with source.precision():
+            loss = linear_cross_entropy(features, weights, target, bias, **how)
+    except (UsageError, IndexError, RuntimeError):
+        return None  # a mistake of the script's is explained by torch, on the scores
+    source.watcher.fused(source)
+    if loss.requires_grad:
+        rows = features.reshape(-1, features.shape[-1])
+        loss = _Twice.apply(loss, source, target.reshape(-1), how, rows, place.weight, place.bias)
+    return loss.to(dtype)
+
+
+def _detached(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach()
+
+
+def _shape_alone(shape: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor of that shape and type that takes no memory: it is one value, seen everywhere."""
+    return torch.empty((), dtype=dtype).expand(shape)
+
+
+class _DoesMore(Exception):
+    """An operation that does more than move positions."""
+
+
+Moved = tuple[Tensor, Tensor, int]
+"""(the scores' shape and type, the features put through the same, the classes' axis)"""
+
+
+def _reshape(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
+    like = func(place.like, *args, **kwargs)
+    last = like.dim() - 1
+    fits = place.axis == place.like.dim() - 1 and like.shape[last] == place.source.classes
+    if not fits or like.dtype != place.like.dtype:
+        raise _DoesMore
+    return like, place.features.reshape(*like.shape[:-1], place.features.shape[-1]), last
+
+
+def _permute(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
+    order = func(torch.empty(tuple(range(place.like.dim())), device="meta"), *args, **kwargs).shape
+    return func(place.like, *args, **kwargs), func(place.features, *args, **kwargs), list(order).index(place.axis)
+
+
+def _same(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
+    return place.like, place.features, place.axis
+
+
+def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
+    given = [*args, *kwargs.values()] or [torch.float32]
+    if len(given) > 1 or not isinstance(given[0], torch.dtype) or not given[0].is_floating_point:
+        raise _DoesMore
+    return _shape_alone(place.like.shape, given[0]), place.features, place.axis
+
+
+def _detach(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
+    return place.like, place.features.detach(), place.axis
+
+
+def _index(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
+    (index,) = args
+    if place.axis != place.like.dim() - 1 or not _spares_classes(index, place.like.dim()):
+        raise _DoesMore
+    features = place.features[index]
+    shape = (*features.shape[:-1], place.source.classes)
+    return _shape_alone(shape, place.like.dtype), features, len(shape) - 1
+
+
+def _items(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _spares_classes(index: Any, dimensions: int) -> bool:
+    """Does an index leave the last dimension whole?"""
+    items = _items(index)
+    taken = 0
+    for one in items:
+        if isinstance(one, Tensor) and type(one) is Tensor and one.dtype in (torch.bool, torch.int64):
+            taken += one.dim() if one.dtype == torch.bool else 1
+        elif isinstance(one, slice) or (isinstance(one, int) and not isinstance(one, bool)):
+            taken += 1
+        elif one is not None and one is not Ellipsis:
+            return False
+    reaches_last = taken == dimensions or (any(one is Ellipsis for one in items) and items[-1] is not Ellipsis)
+    last = items[-1]
+    return taken < dimensions if not reaches_last else isinstance(last, slice) and last == slice(None)
+
+
+_T = torch.Tensor
+_MOVING: dict[Any, Callable[[Place, Any, Any, Any], Moved]] = {
+    **dict.fromkeys((_T.view, _T.reshape, _T.flatten, _T.unsqueeze, _T.squeeze, _T.unflatten), _reshape),
+    **dict.fromkeys((torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze, torch.unflatten), _reshape),
+    **dict.fromkeys((_T.transpose, _T.permute, _T.swapaxes, _T.movedim, _T.swapdims, _T.moveaxis), _permute),
+    **dict.fromkeys((torch.transpose, torch.permute, torch.swapaxes, torch.movedim, torch.swapdims), _permute),
+    **dict.fromkeys((_T.contiguous,), _same),
+    **dict.fromkeys((_T.float, _T.to), _cast),
+    _T.detach: _detach,
+    _T.__getitem__: _index,
+}
+_ABOUT = {
+    *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),
+    *(getattr(_T, name).__get__ for name in ("is_leaf", "grad_fn", "is_sparse", "is_meta", "itemsize", "nbytes")),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.__len__, _T.element_size),
+    *(_T.is_floating_point, _T.is_complex, _T.get_device, torch.is_floating_point, torch.is_complex),
+    *(torch.numel,),
+}
+"""Questions that the stand-in answers by itself."""
+
+
+def _formed_in(values: Any, by: str) -> Any:
+    return tree_map_only(LazyScores, lambda one: one.place.form(one, by), values)

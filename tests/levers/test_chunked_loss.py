@@ -1,0 +1,376 @@
+"""Scores that are never formed, against torch's own linear layer and cross-entropy, in the ways people write them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flatout.errors import ScriptError
+from flatout.levers import chunked_loss
+from flatout.levers.chunked_loss import ChunkedLoss, widest_output
+from flatout.levers.lazy_scores import LazyScores
+from flatout.levers.subject import Subject
+
+B, T, E, V = 3, 5, 6, 17
+Loss = Callable[["Model", Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _small_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "LEAST_CLASSES", V)
+    monkeypatch.setattr(chunked_loss, "LEAST_SCORES_BYTES", 0)
+
+
+class Model(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(V, E)
+        self.norm = nn.LayerNorm(E)
+        self.head = nn.Linear(E, V, bias=bias)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.embed(x)).tanh()
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.hidden(x))
+        return found
+
+
+def nanogpt(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    return functional.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1), ignore_index=-1)
+
+
+def hugging_face(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x).float()
+    shifted, labels = logits[..., :-1, :].contiguous(), y[..., 1:].contiguous()
+    return nn.CrossEntropyLoss()(shifted.view(-1, shifted.shape[-1]), labels.view(-1))
+
+
+def classes_in_the_middle(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).transpose(1, 2), y, label_smoothing=0.1)
+
+
+def tied(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.linear(model.hidden(x), model.embed.weight).flatten(0, 1), y.flatten())
+
+
+def by_product(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy((model.hidden(x) @ model.embed.weight.t()).reshape(B * T, V), y.reshape(-1))
+
+
+def masked(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    where = torch.arange(B * T).view(B, T) % 2 == 0
+    return functional.cross_entropy(model(x)[where], y[where], reduction="sum")
+
+
+def last_position(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(input=model(x)[:, -1], target=y[:, -1])
+
+
+def one_by_one(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    return torch.stack([functional.cross_entropy(logits[i], y[i]) for i in range(B)]).mean()
+
+
+def permuted(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).permute(1, 2, 0), y.t())
+
+
+def a_single_row(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x)[0, 0], y[0, 0])
+
+
+FUSED = [
+    nanogpt, hugging_face, classes_in_the_middle, tied, by_product, masked, last_position, one_by_one, permuted,
+    a_single_row,
+]  # fmt: skip
+
+
+def temperature(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy((model(x) / 0.7).view(-1, V), y.view(-1))
+
+
+def class_weights(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).view(-1, V), y.view(-1), weight=torch.linspace(0.5, 1, V))
+
+
+def unreduced(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).view(-1, V), y.view(-1), reduction="none").square().mean()
+
+
+def probabilities(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).view(-1, V), functional.one_hot(y.view(-1), V).float())
+
+
+def changed_in_place(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    flat = logits.view(-1, V)
+    flat[:, 3] = -5.0
+    flat.mul_(1.5)
+    return functional.cross_entropy(logits.transpose(1, 2), y)
+
+
+def regularised(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    loss = functional.cross_entropy(logits.view(-1, V), y.view(-1))
+    return loss + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, logits: Tensor) -> Tensor:
+        return logits * 2
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class AsItIs(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, logits: Tensor) -> Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+def through_a_function_of_its_own(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(Doubled.apply(model(x).transpose(1, 2)), y)
+
+
+def through_another(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(AsItIs.apply(model(x)).transpose(1, 2), y)
+
+
+def checkpointed(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return functional.cross_entropy(checkpoint(model.head, model.hidden(x), use_reentrant=True).transpose(1, 2), y)
+
+
+def a_part_of_the_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x)[..., : V - 1].reshape(-1, V - 1), y.view(-1).clamp(max=V - 2))
+
+
+def classes_in_another_order(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x)[..., torch.arange(V).flip(0)].view(-1, V), y.view(-1))
+
+
+FORMED = [
+    temperature, class_weights, unreduced, probabilities, changed_in_place, regularised, through_a_function_of_its_own,
+    through_another, checkpointed, a_part_of_the_classes, classes_in_another_order,
+]  # fmt: skip
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    y = torch.randint(0, V, (B, T))
+    return torch.randint(0, V, (B, T)), y
+
+
+@pytest.fixture
+def subject() -> Iterator[Subject]:
+    found = Subject()
+    with ChunkedLoss().apply(found, "chunked"):
+        yield found
+
+
+def results(loss: Loss, model: Model, **how: Any) -> list[Tensor]:
+    x, y = batch()
+    for _ in range(2):  # gradients accumulate
+        value = loss(model, x, y)
+        value.backward(**how)
+    return [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def plain(loss: Loss, model: Model) -> list[Tensor]:
+    return results(loss, copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("loss", [*FUSED, *FORMED])
+def test_numbers_are_those_of_torch(loss: Loss, bias: bool) -> None:
+    model = Model(bias)
+    expected = plain(loss, model)
+    found = Subject()
+    with ChunkedLoss().apply(found, "chunked"):
+        torch.testing.assert_close(results(loss, copy.deepcopy(model)), expected)
+        torch.testing.assert_close(results(loss, model), expected)  # once more, where a layer may be given up
+    assert functional.linear is torch._C._nn.linear
+
+
+@pytest.mark.parametrize("loss", FUSED)
+def test_the_scores_are_never_formed(loss: Loss, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise AssertionError("formed")
+
+    monkeypatch.setattr("flatout.levers.lazy_scores.Source.form", fail)
+    results(loss, Model())
+
+
+def test_what_they_say_of_themselves(subject: Subject) -> None:
+    scores = Model()(batch()[0])
+    assert isinstance(scores, Tensor)
+    assert isinstance(scores, LazyScores)
+    assert (scores.shape, scores.size(-1), scores.dtype, len(scores)) == (torch.Size([B, T, V]), V, torch.float32, B)
+    assert (scores.requires_grad, scores.is_leaf, scores.device.type) == (True, False, "cpu")
+    assert not scores.place.source.is_formed
+    assert "grad_fn" in repr(scores)
+    assert type(scores + 0) is Tensor
+
+
+@pytest.mark.parametrize("loss", [nanogpt, classes_in_the_middle])
+def test_under_autocast(loss: Loss) -> None:
+    model, (x, y) = Model(), batch()
+
+    def run(model: Model) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, x, y)
+        value.backward()
+        return [value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = run(copy.deepcopy(model))
+    with ChunkedLoss().apply(Subject(), "chunked"):
+        found = run(model)
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
+
+
+def test_a_half_precision_model_keeps_its_types() -> None:
+    model = Model().bfloat16()
+    expected = plain(nanogpt, model)
+    with ChunkedLoss().apply(Subject(), "chunked"):
+        found = results(nanogpt, model)
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
+
+
+def test_evaluation_without_gradients(subject: Subject) -> None:
+    model, (x, y) = Model(), batch()
+    with torch.no_grad():
+        scores = model(x)
+        loss = functional.cross_entropy(scores.view(-1, V), y.view(-1))
+        assert not loss.requires_grad
+        assert not scores.place.source.is_formed
+        right = scores.argmax(-1) == y
+    torch.testing.assert_close(loss, functional.cross_entropy(torch.as_tensor(scores + 0).view(-1, V), y.view(-1)))
+    assert right.shape == y.shape
+    assert subject.incidents == []
+    with torch.inference_mode():
+        assert not isinstance(model(x), LazyScores)
+
+
+def test_detached_scores_give_no_gradients(subject: Subject) -> None:
+    model, (x, y) = Model(), batch()
+    loss = functional.cross_entropy(model(x).detach().view(-1, V), y.view(-1))
+    assert not loss.requires_grad
+    assert not (model(x).detach() + 0).requires_grad
+
+
+def test_a_second_backward_and_a_gradient_of_the_gradient() -> None:
+    model, (x, y) = Model(), batch()
+
+    def penalty(model: Model) -> list[Tensor]:
+        loss = nanogpt(model, x, y)
+        (gradient,) = torch.autograd.grad(loss, [model.head.weight], create_graph=True)
+        (loss + gradient.square().sum()).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected, again = penalty(copy.deepcopy(model)), copy.deepcopy(model)
+    with ChunkedLoss().apply(Subject(), "chunked"):
+        torch.testing.assert_close(penalty(model), expected)
+        loss = nanogpt(again, x, y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    twice = plain(nanogpt, Model())[1:]
+    torch.testing.assert_close([p.grad for p in again.parameters()], twice)
+
+
+def test_scores_that_are_looked_at_after_the_step_are_those_before_it() -> None:
+    model, (x, y) = Model(), batch()
+    found = Subject()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found.optimizers.add(optimizer)
+    expected = model(x).detach()
+    with ChunkedLoss().apply(found, "chunked"):
+        scores = model(x)
+        functional.cross_entropy(scores.view(-1, V), y.view(-1)).backward()
+        optimizer.step()
+        torch.testing.assert_close(scores.detach() + 0, expected)
+        with torch.no_grad():
+            late = model(x)
+            model.head.weight.mul_(2)
+            with pytest.raises(ScriptError, match="changed in place"):
+                late.sum()
+
+
+def test_an_accuracy_now_and_then_is_forgiven_and_one_every_step_is_not() -> None:
+    model, (x, y) = Model(), batch()
+    for every, given_up in ((5, False), (1, True)):
+        found = Subject()
+        with ChunkedLoss().apply(found, "chunked"):
+            for step in range(20):
+                scores = model(x)
+                functional.cross_entropy(scores.view(-1, V), y.view(-1)).backward()
+                if step % every == 0:
+                    assert (scores.argmax(-1) == y).shape == y.shape
+            assert isinstance(model(x), LazyScores) is not given_up
+        assert [(name, "'argmax'" in why) for name, why in found.incidents] == (
+            [("fused linear + cross-entropy", True)] if given_up else []
+        )
+
+
+def test_a_layer_that_never_meets_the_loss_is_left_alone_and_told_if_it_is_the_only_one() -> None:
+    found = Subject()
+    model = nn.Sequential(nn.Linear(E, V), nn.GELU(), nn.Linear(V, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    found.optimizers.add(optimizer)
+    with ChunkedLoss().apply(found, "chunked"):
+        for _ in range(2):
+            model(torch.randn(B, E)).sum().backward()
+            optimizer.step()
+        assert not isinstance(model[0](torch.randn(B, E)), LazyScores)
+    ((_, why),) = found.incidents
+    assert "'gelu'" in why
+
+
+def test_a_mistake_is_explained_by_torch(subject: Subject) -> None:
+    model, (x, y) = Model(), batch()
+    with pytest.raises(ValueError, match="batch_size"):
+        functional.cross_entropy(model(x).view(-1, V), y.view(-1)[:-1])
+    with pytest.raises(IndexError, match="out of bounds"):
+        functional.cross_entropy(model(x).view(-1, V), y.view(-1) + V)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(x).view(-1, V + 1)
+
+
+def test_nothing_is_held_after_the_step(subject: Subject) -> None:
+    model, (x, y) = Model(), batch()
+    scores = model(x)
+    import weakref
+
+    source, hidden = weakref.ref(scores.place.source), weakref.ref(scores.place.features)
+    loss = functional.cross_entropy(scores[:, :-1].reshape(-1, V), y[:, 1:].reshape(-1))
+    loss.backward()
+    gc.disable()
+    del scores, loss
+    gc.enable()
+    assert (source(), hidden()) == (None, None)
+
+
+def test_the_widest_layer() -> None:
+    assert widest_output(Model()) == V
+    assert widest_output(nn.Linear(50, 2)) == 2
+    assert widest_output(nn.ReLU()) == 0
