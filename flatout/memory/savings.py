@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flatout.memory.scores import chunked_sizes
 from flatout.memory.timeline import Timeline, by_category
 
 SMALLEST_SHARE = 0.01
@@ -41,7 +42,7 @@ def savings_of(
     if len(marks) <= warm_up or not marks[-1]:
         return ()
     judged = _Judged(timeline, marks, device, warm_up)
-    found = [judged.optimizer_in_bf16(), judged.late_gradients(), judged.leftovers()]
+    found = [judged.chunked_loss(), judged.optimizer_in_bf16(), judged.late_gradients(), judged.leftovers()]
     if one_backward_a_step:
         found.append(judged.gradients_in_backward())
     found.append(judged.activations())
@@ -77,6 +78,14 @@ class _Judged:
             if event >= self.start and held > best:
                 best, at = held, event
         return best, at
+
+    def chunked_loss(self) -> Saving | None:
+        """A last layer's scores and their copies, had the loss taken them in chunks."""
+        allocations = self.timeline.allocations
+        sizes = chunked_sizes(dict(enumerate(allocations)))  # of all: what is judged may hold an earlier step's scores
+        saved = sum(allocations[index].size_bytes - size for index, size in sizes.items() if self._at_peak(index))
+        how = 'flatout run with loss = "chunked" under [plan], where nothing else uses the scores'
+        return self._saving("scores never held whole", "at most", saved, self.peak(sizes, {})[0], how=how)
 
     def optimizer_in_bf16(self) -> Saving | None:
         sizes = {
