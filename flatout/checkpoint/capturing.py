@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flatout.checkpoint.model_names import plain_names
+from flatout.checkpoint.optimizers import plain_state
 from flatout.checkpoint.rank_generators import states_of_ranks
 from flatout.errors import UsageError
 from flatout.plan import Plan
@@ -34,7 +35,8 @@ def capture(
 
     Each of model, optimizer, scheduler, scaler and data (where the run stands in its data) is an object with
     state_dict(), or a list or dict of such. `extra` is any nested value of the user's. Tensors are the live ones, not
-    copies: save the state before the next step. Raises UsageError for an object without state_dict().
+    copies: save the state before the next step (moments held in 8 bits are given as fp32 copies). Raises UsageError for
+    an object without state_dict().
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
     state = {name: _each(live, name, _state_of) for name, live in given.items() if live is not None}
@@ -61,4 +63,6 @@ def _state_of(live: Any, path: str) -> Any:
     if isinstance(live, torch.nn.Module):
         plain = plain_names(live)
         return {plain(name): value for name, value in live.state_dict().items()}
+    if isinstance(live, torch.optim.Optimizer):
+        return plain_state(live)
     return live.state_dict()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatout.checkpoint.differences import Findings
 from flatout.errors import UsageError
@@ -18,6 +19,23 @@ _LIKE_PARAMETER = frozenset(
 """State of torch's optimizers that has its parameter's shape."""
 _SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"})
 """What learning rate schedulers put into the groups."""
+
+
+def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """state_dict, in which moments that are held in codes (optimizer_state = '8bit') stand as the values they mean.
+
+    Turned into codes again, these give the same codes: whoever resumes may hold them in 8 bits, or not.
+    """
+    state = optimizer.state_dict()
+    state["state"] = {
+        number: {key: _values(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
+        for number, entry in state["state"].items()
+    }
+    return state
+
+
+def _values(value: Any) -> Any:
+    return value.dequantize() if is_traceable_wrapper_subclass(value) and hasattr(value, "codes") else value
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: Any, found: Findings) -> None:

@@ -67,6 +67,11 @@ class FakeRun:
         self._mode.__exit__(*error)
 
 
+def is_fake(tensor: Any) -> bool:
+    """Is there no memory, and are there no values, behind that tensor?"""
+    return isinstance(tensor, FakeTensor)
+
+
 def _generators(objects: Any) -> Iterator[torch.Generator]:
     """Those that the modules among these hold as attributes."""
     for one in objects:

@@ -27,7 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from flatout.memory.timeline import Allocation, Category, Phase, Timeline
@@ -117,17 +121,18 @@ class Tracker:
 
     def hold(self, tensors: Iterable[Any], category: Category) -> None:
         """Count tensors that were there before, and say what they are; those already counted are only named."""
+        tensors = list(tensors)
         for tensor in tensors:
-            index = self.see(tensor, "")
-            if index is not None:
-                self._allocations[index].category = category
+            self.see(tensor, "")
+        self.name(tensors, category)
 
     def name(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what tensors are that were counted before; others are left out."""
         for tensor in tensors:
-            entry = self._alive.get(identity(tensor)) if isinstance(tensor, Tensor) else None
-            if entry is not None:
-                self._allocations[entry[0]].category = category
+            for inner in _plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
+                entry = self._alive.get(identity(inner))
+                if entry is not None:
+                    self._allocations[entry[0]].category = category
 
     def _name_activations(self) -> None:
         """A forward has ended: what it made and is still alive is kept for the backward pass."""
@@ -341,6 +346,12 @@ class _Mode(TorchDispatchMode):
         return out
 
 
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Around code that no tracker, and no other mode of torch's dispatcher, can follow: compiled kernels."""
+    manager: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return manager
+
+
 def _device_of(*values: Any) -> str:
     return next((one.device.type for one in tree_leaves(values) if isinstance(one, Tensor)), "cpu")
 
@@ -362,5 +373,8 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.crow_indices()
         yield tensor.col_indices()
         yield tensor.values()
+    elif is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(tensor, name))
     else:
         yield tensor

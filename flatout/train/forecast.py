@@ -171,8 +171,17 @@ def _fake_timeline(training: Training, target: Target, batch_size: int) -> Timel
     pretend = operations_as_on_cuda() if target.cuda and _pretends(training, target) else contextlib.nullcontext()
     guarded = real_gradients_guarded(list(training.model.parameters()))
     tracker = Tracker(workspace_of=_workspace_of(target))
-    with torch_keeps_quiet(), guarded as touched, generators_kept(), world, pretend, ValuesForOptimizers(), tracker:
-        take_steps(tracker, twin)
+    with (
+        torch_keeps_quiet(),
+        guarded as touched,
+        generators_kept(),
+        world,
+        pretend,
+        ValuesForOptimizers(),
+        contextlib.ExitStack() as closing,
+        tracker,
+    ):
+        take_steps(tracker, twin, closing)
     if touched:
         raise UsageError(
             "the loss function uses a model of its own",

@@ -6,6 +6,7 @@ wide as so few samples demand. A course of the program that none of them took is
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from dataclasses import replace
@@ -88,8 +89,12 @@ def _timeline(training: Training, size: int, workspace_of: WorkspaceOf | None) -
     small = replace(
         training, model=model, optimizer=optimizer, loss_fn=loss_fn, batch=batch, plan=carried_out(training.plan)
     )
-    with generators_kept(), Tracker(workspace_of=workspace_of) as tracker:
-        take_steps(tracker, small)
+    with (
+        generators_kept(),
+        contextlib.ExitStack() as closing,
+        Tracker(workspace_of=workspace_of) as tracker,
+    ):
+        take_steps(tracker, small, closing)
     return tracker.timeline()
 
 

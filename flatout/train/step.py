@@ -38,6 +38,7 @@ from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.in_backward import UpdatesInBackward, check_in_backward
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import LossFn, Weigh
+from flatout.train.low_bit import LowBitOptimizer
 from flatout.train.placement import explain_devices
 from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
 from flatout.train.split import Attempt, batch_coupled_layers, release
@@ -86,9 +87,13 @@ class TrainStep:
         self._applied = Applied(self._subject)
         self._levers = contextlib.ExitStack()
         self._apply_levers()
+        stepped: Any = optimizer
+        if self.plan.optimizer_state is not None:
+            stepped = LowBitOptimizer(optimizer)
+            self._levers.callback(stepped.close)
         self._update = GradientStep(
             parameters,
-            optimizer,
+            stepped,
             clip_norm=clip_norm,
             fp16=self.plan.precision == "fp16",
             nonfinite=self.plan.nonfinite,
@@ -96,7 +101,7 @@ class TrainStep:
         self._in_backward: UpdatesInBackward | None = None
         if self.plan.optimizer_in_backward:
             check_in_backward(clip_norm=clip_norm, ranks=ranks_of(model))
-            self._in_backward = UpdatesInBackward(optimizer)
+            self._in_backward = UpdatesInBackward(stepped)
             self._levers.callback(self._in_backward.close)
         self._loss_checked = False
         self._mixes_samples: bool | None = None

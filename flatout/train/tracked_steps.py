@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,11 @@ def carried_out(plan: Plan) -> Plan:
     return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
 
 
-def take_steps(tracker: Tracker, training: Training) -> None:
-    """Two steps of a training that nobody else uses, each tensor named as what it is. Its plan: `carried_out`."""
+def take_steps(tracker: Tracker, training: Training, closing: contextlib.ExitStack) -> None:
+    """Two steps of a training that nobody else uses, each tensor named as what it is. Its plan: `carried_out`.
+
+    `closing` closes the TrainStep: not while it is still followed, because what that takes is no part of a step.
+    """
     model, batch, state = training.model, training.batch, training.optimizer.state
     tracker.model = model
     model.train()
@@ -47,13 +51,11 @@ def take_steps(tracker: Tracker, training: Training) -> None:
     tracker.hold((one for _, one in tensors_in(batch)), "inputs")
     tracker.hold((one for of_one in state.values() for _, one in tensors_in(of_one)), "optimizer")
     step = TrainStep(model, training.optimizer, training.loss_fn, training.plan)
-    try:
-        tracker.hold(_weights(model), "weights")  # a lever may have laid them out anew
-        for number in range(STEPS):
-            tracker.step = number
-            step(batch)
-    finally:
-        step.close()
+    closing.callback(step.close)
+    tracker.hold(_weights(model), "weights")  # a lever may have laid them out anew
+    for number in range(STEPS):
+        tracker.step = number
+        step(batch)
 
 
 def _weights(model: Any) -> Iterator[Any]:
