@@ -27,6 +27,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 
+
 def read_decoder(model: nn.Module) -> Decoder:
     """The model's sizes and weights. UsageError for a family, or an option of one, that is not known here."""
     if isinstance(model, GPT2):

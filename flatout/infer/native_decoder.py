@@ -31,22 +31,36 @@ class NativeDecoder:
 
     name = "native kernel"
 
-    def __init__(self, decoder: Decoder, *, storage: Storage, cache: KeyValueCache) -> None:
-        self.decoder, self.storage, self.cache = decoder, storage, cache
+    def __init__(self, decoder: Decoder, *, storage: Storage, threads: int | None = None) -> None:
+        self.decoder, self.storage = decoder, storage
         self.device = torch.device("cpu")
+        self.cache: KeyValueCache | None = None
+        self._threads = threads
         self._kept: list[Any] = []
         """What C points into."""
         self.weight_bytes = 0
         """Read in every pass: the matrices with their scales."""
         self._tokens = decoder.tokens.detach()
         self._positions = None if decoder.positions is None else decoder.positions.detach()
+        self._layers = (LayerStruct * len(decoder.blocks))(*(self._layer(block) for block in decoder.blocks))
         self._struct = self._fill()
+
+    def open(self, cache: KeyValueCache) -> None:
+        """Work on this cache from now on."""
+        self.cache = cache
+        for index, layer in enumerate(self._layers):
+            keys, values = cache.tensors(index)
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._struct.cache_is_bf16 = int(cache.dtype == torch.bfloat16)
+        self._struct.cache_length = cache.length
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Read tokens, int64 [sum of the spans' lengths], and put their keys and values into the cache.
 
         Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
         """
+        assert self.cache is not None, "no cache was opened"
+        threads = self._threads or torch.get_num_threads()
         slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
         positions = torch.tensor([place for span in spans for place in range(span.start, span.start + span.length)])
         if every:
@@ -62,17 +76,13 @@ class NativeDecoder:
             rows = slice(begin, begin + ROWS_PER_PASS)
             here = torch.tensor([row - begin for row in wanted if 0 <= row - begin < ROWS_PER_PASS], dtype=torch.int64)
             part = x[rows].contiguous()
-            parts.append(run_pass(self._struct, part, slots[rows], positions[rows], here, torch.get_num_threads()))
+            parts.append(run_pass(self._struct, part, slots[rows], positions[rows], here, threads))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # inside
 
     def _fill(self) -> DecoderStruct:
         decoder = self.decoder
-        layers = (LayerStruct * len(decoder.blocks))(
-            *(self._layer(block, index) for index, block in enumerate(decoder.blocks))
-        )
-        self._kept.append(layers)
         return DecoderStruct(
             decoder.width,
             decoder.heads,
@@ -84,25 +94,24 @@ class NativeDecoder:
             NORMS[decoder.norm],
             ACTIVATIONS[decoder.activation],
             0 if decoder.cosines is None else 2 * decoder.cosines.shape[1],
-            int(self.cache.dtype == torch.bfloat16),
-            self.cache.length,
+            0,  # of the cache: see `open`
+            0,
             decoder.norm_epsilon,
             decoder.attention_scale,
             self._floats(decoder.cosines),
             self._floats(decoder.sines),
-            ctypes.addressof(layers),
+            ctypes.addressof(self._layers),
             self._floats(decoder.last_norm.weight),
             self._floats(decoder.last_norm.bias),
             self._weight(decoder.head, storage_of_head(self.storage)),
         )
 
-    def _layer(self, block: Block, index: int) -> LayerStruct:
+    def _layer(self, block: Block) -> LayerStruct:
         norms = (block.norm1.weight, block.norm1.bias, block.norm2.weight, block.norm2.bias)
         floats = [self._floats(one) for one in (*norms, block.query_norm, block.key_norm)]
         linears = (block.qkv, block.out, block.up, block.gate, block.down)
         weights = [self._weight(one, self.storage) for one in linears]
-        keys, values = self.cache.tensors(index)
-        return LayerStruct(*floats, *weights, block.window or 0, keys.data_ptr(), values.data_ptr())
+        return LayerStruct(*floats, *weights, block.window or 0)
 
     def _weight(self, linear: Linear | None, storage: Storage) -> WeightStruct:
         if linear is None:

@@ -183,6 +183,21 @@ class Watch:
         self._sequences = bool(stops.sequences)  # most have none, and each token should cost next to nothing
         self.ending: Ending | None = None
 
+    @property
+    def makes_text(self) -> bool:
+        """Whether `take` gives text."""
+        return self._text is not None
+
+    @property
+    def certain_tokens(self) -> int:
+        """Of the tokens fed, how many first ones no stop can take back any more."""
+        if self.ending is not None:
+            return self.ending.tokens
+        by_tokens = self._generated - self._stops.in_tokens.depth[self._node]
+        if self._text is None or not self._stops.texts:
+            return by_tokens
+        return min(by_tokens, self._text.tokens_within(self._text.certain))
+
     def feed(self, token: int) -> bool:
         """Whether the text ends here; the ending then says why and where. Not to be fed after that."""
         assert self.ending is None, "the text has ended"
@@ -252,7 +267,8 @@ class _GrowingText:
         self._length = 0
         self._untaken = ""
         self._taken = 0
-        self._certain = 0
+        self.certain = 0
+        """Characters that no stop can take back any more."""
         # After n tokens: the last n' <= n at which the text ended between two characters, and its length there.
         self._boundaries = [(0, 0)]
         self.stop_at: int | None = None
@@ -287,7 +303,7 @@ class _GrowingText:
         self.release_to(min(self.characters_of(tokens), self._length - self._stops.depth[self._node]))
 
     def release_to(self, characters: int) -> None:
-        self._certain = max(self._certain, characters)
+        self.certain = max(self.certain, characters)
 
     def flush(self) -> int:
         """Take what waits for the rest of a character as it is; the length of the whole text."""
@@ -297,7 +313,7 @@ class _GrowingText:
         return self._length
 
     def take(self) -> str:
-        count = self._certain - self._taken
+        count = self.certain - self._taken
         ready, self._untaken = self._untaken[:count], self._untaken[count:]
-        self._taken = self._certain
+        self._taken = self.certain
         return ready

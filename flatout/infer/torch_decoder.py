@@ -28,11 +28,10 @@ class TorchDecoder:
 
     name = "torch"
 
-    def __init__(
-        self, decoder: Decoder, *, storage: Storage, cache: KeyValueCache, device: torch.device | str = "cpu"
-    ) -> None:
-        self.decoder, self.storage, self.cache = decoder, storage, cache
+    def __init__(self, decoder: Decoder, *, storage: Storage, device: torch.device | str = "cpu") -> None:
+        self.decoder, self.storage = decoder, storage
         self.device = torch.device(device)
+        self.cache: KeyValueCache | None = None
         self.dtype = torch.float32 if storage == "fp32" else torch.bfloat16
         self.weight_bytes = 0
         self._tokens = self._moved(decoder.tokens)
@@ -46,6 +45,11 @@ class TorchDecoder:
         ]
         self._head = self._matrix(decoder.head, storage_of_head(storage))
         self._graphs: dict[int, _StepGraph] = {}
+
+    def open(self, cache: KeyValueCache) -> None:
+        """Work on this cache from now on."""
+        self.cache = cache
+        self._graphs.clear()  # they write where the old one lies
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Read tokens, int64 [sum of the spans' lengths] on the device; their keys and values go into the cache.
@@ -105,6 +109,7 @@ class TorchDecoder:
         queries, keys, values = heads.split(sizes, dim=1)
         queries = self._placed(queries, block.query_norm, positions)
         keys = self._placed(keys, block.key_norm, positions)
+        assert self.cache is not None, "no cache was opened"
         held_keys, held_values = self.cache.tensors(index)
         held_keys[slots[:, None], :, positions] = keys.transpose(1, 2).to(held_keys.dtype)
         held_values[slots[:, None], :, positions] = values.transpose(1, 2).to(held_values.dtype)
@@ -168,6 +173,7 @@ class TorchDecoder:
         return graph(tokens, spans)
 
     def _step(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        assert self.cache is not None, "no cache was opened"
         return self._forward(tokens[:, None], slots, positions[:, None], self.cache.length, False)[:, 0]
 
 
