@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
     from flatout.errors import FlatoutError, NumericsError, PlanError, UsageError
+    from flatout.infer.export import export
     from flatout.machine.description import Machine
     from flatout.plan import Plan
     from flatout.timing import Measurement
@@ -43,6 +44,7 @@ __all__ = [
     "capture",
     "device",
     "evaluate",
+    "export",
     "fit",
     "fit_into",
     "forecast",
@@ -67,6 +69,7 @@ _HOMES = {
     "capture": "flatout.checkpoint.capturing",
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
+    "export": "flatout.infer.export",
     "fit": "flatout.train.fit",
     "fit_into": "flatout.train.fit_into",
     "forecast": "flatout.train.forecast",

@@ -51,6 +51,7 @@ VERBS = {
     "tune": ScriptCommand,
     "run": RunCommand,
     "memory": ScriptCommand,
+    "export": TyperCommand,
     "compare": TyperCommand,
 }
 """Every verb, in the order in which a newcomer needs them; the function of that name stands in its own file."""

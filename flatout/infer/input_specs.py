@@ -1,0 +1,139 @@
+"""Example inputs from what a person types: `int64[2,16]<1000`, `mask=bool[2,16]`, or a file of tensors.
+
+    float32[8,3,224,224]         standard normal
+    int64[2,16]<1000             whole numbers from 0 to 999 (5..1000: also a lower end)
+    bool[2,16]                   either
+    input_ids=int64[2,16]<1000   by the name that `forward` has for it
+    batch.safetensors            every tensor in the file, by name where `forward` knows the names (.npz, .pt too)
+
+>>> inputs_from(["ids=int64[2,3]<5", "float32[2]"])[1].keys()
+dict_keys(['ids'])
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import UsageError
+
+_SPEC = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:(?P<low>-?\d+)\.\.|<)?(?P<high>-?\d+)?")
+_FILES = (".safetensors", ".npz", ".pt", ".pth")
+_WHOLE = ("int64", "int32", "int16", "int8", "uint8")
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "bool", *_WHOLE)
+FORM = "an input is [name=]dtype[sizes], as in float32[8,3,32,32] or int64[2,16]<1000, or a file of tensors"
+
+
+def inputs_from(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named inputs, drawn from `seed` or read. UsageError: a spec or a file that cannot be used."""
+    generator = torch.Generator().manual_seed(seed)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for spec in specs:
+        if spec.endswith(_FILES):
+            found = _read(Path(spec))
+            if isinstance(found, dict):
+                kwargs.update(found)
+            else:
+                args += found
+            continue
+        name, tensor = _drawn(spec, generator)
+        if name:
+            kwargs[name] = tensor
+        else:
+            args.append(tensor)
+    return tuple(args), kwargs
+
+
+def example_inputs(model: nn.Module, specs: Sequence[str]) -> Any:
+    """The specs' inputs as `flatout.export` takes them: a tuple, or a dict of named ones.
+
+    Positional ones that stand beside named ones get the names that `forward` has for them.
+    """
+    args, kwargs = inputs_from(specs)
+    if not args:
+        return _one_tensor(model, kwargs) or kwargs
+    if not kwargs:
+        return args
+    names = [name for name in inspect.signature(model.forward).parameters if name not in kwargs]
+    if len(names) < len(args):
+        limit = f"it is forward{inspect.signature(model.forward)}"
+        raise UsageError(
+            f"{len(args)} inputs stand without a name", limit=limit, remedy="name them all: name=dtype[..]"
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _one_tensor(model: nn.Module, named: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A file's only tensor, where its name is none of `forward`'s, is the first input."""
+    if len(named) != 1 or next(iter(named)) in inspect.signature(model.forward).parameters:
+        return None
+    return tuple(named.values())
+
+
+def _drawn(spec: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
+    match = _SPEC.fullmatch(spec.replace(" ", ""))
+    if match is None or match["dtype"] not in _DTYPES:
+        known = "" if match is None else f"dtypes are {', '.join(_DTYPES)}"
+        raise UsageError(f"the input is {spec!r}", limit=FORM, remedy=known)
+    dtype: torch.dtype = getattr(torch, match["dtype"])
+    shape = [int(size) for size in match["shape"].split(",") if size]
+    if match["dtype"] in _WHOLE:
+        if match["high"] is None:
+            what = f"{spec!r} does not say how large its numbers may be"
+            raise UsageError(what, limit="an index past a table's end is an error", remedy=f"write {spec}<1000")
+        low, high = int(match["low"] or 0), int(match["high"])
+        bounds = torch.iinfo(dtype)
+        if not bounds.min <= low < high <= bounds.max + 1:
+            raise UsageError(f"{spec!r} leaves no number", limit=f"{match['dtype']} goes to {bounds.max}")
+        drawn = torch.randint(low, high, shape, generator=generator, dtype=dtype)
+    elif match["high"] is not None:
+        raise UsageError(f"{spec!r} has an upper end", limit="only whole numbers have one", remedy="leave it out")
+    elif dtype is torch.bool:
+        drawn = torch.randint(0, 2, shape, generator=generator).bool()
+    else:
+        drawn = torch.randn(shape, generator=generator).to(dtype)
+    return match["name"], drawn
+
+
+def _read(path: Path) -> dict[str, Any] | tuple[Any, ...]:
+    """A dict of named tensors, or the tensors of a .pt file in order."""
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}", limit=FORM, remedy=f"looked in {Path.cwd()}")
+    try:
+        found = _content(path)
+    except (OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise UsageError(f"{path} cannot be read: {said}", limit=f"it is a {path.suffix} file of tensors") from error
+    if isinstance(found, Tensor):
+        return (found,)
+    if isinstance(found, list | tuple):
+        return tuple(found)
+    if not isinstance(found, dict) or not found:
+        kind = f"a {type(found).__name__}" if found else "nothing"
+        raise UsageError(f"{path} holds {kind}", limit="it holds tensors, alone or in a tuple or dict")
+    return {str(name): value for name, value in found.items()}
+
+
+def _content(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+    if path.suffix == ".npz":
+        import numpy as np
+
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return torch.load(path, weights_only=True, map_location="cpu")

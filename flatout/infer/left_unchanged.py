@@ -1,0 +1,74 @@
+"""Run or trace somebody's module and leave it as it was: mode, attributes, buffers, hooks.
+
+Tracing runs the module's Python with stand-ins for tensors, so a module that stores something in `forward` (a counter,
+a cached mask) would keep a stand-in; running it moves its counters on.
+
+>>> from torch import nn
+>>> net = nn.Dropout()
+>>> with left_unchanged(net):
+...     _ = net.eval()
+>>> net.training
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def left_unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """On leaving, every submodule's attributes and buffers are what they were; random states too.
+
+    Gives a function that puts them back before the end. Parameters are not copied: nothing here trains.
+    """
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    contents = [(value, value.copy()) for _, known in attributes for value in known.values() if _is_container(value)]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def restore() -> None:
+        for module, known in attributes:
+            vars(module).clear()
+            vars(module).update(known)
+        for container, content in contents:
+            _refill(container, content)
+        with torch.no_grad():
+            for buffer, version, values in buffers:
+                if buffer._version != version:
+                    buffer.copy_(values)
+
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield restore
+        finally:
+            restore()
+
+
+def weight_sizes(model: nn.Module) -> tuple[int, int]:
+    """Parameters, and bytes of parameters and buffers; what is tied counts once."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    return sum(one.numel() for one in model.parameters()), sum(one.numel() * one.element_size() for one in tensors)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | list | set)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if container == content if isinstance(container, set) else _same_items(container, content):
+        return
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    """By identity: comparing tensors by value would compare numbers, and raise for shapes that differ."""
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(x is y and a[x] is b[y] for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
