@@ -23,6 +23,8 @@ from typing import Any
 
 from flatout.errors import UsageError
 
+PCIE_LANE_BYTES_PER_SECOND = {"3.0": 8e9 / 8 * 128 / 130, "4.0": 16e9 / 8 * 128 / 130, "5.0": 32e9 / 8 * 128 / 130}
+"""By generation: transfers a second of the standard, 128 bits of each 130 being data."""
 CONVENTION = "dense, fp32 accumulation, boost clock"
 
 
@@ -56,6 +58,7 @@ class GpuEntry:
     memory_bytes: int
     memory_bytes_per_second: float
     flops_per_second: Mapping[str, float]  # by dtype; a missing dtype has no published figure; int8 counts integer ones
+    host_bytes_per_second: float | None  # each way, by generation and lanes of its PCIe link; a slot may give it less
     source: str  # the document of most figures
     sources: Mapping[str, Document]  # by field, or dtype
     convention: str = CONVENTION
@@ -141,6 +144,9 @@ def _entry(
     figures = (*_FIGURES, *fields["tera"])
     sources: dict[str, str] = dict.fromkeys(figures, fields["source"])
     sources |= {**sources_of_all, **fields.get("sources", {})}
+    link = sources.pop("pcie")
+    if "pcie" in fields:
+        sources["host_bytes_per_second"] = link
     major, minor = fields["compute_capability"]
     return GpuEntry(
         key=key,
@@ -151,6 +157,16 @@ def _entry(
         memory_bytes=fields["memory_gib"] * 2**30,
         memory_bytes_per_second=fields["memory_gigabytes_per_second"] * 1e9,
         flops_per_second={dtype: value * 1e12 for dtype, value in fields["tera"].items()},
+        host_bytes_per_second=_pcie_bytes_per_second(fields["pcie"]) if "pcie" in fields else None,
         source=documents[fields["source"]].title,
         sources={figure: documents[source] for figure, source in sources.items()},
     )
+
+
+def _pcie_bytes_per_second(link: str) -> float:
+    """
+    >>> round(_pcie_bytes_per_second("4.0 x16") / 1e9, 1)
+    31.5
+    """
+    generation, _, lanes = link.partition(" x")
+    return PCIE_LANE_BYTES_PER_SECOND[generation] * int(lanes)
