@@ -269,8 +269,8 @@ class _GrowingText:
         self._taken = 0
         self.certain = 0
         """Characters that no stop can take back any more."""
-        # After n tokens: the last n' <= n at which the text ended between two characters, and its length there.
-        self._boundaries = [(0, 0)]
+        # After n tokens: the length of the text that no later token changes, and whether it holds all n of them.
+        self._lengths, self._whole = [0], [True]
         self.stop_at: int | None = None
         """Where a stop text begins, once one is complete."""
 
@@ -284,19 +284,19 @@ class _GrowingText:
                 self.stop_at = index - complete[self._node]
                 break
         self._length += len(fresh)
-        count = len(self._boundaries)
-        self._boundaries.append((count, self._length) if self._pieces.whole else self._boundaries[-1])
+        self._lengths.append(self._length)
+        self._whole.append(self._pieces.whole)
 
     def characters_of(self, tokens: int) -> int:
         """The length of the text of so many tokens, without a last character that is only begun."""
-        return self._boundaries[tokens][1]
+        return self._lengths[tokens]
 
     def tokens_within(self, characters: int) -> int:
-        """The most tokens whose text ends at or before this length."""
-        for tokens, length in reversed(self._boundaries):
-            if length <= characters:
-                return tokens
-        raise AssertionError("no tokens have no text")
+        """The most tokens whose text ends at or before this length, and not within a character."""
+        tokens = len(self._lengths) - 1
+        while self._lengths[tokens] > characters or not self._whole[tokens]:
+            tokens -= 1
+        return tokens
 
     def release(self, tokens: int) -> None:
         """Text is certain as far as neither these many first tokens nor the stop texts begun allow doubt."""
