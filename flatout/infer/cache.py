@@ -13,8 +13,15 @@ from flatout.errors import UsageError
 from flatout.infer.decoder import Decoder
 
 
+LENGTH_STEP = 16
+"""Lengths are multiples of it: the native kernel keeps keys in panels of so many positions."""
+
+
 class KeyValueCache:
-    """Tensors [slots, kv heads, length, head width], one of keys and one of values for each block."""
+    """Tensors [slots, kv heads, length, head width], one of keys and one of values for each block.
+
+    How keys lie within a slot's plane [length, head width] is the business of who reads and writes them.
+    """
 
     def __init__(
         self, decoder: Decoder, *, slots: int, length: int, dtype: torch.dtype, device: torch.device | None = None
@@ -22,6 +29,7 @@ class KeyValueCache:
         if length > decoder.max_tokens:
             what = f"a cache of {length} tokens"
             raise UsageError(what, limit=f"the model reads at most {decoder.max_tokens}")
+        length = -(-length // LENGTH_STEP) * LENGTH_STEP
         shape = (slots, decoder.kv_heads, length, decoder.head_width)
         self.slots, self.length, self.dtype = slots, length, dtype
         count = len(decoder.blocks)

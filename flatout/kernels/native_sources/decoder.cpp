@@ -11,6 +11,8 @@
 #include <atomic>
 #include <vector>
 
+#include "attention.h"
+#include "exponential.h"
 #include "panels.h"
 
 namespace flatout {
@@ -23,12 +25,13 @@ struct Layer {
   const float *query_norm, *key_norm;                    // [head width], or null
   Weight qkv, out, up, gate, down;                       // gate.data is null where there is none
   int64_t window;                                        // a token sees this many last ones; 0 = all
-  void *keys, *values;                                   // [slots, kv heads, length, head width]
+  void *keys, *values;                                   // one plane of [length, head width] a slot and kv head: attention.h
 };
 
 struct Decoder {
   int64_t width, heads, kv_heads, head_width, inner, layers, vocabulary;
-  int64_t norm, activation, rotary_width, cache_is_bf16, cache_length;
+  int64_t norm, activation, rotary_width, cache_is_bf16;
+  int64_t cache_length;  // a multiple of 16
   float norm_epsilon, attention_scale;
   const float *cosines, *sines;  // [positions, rotary_width / 2], or null
   const Layer* layer;
@@ -43,24 +46,6 @@ struct Pass {
   const int64_t* logits_of;    // [logit_rows]: rows whose logits are wanted
   float* logits;               // [logit_rows, vocabulary]
 };
-
-// e^x to 2 units in the last place, in a form that compilers turn into vector code.
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-  const float n = std::nearbyintf(x * 1.44269504f);
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return p * power;
-}
 
 inline float tangent(float x) {  // tanh; beyond 10 it is 1 to the last bit
   const float limited = x > 10.0f ? 10.0f : x < -10.0f ? -10.0f : x;
@@ -123,7 +108,8 @@ inline int64_t filled(int64_t count, int64_t multiple) { return (count + multipl
 
 // What one thread works in; allocated once and kept, since a token takes only some milliseconds.
 struct Scratch {
-  std::vector<float> floats, scores, query, scales;
+  std::vector<float> floats, scores, scales;
+  std::vector<Query> queries;
   std::vector<uint16_t> halves;
   std::vector<int8_t> high, low;
   std::vector<int32_t> sums;
@@ -235,70 +221,29 @@ inline void make_ready(const Decoder& d, float* head, int64_t position, const fl
   if (d.cosines != nullptr) rotate(d, head, position);
 }
 
-inline void keep(uint16_t* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
-}
-inline void keep(float* to, const float* from, int64_t count) { std::memcpy(to, from, static_cast<size_t>(count) * 4); }
-inline float value_of(uint16_t x) { return from_bf16(x); }
-inline float value_of(float x) { return x; }
-
-// Attention of one query over the cached positions [first, last].
-template <typename Element>
-inline void attend(const Decoder& d, const float* query, const Element* keys, const Element* values, int64_t first,
-                   int64_t last, float* scores, float* out) {
-  const int64_t size = d.head_width;
-  float largest = -INFINITY;
-  for (int64_t s = first; s <= last; ++s) {
-    const Element* key = keys + s * size;
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; ++i) sum += query[i] * value_of(key[i]);
-    scores[s] = sum * d.attention_scale;
-    largest = scores[s] > largest ? scores[s] : largest;
-  }
-  float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-  for (int64_t s = first; s <= last; ++s) {
-    scores[s] = exponential(scores[s] - largest) + (scores[s] - scores[s]);
-    total += scores[s];
-  }
-  std::memset(out, 0, static_cast<size_t>(size) * 4);
-  const float factor = 1.0f / total;
-  for (int64_t s = first; s <= last; ++s) {
-    const Element* value = values + s * size;
-    const float share = scores[s] * factor;
-#pragma omp simd
-    for (int64_t i = 0; i < size; ++i) out[i] += share * value_of(value[i]);
-  }
-}
-
 // Keys and values of one kv head into the cache for rows [begin, end) of one slot, then their queries' attention.
 template <typename Element>
 inline void attend_rows(const Decoder& d, const Layer& layer, const Pass& pass, int64_t begin, int64_t end,
-                        int64_t kv_head, const float* qkv, float* mixed, Scratch& scratch) {
+                        int64_t kv_head, float* qkv, float* mixed, Scratch& scratch) {
   const int64_t size = d.head_width, row_width = (d.heads + 2 * d.kv_heads) * size, per_kv = d.heads / d.kv_heads;
   const int64_t plane = (pass.slots[begin] * d.kv_heads + kv_head) * d.cache_length * size;
-  Element* keys = static_cast<Element*>(layer.keys) + plane;
-  Element* values = static_cast<Element*>(layer.values) + plane;
-  if (scratch.scores.size() < static_cast<size_t>(d.cache_length)) scratch.scores.resize(d.cache_length);
-  if (scratch.query.size() < static_cast<size_t>(size)) scratch.query.resize(size);
-  float* ready = scratch.query.data();
+  Kept<Element> kept{static_cast<Element*>(layer.keys) + plane, static_cast<Element*>(layer.values) + plane, size};
+  const size_t room = static_cast<size_t>(kQueries * d.cache_length);
+  if (scratch.scores.size() < room) scratch.scores.resize(room);
+  scratch.queries.clear();
   for (int64_t r = begin; r < end; ++r) {
-    const float* row = qkv + r * row_width;
-    std::memcpy(ready, row + (d.heads + kv_head) * size, static_cast<size_t>(size) * 4);
-    make_ready(d, ready, pass.positions[r], layer.key_norm);
-    keep(keys + pass.positions[r] * size, ready, size);
-    keep(values + pass.positions[r] * size, row + (d.heads + d.kv_heads + kv_head) * size, size);
-  }
-  for (int64_t r = begin; r < end; ++r) {
-    const int64_t last = pass.positions[r];
-    const int64_t first = layer.window > 0 ? std::max<int64_t>(0, last - layer.window + 1) : 0;
+    float* row = qkv + r * row_width;
+    float* key = row + (d.heads + kv_head) * size;
+    const int64_t last = pass.positions[r], first = layer.window > 0 ? std::max<int64_t>(0, last - layer.window + 1) : 0;
+    make_ready(d, key, last, layer.key_norm);
+    kept.put(last, key, key + d.kv_heads * size);
     for (int64_t h = kv_head * per_kv; h < (kv_head + 1) * per_kv; ++h) {
-      std::memcpy(ready, qkv + r * row_width + h * size, static_cast<size_t>(size) * 4);
-      make_ready(d, ready, last, layer.query_norm);
-      attend(d, ready, keys, values, first, last, scratch.scores.data(), mixed + (r * d.heads + h) * size);
+      make_ready(d, row + h * size, last, layer.query_norm);
+      scratch.queries.push_back({row + h * size, first, last, mixed + (r * d.heads + h) * size});
     }
   }
+  attend(kept, scratch.queries.data(), static_cast<int64_t>(scratch.queries.size()), d.attention_scale,
+         scratch.scores.data(), d.cache_length);
 }
 
 struct Shared {
