@@ -18,6 +18,7 @@ from flatout.infer.sampling import (
     Sampling,
     Uniforms,
     _first_above,
+    _nucleus,
     adjusted,
     check_logits,
     draw,
@@ -174,6 +175,11 @@ def test_equals_are_kept_together() -> None:
     for choice in ({"top_k": 2}, {"top_p": 0.3}, {"min_p": 1.0}):
         kept = probabilities(logits, Sampling(temperature=1.0, **choice))
         torch.testing.assert_close(kept, torch.tensor([[0, 1, 1, 1, 0]]) / 3)
+
+
+@pytest.mark.parametrize(("top_p", "least"), [(0.1, 0.5), (0.5, 0.5), (0.51, 0.25), (0.75, 0.25), (0.9, 0.125)])
+def test_what_reaches_the_share_exactly_is_enough(top_p: float, least: float) -> None:
+    assert float(_nucleus(torch.tensor([[0.125, 0.5, 0.125, 0.25]]), top_p)) == least
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
