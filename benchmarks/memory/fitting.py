@@ -48,6 +48,7 @@ from flatout.train.fit_into import fit_into
 from flatout.train.largest_batch import repeated, state_kept
 from flatout.train.loss import LanguageModelLoss
 from flatout.train.measures import CHUNKED, contradict, measures_of
+from flatout.train.target import find_target
 from flatout.train.training import Training
 
 STEPS_AFTERWARDS = 200
@@ -156,7 +157,9 @@ def _into(name: str, case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     answer = fit_into(budget, model, optimizer, loss_fn, batch, progress=lambda line: None)
     seconds = time.perf_counter() - began
-    kinds = measures_of(Training.of(model, optimizer, loss_fn, batch, None), len(batch[0]), "reduced")
+    kinds = measures_of(
+        Training.of(model, optimizer, loss_fn, batch, None), find_target(None, model), len(batch[0]), "reduced"
+    )
     fitting = []
     for parts in itertools.product(*([{}, *kind] for kind in kinds)):
         choices = {key: value for part in parts for key, value in part.items()}

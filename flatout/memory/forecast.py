@@ -56,6 +56,8 @@ class MemoryForecast:
     """CUDA: reserved and in no block, at the peak of what is reserved: free pieces between blocks."""
     workspace_bytes: int = 0
     """CUDA: cuBLAS's workspace, which stays."""
+    offloaded_bytes: int = 0
+    """CUDA: activations that a step moves to the host's memory, where there must be as much, and back."""
     phase: str
     """In which part of a step the peak is: forward, backward or optimizer."""
     module: str
@@ -95,9 +97,10 @@ class MemoryForecast:
         if self.capacity_bytes is not None:
             room = f" of {format_bytes(self.capacity_bytes)}, {'fits' if self.fits else 'does not fit'}"
         left_out = f"; not counted: {'; '.join(self.not_covered)}" if self.not_covered else ""
+        away = f"; {format_bytes(self.offloaded_bytes)} wait in the host's memory" if self.offloaded_bytes else ""
         return (
             f"{batch} on {self.device}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%}{room} = "
-            f"{' + '.join(parts)}; {where}{left_out}"
+            f"{' + '.join(parts)}; {where}{away}{left_out}"
         )
 
 

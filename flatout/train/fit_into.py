@@ -25,10 +25,22 @@ from flatout.plan import Exactness, Plan
 from flatout.train.forecast import count_operations, forecast_training
 from flatout.train.largest_batch import repeated, state_kept, tell_terminal
 from flatout.train.loss import LossFn
-from flatout.train.measures import CHUNKED, Choices, contradict, key_of, label_of, measures_of, of_plan, strongest
+from flatout.train.measures import (
+    CHUNKED,
+    Choices,
+    contradict,
+    exactness_of,
+    key_of,
+    label_of,
+    left_out,
+    measures_of,
+    of_plan,
+    strongest,
+)
 from flatout.train.step import TrainStep
 from flatout.train.target import find_target
 from flatout.train.training import Training, check_batch_size
+from flatout.train.transfer_time import transfer_time
 from flatout.units import format_bytes, format_seconds, parse_bytes
 
 FINALISTS = 8
@@ -53,10 +65,15 @@ class Considered:
     """Plan fields that it adds; empty: the plan as given."""
     peak_bytes: int
     fits: bool
-    predicted_ratio: float
-    """Time of a step over that of the plan as given, the product of the measures' own ratios."""
+    predicted_ratio: float | None
+    """Time of a step over that of the plan as given, the product of the measures' own ratios; None: unknown."""
     step_seconds: float | None = None
     """Median of real steps, for the finalists."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """What these measures do to the numbers."""
+        return exactness_of(self.choices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +87,9 @@ class FitInto:
     budget_bytes: int
     considered: tuple[Considered, ...]
     timed_by: str
-    """'real steps of n samples', or 'operations counted in a fake run'."""
+    """'real steps of n samples', or 'operations counted in a fake run'; and how transfers were, if there are any."""
+    left_out: tuple[str, ...] = ()
+    """Measures that were not weighed, and why."""
 
     def __str__(self) -> str:
         lines = [f"budget {format_bytes(self.budget_bytes)} · time from {self.timed_by}"]
@@ -78,7 +97,9 @@ class FitInto:
             label = ", ".join(f"{name} {value}" for name, value in one.choices.items()) or "as given"
             took = f" · {format_seconds(one.step_seconds)} a step" if one.step_seconds is not None else ""
             verdict = "fits" if one.fits else "too large"
-            lines.append(f"{label}: {format_bytes(one.peak_bytes)} ({verdict}), x{one.predicted_ratio:.2f} time{took}")
+            ratio = f"x{one.predicted_ratio:.2f} time" if one.predicted_ratio is not None else "time unknown"
+            lines.append(f"{label}: {format_bytes(one.peak_bytes)} ({verdict}), {one.exactness}, {ratio}{took}")
+        lines += [f"not weighed: {line}" for line in self.left_out]
         lines.append(f"chosen: {', '.join(self.plan.choices()) or 'as given'}")
         return "\n".join(lines)
 
@@ -98,9 +119,10 @@ def fit_into(
 ) -> FitInto:
     """The plan whose step stays under `budget` (bytes, or '2 GiB') on `device`, and loses the least time by it.
 
-    Measures: activation checkpointing (block or selective, of all blocks or of some), bf16 where `exactness` allows
-    'reduced', a loss held in chunks where `loss_fn.chunked` makes one (LanguageModelLoss), accumulation over smaller
-    parts, updates in backward. The rest of the arguments: as for `forecast`.
+    Measures: activation checkpointing (block or selective, of all blocks or of some), updates in backward, activations
+    that wait in the host's memory (CUDA); where `exactness` allows 'rounding', accumulation over smaller parts and a
+    loss held in chunks where `loss_fn.chunked` makes one (LanguageModelLoss); where it allows 'reduced', bf16 and
+    Adam's moments in 8 bits (with torchao). The rest of the arguments: as for `forecast`.
 
     Raises MachineError, with the least that is possible, where no combination fits; UsageError where the weights and
     the optimizer's state alone are more than the budget.
@@ -115,7 +137,8 @@ def fit_into(
     problem = _Problem(training, target, batch_size or training.samples, budget_bytes, tell)
     plan = training.plan
     given = problem.forecast({})
-    _check_budget(budget_bytes, given)
+    kinds = measures_of(training, target, problem.samples, exactness)
+    _check_budget(budget_bytes, given, lower_state=any("optimizer_state" in kind[0] for kind in kinds))
     if given.peak_bytes <= budget_bytes:
         as_given = Considered(choices={}, peak_bytes=given.peak_bytes, fits=True, predicted_ratio=1.0)
         return FitInto(
@@ -126,7 +149,7 @@ def fit_into(
             considered=(as_given,),
             timed_by="nothing: it fits",
         )
-    problem.find_ratios(measures_of(training, problem.samples, exactness))
+    problem.find_ratios(kinds)
     fitting = problem.cheapest_that_fit()
     best = problem.run_against_each_other(fitting)
     chosen = plan
@@ -139,6 +162,7 @@ def fit_into(
         budget_bytes=budget_bytes,
         considered=tuple(problem.considered.values()),
         timed_by=problem.timed_by,
+        left_out=(*left_out(training, target, exactness), *problem.unknown),
     )
 
 
@@ -149,6 +173,7 @@ class _Problem:
         self.training, self.target, self.samples, self.budget, self.tell = training, target, samples, budget, tell
         self.considered: dict[tuple[Any, ...], Considered] = {}
         self.timed_by = ""
+        self.unknown: list[str] = []
         self._steps = 2
         self._forecasts: dict[tuple[Any, ...], MemoryForecast] = {}
         self._kinds: list[list[Choices]] = []
@@ -195,6 +220,8 @@ class _Problem:
             self.timed_by = "operations counted in a fake run"
             base = self._operations({})
             self._ratios = {key_of(one): self._operations(one) / base for one in alone}
+            if (away := {"activation_offload": True}) in alone:
+                self._ratios[key_of(away)] = self._transfer_ratio(away, base)
             return
         self.timed_by = f"real steps of {size} samples"
         ends = [one for one in alone if "checkpointed_blocks" not in one]
@@ -209,6 +236,17 @@ class _Problem:
     def _operations(self, choices: Choices) -> float:
         self.tell(f"counting operations of {label_of(choices)}")
         return count_operations(self._with(choices))
+
+    def _transfer_ratio(self, away: Choices, operations: float) -> float:
+        """Infinite where it is not known: such a combination is looked at last."""
+        moved = self.forecast(away).offloaded_bytes
+        operations *= self.samples / self.training.samples
+        found = transfer_time(self.target, self.training.plan, moved, operations)
+        if found.ratio is None:
+            self.unknown.append(f"the time of activation_offload is {found.how}; it is taken where nothing else fits")
+            return math.inf
+        self.timed_by += f"; {found.how}"
+        return found.ratio
 
     def _size_to_time(self) -> int | None:
         """As many samples as can really run here in the budget's stead; None where the target is not here."""
@@ -288,7 +326,10 @@ class _Problem:
             fits = made.peak_bytes <= self.budget
             kinds = frozenset(choices)
             self.considered[key_of(choices)] = Considered(
-                choices=choices, peak_bytes=made.peak_bytes, fits=fits, predicted_ratio=ratio
+                choices=choices,
+                peak_bytes=made.peak_bytes,
+                fits=fits,
+                predicted_ratio=ratio if math.isfinite(ratio) else None,
             )
             least = made if least is None or made.peak_bytes < least.peak_bytes else least
             if fits and sum(frozenset(one) == kinds for one in fitting) < FINALISTS_OF_A_KIND:
@@ -339,12 +380,14 @@ class _Problem:
         return fitting[seconds.index(min(seconds))]
 
 
-def _check_budget(budget: int, given: MemoryForecast) -> None:
-    fixed = given.categories["weights"] + given.categories["optimizer"]
+def _check_budget(budget: int, given: MemoryForecast, *, lower_state: bool) -> None:
+    """`lower_state`: may the optimizer's state become smaller?"""
+    fixed = given.categories["weights"] + (0 if lower_state else given.categories["optimizer"])
     if fixed > budget:
+        what = "the weights" if lower_state else "weights and the optimizer's state"
         raise UsageError(
             f"the budget is {format_bytes(budget)}",
-            limit=f"weights and the optimizer's state alone are {format_bytes(fixed)}",
+            limit=f"{what} alone are {format_bytes(fixed)}",
             remedy="give more, a smaller model, or an optimizer with less state (SGD, Adafactor)",
         )
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from flatout.data.nested import map_tensors
 from flatout.errors import FlatoutError, UsageError
 from flatout.generators import generators_kept
+from flatout.levers.activation_offload import PretendedHost, offloading_to
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.plan import Plan
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
 from flatout.train.target import find_target
-from flatout.train.tracked_steps import carried_out, take_steps
+from flatout.train.tracked_steps import STEPS, carried_out, take_steps
 from flatout.train.training import Training, check_batch_size
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
     began = time.perf_counter()
     uncertainty, not_covered = _uncertainty(training, target), _not_covered(training, target)
     try:
-        timeline = _fake_timeline(training, target, batch_size)
+        timeline, moved_bytes = _fake_timeline(training, target, batch_size)
     except FlatoutError:
         raise
     except Exception as error:  # the course hangs on values, or an operation knows no fake tensors: .numpy()
@@ -87,6 +88,7 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
             not_covered=not_covered,
             device=None if _pretends(training, target) else ("cuda" if target.cuda else None),
         )
+        made = replace(made, offloaded_bytes=moved_bytes)
     return replace(made, seconds=time.perf_counter() - began)
 
 
@@ -144,7 +146,8 @@ def _not_covered(training: Training, target: Target) -> list[str]:
     return found
 
 
-def _fake_timeline(training: Training, target: Target, batch_size: int) -> Timeline:
+def _fake_timeline(training: Training, target: Target, batch_size: int) -> tuple[Timeline, int]:
+    """With the bytes that a step moves to the host's memory, one way."""
     from flatout.memory.fake_run import (
         FakeRun,
         ValuesForOptimizers,
@@ -168,7 +171,12 @@ def _fake_timeline(training: Training, target: Target, batch_size: int) -> Timel
         plan=carried_out(training.plan),
         samples=batch_size,
     )
-    pretend = operations_as_on_cuda() if target.cuda and _pretends(training, target) else contextlib.nullcontext()
+    host = PretendedHost()
+    pretend = contextlib.ExitStack()
+    if target.cuda:
+        pretend.enter_context(offloading_to(host))
+    if target.cuda and _pretends(training, target):
+        pretend.enter_context(operations_as_on_cuda())
     guarded = real_gradients_guarded(list(training.model.parameters()))
     tracker = Tracker(workspace_of=_workspace_of(target))
     with (
@@ -188,7 +196,7 @@ def _fake_timeline(training: Training, target: Target, batch_size: int) -> Timel
             limit="a forecast gives it a twin as its argument",
             remedy="write it as loss_fn(model, batch) and use that model",
         )
-    return tracker.timeline()
+    return tracker.timeline(), host.moved_bytes // STEPS
 
 
 def _twins(world: Any, training: Training) -> Any:

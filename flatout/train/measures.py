@@ -9,7 +9,9 @@ from typing import Any
 from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.lever import EXACTNESS_ORDER
+from flatout.memory.forecast import Target
 from flatout.plan import Exactness
+from flatout.train.low_bit import REMEDY, low_bit_obstacle
 from flatout.train.training import Training
 
 Choices = dict[str, Any]
@@ -18,27 +20,65 @@ CHUNKED = "loss held in chunks of bytes"
 """A choice that is no field of a plan: it belongs to the loss function."""
 
 
+EXACTNESS_OF: dict[str, Exactness] = {
+    "activation_checkpointing": "bit-same",
+    "checkpointed_blocks": "bit-same",
+    "activation_offload": "bit-same",
+    "optimizer_in_backward": "bit-same",
+    "accumulate": "rounding",
+    CHUNKED: "rounding",
+    "precision": "reduced",
+    "optimizer_state": "reduced",
+}
+"""What a measure does to the numbers. (Accumulation changes more where layers mix a batch's samples.)"""
+
+
+def exactness_of(choices: Choices) -> Exactness:
+    """That of the least exact among them."""
+    return max((EXACTNESS_OF[name] for name in choices), key=EXACTNESS_ORDER.index, default="bit-same")
+
+
 def of_plan(choices: Choices) -> Choices:
     return {name: value for name, value in choices.items() if name != CHUNKED}
 
 
-def measures_of(training: Training, samples: int, exactness: Exactness) -> list[list[Choices]]:
-    """What this training leaves open for steps of `samples`, by kind; of each kind at most one is taken."""
+def measures_of(training: Training, target: Target, samples: int, exactness: Exactness) -> list[list[Choices]]:
+    """What this training leaves open for steps of `samples`, by kind; of each kind at most one is taken.
+
+    Those whose cost in time an operation count does not show come first, so that of equals the others are preferred.
+    """
     plan, loss_fn = training.plan, training.loss_fn
     kinds: list[list[Choices]] = []
     blocks = len(repeated_blocks(training.model))
+    if plan.optimizer_state is None and low_bit_obstacle(training.optimizer) is None:
+        kinds.append([{"optimizer_state": "8bit"}])
+    if plan.activation_offload is None and target.cuda:
+        kinds.append([{"activation_offload": True}])
     if plan.activation_checkpointing is None and blocks:
         kinds.append(list(_checkpointings(blocks)))
     if hasattr(loss_fn, "chunked") and getattr(loss_fn, "chunk_bytes", None) is None:
         kinds.append([{CHUNKED: CHUNK_BYTES}])
-    if plan.precision is None and EXACTNESS_ORDER.index(exactness) >= EXACTNESS_ORDER.index("reduced"):
+    if plan.precision is None:
         kinds.append([{"precision": "bf16"}])
     if plan.accumulate is None and samples > 1:
         parts = [count for count in (2, 4, 8, 16, 32) if count <= samples]
         kinds.append([{"accumulate": count} for count in parts])
     if plan.optimizer_in_backward is None and plan.nonfinite is None and plan.precision != "fp16":
         kinds.append([{"optimizer_in_backward": True}])
-    return kinds
+    allowed = EXACTNESS_ORDER[: EXACTNESS_ORDER.index(exactness) + 1]
+    return [kind for kind in kinds if exactness_of(kind[0]) in allowed]
+
+
+def left_out(training: Training, target: Target, exactness: Exactness) -> list[str]:
+    """Measures that are not offered here, and why."""
+    found = []
+    obstacle = low_bit_obstacle(training.optimizer)
+    if obstacle is not None and training.plan.optimizer_state is None and exactness == "reduced":
+        remedy = f" ({REMEDY})" if "torchao" in obstacle else ""
+        found.append(f"optimizer_state 8bit: {obstacle}{remedy}")
+    if not target.cuda:
+        found.append("activation_offload: on a CPU the activations are in the host's memory already")
+    return found
 
 
 def _checkpointings(blocks: int) -> Iterator[Choices]:

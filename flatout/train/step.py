@@ -26,6 +26,7 @@ from typing import Any
 from flatout.data.nested import batch_length, split_batch
 from flatout.errors import MachineError, PlanError, UsageError
 from flatout.levers.activation_checkpointing import ActivationCheckpointing
+from flatout.levers.activation_offload import ActivationOffload
 from flatout.levers.applied import Applied
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
@@ -179,7 +180,7 @@ class TrainStep:
         if "activation_checkpointing" in wanted:
             self._levers.enter_context(without_key_value_cache(self.model))
         checkpointing = ActivationCheckpointing(self.plan.checkpointed_blocks)
-        self._applied.set(choices_of_plan(wanted, (*LEVERS, checkpointing)))
+        self._applied.set(choices_of_plan(wanted, (*LEVERS, ActivationOffload(), checkpointing)))
 
     def _backward_in_parts(self, batch: Any) -> Any:
         """Gradients of the whole batch's mean loss; with smaller parts again where the memory ended."""

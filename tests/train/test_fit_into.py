@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -94,7 +95,8 @@ def test_another_gpu_is_timed_by_operations() -> None:
     )
     assert found.forecast.device == "rtx-4090"
     assert found.forecast.peak_bytes <= found.budget_bytes
-    assert found.timed_by == "operations counted in a fake run"
+    assert found.timed_by.startswith("operations counted in a fake run; ")
+    assert "a step over the link to the host at 31.5 GB/s (PCIe, TechPowerUp GPU database)" in found.timed_by
 
 
 def test_what_fits_is_left_as_it_is() -> None:
@@ -129,3 +131,57 @@ def test_options_that_mean_nothing_are_refused_though_everything_fits(words: dic
     model, optimizer, batch = training()
     with pytest.raises(UsageError):
         fit_into("1 GiB", model, optimizer, LOSS, batch, **words)
+
+
+def wide_training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    """One whose optimizer's state is most of it, in blocks of one shape."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)), nn.Linear(128, 5))
+    return model, torch.optim.AdamW(model.parameters()), (torch.randn(4, 128), torch.randint(0, 5, (4,)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_moments_in_8_bits_are_weighed_where_they_may_be() -> None:
+    model, optimizer, batch = wide_training()
+    given = flatout.forecast(model, optimizer, LOSS, batch)
+    state, gradients = given.categories["optimizer"], given.categories["gradients"]
+    budget = given.peak_bytes - gradients - int(0.3 * state)  # more than updates in backward alone give
+    found = fit_into(budget, model, optimizer, LOSS, batch, progress=lambda line: None)
+    assert found.plan.optimizer_state == "8bit"
+    assert found.forecast.peak_bytes <= budget
+    chosen = next(one for one in found.considered if one.choices == found.plan.choices())
+    assert chosen.exactness == "reduced"
+    assert not optimizer.state
+    with pytest.raises(UsageError, match="weights and the optimizer's state alone"):
+        fit_into(budget, model, optimizer, LOSS, batch, exactness="rounding", progress=lambda line: None)
+
+
+def test_what_is_not_weighed_is_said() -> None:
+    model, _, batch = wide_training()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    budget = int(0.9 * flatout.forecast(model, optimizer, LOSS, batch).peak_bytes)
+    found = fit_into(budget, model, optimizer, LOSS, batch, progress=lambda line: None)
+    assert "not weighed: optimizer_state 8bit: the optimizer is SGD, not torch.optim.Adam or AdamW" in str(found)
+    assert "not weighed: activation_offload: on a CPU" in str(found)
+
+
+def test_activations_may_wait_on_the_host_of_a_gpu() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())), nn.Linear(256, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randn(64, 256), torch.randint(0, 5, (64,))
+    plan = Plan(accumulate=1)
+    given = flatout.forecast(model, optimizer, LOSS, batch, plan, device="rtx-4090", batch_size=65536)
+    budget = given.peak_bytes // 2
+    words: dict[str, Any] = {"batch_size": 65536, "exactness": "rounding", "progress": lambda line: None}
+    found = fit_into(budget, model, optimizer, LOSS, batch, plan, device="rtx-4090", **words)
+    assert found.plan.activation_offload
+    assert found.forecast.peak_bytes <= budget
+    one = next(one for one in found.considered if one.choices == {"activation_offload": True})
+    operations = 6 * 65536 * 256 * 256 * 6  # three products a layer, all but the first layer's by its input
+    expected = 1 + 2 * found.forecast.offloaded_bytes / 31.5e9 / (operations / 82.6e12)
+    assert one.predicted_ratio == pytest.approx(expected, rel=0.1)
+    unknown = fit_into(budget, model, optimizer, LOSS, batch, plan, device="gh200-96gb", **words)
+    assert unknown.plan.activation_offload
+    assert "time unknown" in str(unknown)
+    assert any("no rate between GH200" in line for line in unknown.left_out)

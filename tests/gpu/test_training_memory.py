@@ -1,0 +1,71 @@
+"""Measures against memory on a real GPU, where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import flatout
+from flatout.plan import Plan
+from flatout.train.step import TrainStep
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+LOSS = flatout.supervised(nn.CrossEntropyLoss())
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(1024, 10)).cuda()
+    batch = torch.randn(8192, 1024, device="cuda"), torch.randint(0, 10, (8192,), device="cuda")
+    return model, torch.optim.AdamW(model.parameters(), 1e-3), batch
+
+
+def run(plan: Plan) -> tuple[list[torch.Tensor], int, float]:
+    """Weights after some steps, bytes at the peak of the last two, seconds of one."""
+    model, optimizer, batch = training()
+    step = TrainStep(model, optimizer, LOSS, plan)
+    for _ in range(3):
+        step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(2):
+        step(batch)
+    end.record()
+    torch.cuda.synchronize()
+    assert not step.rolled_back
+    return list(model.parameters()), torch.cuda.max_memory_allocated(), begin.elapsed_time(end) / 2000
+
+
+def test_activations_wait_in_the_host_s_memory_with_the_same_bits() -> None:
+    weights, plain_bytes, _ = run(Plan())
+    away, away_bytes, _ = run(Plan(activation_offload=True))
+    assert all(torch.equal(one, other) for one, other in zip(weights, away, strict=True))
+    model, optimizer, batch = training()
+    made = flatout.forecast(model, optimizer, LOSS, batch, Plan(activation_offload=True))
+    assert made.offloaded_bytes > 0.4 * plain_bytes
+    assert away_bytes < 0.7 * plain_bytes
+    assert made.tensor_bytes == pytest.approx(away_bytes, rel=0.15)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_moments_in_8_bits_take_a_quarter() -> None:
+    _, plain_bytes, _ = run(Plan())
+    weights, bytes_8bit, _ = run(Plan(optimizer_state="8bit"))
+    assert all(one.isfinite().all() for one in weights)
+    parameters = sum(one.numel() for one in weights)
+    assert plain_bytes - bytes_8bit > 0  # two fp32 copies of one layer are held meanwhile
+    assert plain_bytes - bytes_8bit < 6.1 * parameters
+
+
+def test_a_forecast_is_what_the_allocator_then_holds() -> None:
+    model, optimizer, batch = training()
+    made = flatout.forecast(model, optimizer, LOSS, batch)
+    del model, optimizer, batch
+    _, peak_bytes, _ = run(Plan())
+    assert made.tensor_bytes == pytest.approx(peak_bytes, rel=0.1)
