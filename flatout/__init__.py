@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from flatout.data.batches import batches
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
-    from flatout.errors import FlatoutError, NumericsError, PlanError, UsageError
+    from flatout.errors import FlatoutError, UsageError
     from flatout.infer.export import export
+    from flatout.infer.token_generator import TokenGenerator, generate
     from flatout.machine.description import Machine
     from flatout.plan import Plan
     from flatout.timing import Measurement
@@ -34,9 +35,8 @@ __all__ = [
     "FlatoutError",
     "Machine",
     "Measurement",
-    "NumericsError",
     "Plan",
-    "PlanError",
+    "TokenGenerator",
     "TrainStep",
     "UsageError",
     "__version__",
@@ -48,6 +48,7 @@ __all__ = [
     "fit",
     "fit_into",
     "forecast",
+    "generate",
     "largest_batch",
     "restore",
     "supervised",
@@ -60,9 +61,8 @@ _HOMES = {
     "FlatoutError": "flatout.errors",
     "Machine": "flatout.machine.description",
     "Measurement": "flatout.timing",
-    "NumericsError": "flatout.errors",
     "Plan": "flatout.plan",
-    "PlanError": "flatout.errors",
+    "TokenGenerator": "flatout.infer.token_generator",
     "TrainStep": "flatout.train.step",
     "UsageError": "flatout.errors",
     "batches": "flatout.data.batches",
@@ -73,6 +73,7 @@ _HOMES = {
     "fit": "flatout.train.fit",
     "fit_into": "flatout.train.fit_into",
     "forecast": "flatout.train.forecast",
+    "generate": "flatout.infer.token_generator",
     "largest_batch": "flatout.train.largest_batch",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",

@@ -105,7 +105,9 @@ class Text:
 class BatchRun:
     """One call of generate: `pieces` runs it."""
 
-    def __init__(self, engine: Engine, sampling: Sampling, texts: Sequence[Text], guesser: Guesses | None = None) -> None:
+    def __init__(
+        self, engine: Engine, sampling: Sampling, texts: Sequence[Text], guesser: Guesses | None = None
+    ) -> None:
         self.engine, self.sampling, self.guesser = engine, sampling, guesser
         cache = engine.cache
         assert cache is not None, "the engine has a cache"

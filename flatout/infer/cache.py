@@ -12,7 +12,6 @@ from torch import Tensor
 from flatout.errors import UsageError
 from flatout.infer.decoder import Decoder
 
-
 LENGTH_STEP = 16
 """Lengths are multiples of it: the native kernel keeps keys in panels of so many positions."""
 

@@ -94,7 +94,7 @@ class Generation:
         parts = [
             f"{self.generated_tokens} tokens for {len(self.tokens)} prompts",
             f"{speed} ({self.decode_share})",
-            f"{self.prompt_tokens} tokens of prompts read in {format_seconds(self.prefill_seconds)} ({self.prefill_share})",
+            f"{self.prompt_tokens} tokens of prompts in {format_seconds(self.prefill_seconds)} ({self.prefill_share})",
             f"weights {self.storage}, {self.engine}",
         ]
         if self.speculation is not None and self.speculation.proposed:

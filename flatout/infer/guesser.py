@@ -78,9 +78,7 @@ class Guesser:
         guesses: list[list[int]] = [[] for _ in texts]
         drawn_from: list[list[Tensor]] = [[] for _ in texts]
         for step in range(max(room)):
-            here = [
-                index for index, text in enumerate(texts) if step < room[index] and text.length + step < longest
-            ]
+            here = [index for index, text in enumerate(texts) if step < room[index] and text.length + step < longest]
             if not here:
                 break
             fed, spans = [], []

@@ -63,11 +63,8 @@ class NativeDecoder:
         threads = self._threads or torch.get_num_threads()
         slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
         positions = torch.tensor([place for span in spans for place in range(span.start, span.start + span.length)])
-        if every:
-            wanted = range(len(positions))
-        else:
-            ends = torch.tensor([span.length for span in spans]).cumsum(0) - 1
-            wanted = ends.tolist()
+        ends = torch.tensor([span.length for span in spans]).cumsum(0) - 1
+        wanted = list(range(len(positions))) if every else ends.tolist()
         x = F.embedding(tokens, self._tokens).float()
         if self._positions is not None:
             x = x + F.embedding(positions, self._positions)

@@ -1,4 +1,4 @@
-"""Prompts as users have them - texts, lists of token ids, tensors - as lists of ids, each checked before anything runs."""
+"""Prompts as users have them (texts, lists of ids, tensors) as lists of ids, each checked before anything runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def read_prompts(prompts: Any, *, tokenizer: Any, vocabulary: int, max_tokens: i
     several = _several(prompts)
     if not several:
         raise UsageError("there are no prompts", limit="at least one is needed", remedy='pass ["..."] or [[1, 2, 3]]')
-    return [
-        _checked(index, _ids(index, one, tokenizer), vocabulary, max_tokens) for index, one in enumerate(several)
-    ]
+    return [_checked(index, _ids(index, one, tokenizer), vocabulary, max_tokens) for index, one in enumerate(several)]
 
 
 def _several(prompts: Any) -> list[Any]:

@@ -50,4 +50,3 @@ class Rows:
             self._lengths = self._lengths + 1
         self._step += 1
         return tokens, unusable(logits)
-

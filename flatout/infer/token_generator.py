@@ -164,7 +164,9 @@ class TokenGenerator:
         wanted = self._draft is not None or self.plan.speculation is not None
         return Guesser(sampling, self._draft) if wanted else None
 
-    def _generation(self, run: BatchRun, texts: Sequence[Text], strings: list[str] | None, seed: int | None) -> Generation:
+    def _generation(
+        self, run: BatchRun, texts: Sequence[Text], strings: list[str] | None, seed: int | None
+    ) -> Generation:
         ceilings = known_ceilings()
         endings = [text.watch.ending for text in texts]
         reasons: list[Reason] = [
@@ -211,9 +213,7 @@ def generate(
     For several calls make it once: it holds the weights ready.
     """
     generator = TokenGenerator(model, plan, tokenizer=tokenizer, draft=draft)
-    return generator.generate(
-        prompts, max_new_tokens=max_new_tokens, stop=stop, ignore_end=ignore_end, **sampling
-    )
+    return generator.generate(prompts, max_new_tokens=max_new_tokens, stop=stop, ignore_end=ignore_end, **sampling)
 
 
 def _engine(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
@@ -256,7 +256,9 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             remedy = f"did you mean {close[0]}?" if close else "leave it out"
-            raise UsageError(f"generating has no setting {name!r}", limit=f"there are {', '.join(known)}", remedy=remedy)
+            raise UsageError(
+                f"generating has no setting {name!r}", limit=f"there are {', '.join(known)}", remedy=remedy
+            )
     return Sampling(**settings)
 
 

@@ -186,7 +186,8 @@ class _StepGraph:
         )
         self._expected: list[Span] = []
         """Spans for which slots and positions stand right already: those of the last step, one further."""
-        self._step, self._graph, self._logits = step, None, torch.empty(0)
+        self._step, self._logits = step, torch.empty(0)
+        self._graph: Any = None
 
     def __call__(self, tokens: Tensor, spans: Sequence[Span]) -> Tensor:
         self._tokens.copy_(tokens)
@@ -201,7 +202,7 @@ class _StepGraph:
         return self._logits.clone()
 
     def _captured(self) -> Any:
-        """What runs here writes the same keys to the same places as the replay will, so running it often is harmless."""
+        """What runs here writes the keys that the replay will, to the same places: running it often is harmless."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
