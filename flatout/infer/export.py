@@ -47,7 +47,7 @@ from flatout.infer.export_report import (
     Format,
     NotExported,
 )
-from flatout.infer.export_trace import Traced, failure_of, quiet, trace
+from flatout.infer.export_trace import BY_DATA, Traced, failure_of, quiet, trace
 from flatout.infer.left_unchanged import left_unchanged, weight_sizes
 from flatout.infer.plain_outputs import with_plain_outputs
 
@@ -210,7 +210,7 @@ class _Run:
         notes = list(exporter.notes)
         try:
             exporter.needs()
-            shared = self._shared(dynamic, trace_too=exporter.shares_trace)
+            shared = self._shared(dynamic, needs_trace=exporter.shares_trace)
             notes += shared.notes if exporter.shares_trace else []
             job = self._job(shared, dynamic)
             self._start()
@@ -239,8 +239,12 @@ class _Run:
             weight_bytes=weight_sizes(self.model)[1],
         )
 
-    def _shared(self, dynamic: Dynamic, *, trace_too: bool) -> _Shared:
-        """Samples and, if asked, the trace, each made once. Raises NotExported, each time anew."""
+    def _shared(self, dynamic: Dynamic, *, needs_trace: bool) -> _Shared:
+        """Samples and the trace, each made once. Raises NotExported, each time anew.
+
+        A format that needs no trace is refused by one where the module decides by its data: fresh inputs may all
+        take the path that the example took.
+        """
         shared = self.shared.setdefault(dynamic, _Shared())
         if not shared.samples and shared.failure is None:
             self._start()
@@ -248,14 +252,14 @@ class _Run:
                 shared.samples = samples_of(self.model, self.example, dynamic, self.notes)
             except NotExported as error:
                 shared.failure = error.failure
-        if trace_too and shared.failure is None and shared.traced is None and shared.trace_failure is None:
+        if shared.failure is None and shared.traced is None and shared.trace_failure is None:
             self._start()
             try:
                 shared.traced = trace(self.model, self.example, dynamic, shared.notes)
             except NotExported as error:
                 shared.trace_failure = error.failure
-        failure = shared.failure or (shared.trace_failure if trace_too else None)
-        if failure is not None:
+        failure = shared.failure or shared.trace_failure
+        if failure is not None and (needs_trace or failure is shared.failure or failure.what == BY_DATA):
             raise NotExported(failure)
         return shared
 

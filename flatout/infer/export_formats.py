@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from flatout.errors import MachineError, UsageError
 from flatout.infer.export_check import Runner
 from flatout.infer.export_inputs import Example
 from flatout.infer.export_report import Dynamic, Format
-from flatout.infer.export_trace import Traced, dynamic_shapes
+from flatout.infer.export_trace import Traced
+from flatout.infer.plain_outputs import named_tensors
 
 ONNX_BYTES_IN_ONE_FILE = 2**31 - 2**26
 """Weights above it stand in a second file: one ONNX file ends at 2 GiB, and the graph needs some of it."""
@@ -107,13 +108,14 @@ def _needs_onnx() -> None:
 def _write_onnx(job: Job, path: Path) -> None:
     _check_onnx_kinds(job)
     traced = _program(job)
-    names: Mapping[str, Any] = dynamic_shapes(job.model, traced.example, job.dynamic, str)
+    # One for each tensor; constants are no inputs of an ONNX graph.
+    names = [traced.example.sizes_named(one, job.dynamic) for one in traced.example.tensors.values()]
     program = torch.onnx.export(
         traced.program,
         dynamo=True,
         verbose=False,
         output_names=_output_names(job),
-        dynamic_shapes=dict(names),
+        dynamic_shapes=names,
     )
     assert program is not None, "with dynamo=True and no file name the program is returned"
     program.save(path, external_data=job.weight_bytes > ONNX_BYTES_IN_ONE_FILE)
@@ -177,8 +179,17 @@ def _write_torchscript(job: Job, path: Path) -> None:
     call: dict[str, Any] = {"example_inputs": job.example.args}
     if job.example.kwargs:
         call = {"example_kwarg_inputs": job.example.kwargs}
-    traced = torch.jit.trace(job.model, **call, strict=False, check_trace=False)
+    handle = job.model.register_forward_hook(lambda _module, _inputs, output: _one_level(output))
+    try:
+        traced = torch.jit.trace(job.model, **call, strict=False, check_trace=False)
+    finally:
+        handle.remove()
     torch.jit.save(traced, str(path))
+
+
+def _one_level(output: Any) -> Any:
+    """TorchScript's dicts hold tensors alone: what is nested gets a longer name."""
+    return dict(named_tensors(output)) if isinstance(output, dict) else output
 
 
 def _is_tensor(value: Any) -> bool:

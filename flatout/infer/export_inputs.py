@@ -1,8 +1,8 @@
 """The example inputs of an export: how the module is called with them, which sizes may vary, and fresh ones like them.
 
 Dimension 0 that agrees with the first tensor's is the batch; dimension 1 that agrees with the first sequence's is the
-length. Fresh inputs keep dtypes and ranges: whole numbers stay within the example's, floating-point values are drawn
-with its mean and spread, so that an index stays in its table and a mask stays a mask.
+length. Fresh inputs keep dtypes and ranges: whole numbers stay within the example's, so that an index stays in its
+table; floating-point values are drawn with its mean and spread; a mask's rows are rows of the example's.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def with_sizes(example: Example, sizes: Mapping[str, int], dynamic: Dynamic, kin
     def remade(tensor: Tensor) -> Tensor:
         named = example.sizes_named(tensor, dynamic)
         shape = [sizes.get(named.get(number, ""), size) for number, size in enumerate(tensor.shape)]
-        if kind == "resampled":
+        if kind == "resampled" or _is_mask(tensor):
             return _resampled(tensor, shape, 0 in named, generator)
         return _fresh(tensor, shape, example.limits.get(paths[id(tensor)]), generator)
 
@@ -136,9 +136,20 @@ def _resampled(tensor: Tensor, shape: list[int], rows_vary: bool, generator: tor
         rows = torch.randint(tensor.shape[0], (shape[0],), generator=generator)
         picked = tensor[rows.to(tensor.device)]
     if len(shape) > 1 and shape[1] != tensor.shape[1]:
-        places = torch.arange(shape[1], device=tensor.device) % tensor.shape[1]
+        # Stretched, so that padding stays on its side.
+        places = torch.arange(shape[1], device=tensor.device) * tensor.shape[1] // shape[1]
         picked = picked[:, places]
     return picked.clone()
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Bool, 0 and 1, or 0 and -inf. Its rows are the example's: drawn at random some would mask all that a token sees,
+    and attention over nothing means something else to each runtime."""
+    if tensor.dtype is torch.bool or tensor.numel() == 0:
+        return tensor.dtype is torch.bool
+    if tensor.is_floating_point():
+        return not bool(tensor.isfinite().all())
+    return not tensor.is_complex() and (int(tensor.min()), int(tensor.max())) == (0, 1)
 
 
 def _fresh(tensor: Tensor, shape: list[int], limit: int | None, generator: torch.Generator) -> Tensor:
@@ -148,15 +159,12 @@ def _fresh(tensor: Tensor, shape: list[int], limit: int | None, generator: torch
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     if values.is_complex():
         drawn = torch.randn(shape, generator=generator, dtype=torch.complex64)
-    elif values.is_floating_point() and bool(values.isfinite().all()):
+    elif values.is_floating_point():
         wide = values.double()
         spread = float(wide.std(correction=0)) or 1.0
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * spread + float(wide.mean())
         if float(wide.min()) < float(wide.max()):  # what is never negative, or a share, stays so
             drawn = drawn.clamp(float(wide.min()), float(wide.max()))
-    elif values.is_floating_point() or values.dtype is torch.bool:  # a mask of 0 and -inf: only values that it has
-        places = torch.randint(values.numel(), (*shape,), generator=generator)
-        drawn = values.flatten()[places]
     else:
         low, high = int(values.min()), int(values.max())
         if low == high and limit is not None and 0 <= low < limit:  # zeros((2, 16)) stand for any tokens

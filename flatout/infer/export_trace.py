@@ -29,6 +29,7 @@ from flatout.infer.export_inputs import Example, with_sizes
 from flatout.infer.export_report import Dynamic, ExportFailure, NotExported
 from flatout.infer.user_lines import is_users, place, user_line
 
+BY_DATA = "the module decides by the values of its data"
 WORDS = 300
 """Characters of an exporter's own message that are passed on."""
 
@@ -146,7 +147,7 @@ def failure_of(error: BaseException) -> ExportFailure:
         return ExportFailure(what=error.what, limit=error.limit, remedy=error.remedy, line=line)
     if any(isinstance(one, GuardOnDataDependentSymNode) for one in _chain(error)):
         return ExportFailure(
-            what="the module decides by the values of its data",
+            what=BY_DATA,
             limit="a trace holds one path for all inputs",
             remedy="use torch.where or torch.cond, or take the decision out of the module",
             line=line,
@@ -182,9 +183,6 @@ def first_words(error: BaseException | str) -> str:
 
 _ASSIGNED = r"The tensor attributes? (?P<names>.*) (was|were) assigned during export"
 _HARMLESS = (
-    # torch's own calls of what torch deprecates; none of it is the user's to mend
-    (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),
-    (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
     # a size that two inputs share has one name: that is meant
     (UserWarning, r"# The axis name: .* will not be used, since it shares the same shape constraints"),
 )
@@ -231,6 +229,8 @@ def _sort(one: warnings.WarningMessage, notes: list[str]) -> None:
         note = f"traced with one outcome of a Python decision: {at}" if is_users(one.filename) else ""
     elif any(issubclass(one.category, kind) and re.match(pattern, text) for kind, pattern in _HARMLESS):
         note = ""
+    elif issubclass(one.category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):
+        note = ""  # of a library's future, not of this file
     else:
         note = f"{one.category.__name__}: {first_words(text)}"
     if note and note not in notes:

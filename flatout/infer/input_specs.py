@@ -13,7 +13,6 @@ dict_keys(['ids'])
 from __future__ import annotations
 
 import inspect
-import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +30,22 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16", "bool", *_WHOLE)
 FORM = "an input is [name=]dtype[sizes], as in float32[8,3,32,32] or int64[2,16]<1000, or a file of tensors"
 
 
-def inputs_from(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named inputs, drawn from `seed` or read. UsageError: a spec or a file that cannot be used."""
+def inputs_from(
+    specs: Sequence[str], names: Sequence[str] = (), seed: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named inputs, drawn from `seed` or read. UsageError: a spec or a file that cannot be used.
+
+    names: those that the model knows; a file's only tensor, where its name is none of them, is positional.
+    """
     generator = torch.Generator().manual_seed(seed)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for spec in specs:
         if spec.endswith(_FILES):
             found = _read(Path(spec))
-            if isinstance(found, dict):
+            if isinstance(found, dict) and len(found) == 1 and not set(found) & set(names):
+                args += found.values()
+            elif isinstance(found, dict):
                 kwargs.update(found)
             else:
                 args += found
@@ -57,9 +63,10 @@ def example_inputs(model: nn.Module, specs: Sequence[str]) -> Any:
 
     Positional ones that stand beside named ones get the names that `forward` has for them.
     """
-    args, kwargs = inputs_from(specs)
+    args, kwargs = inputs_from(specs, list(inspect.signature(model.forward).parameters))
     if not args:
-        return _one_tensor(model, kwargs) or kwargs
+        _check_names(model, kwargs)
+        return kwargs
     if not kwargs:
         return args
     names = [name for name in inspect.signature(model.forward).parameters if name not in kwargs]
@@ -71,11 +78,13 @@ def example_inputs(model: nn.Module, specs: Sequence[str]) -> Any:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _one_tensor(model: nn.Module, named: dict[str, Any]) -> tuple[Any, ...] | None:
-    """A file's only tensor, where its name is none of `forward`'s, is the first input."""
-    if len(named) != 1 or next(iter(named)) in inspect.signature(model.forward).parameters:
-        return None
-    return tuple(named.values())
+def _check_names(model: nn.Module, named: dict[str, Any]) -> None:
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(**named)
+    except TypeError as error:
+        what = f"forward does not take {', '.join(named)} ({error})"
+        raise UsageError(what, limit=f"it is forward{signature}", remedy="name inputs as forward does") from None
 
 
 def _drawn(spec: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
@@ -109,7 +118,7 @@ def _read(path: Path) -> dict[str, Any] | tuple[Any, ...]:
         raise UsageError(f"no such file: {path}", limit=FORM, remedy=f"looked in {Path.cwd()}")
     try:
         found = _content(path)
-    except (OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # readers raise of many kinds on a damaged file
         said = str(error).strip().partition("\n")[0]
         raise UsageError(f"{path} cannot be read: {said}", limit=f"it is a {path.suffix} file of tensors") from error
     if isinstance(found, Tensor):
