@@ -72,6 +72,9 @@ class Plan:
     fetch: Literal["batched", "cached"] | None = _choice(
         "in-memory data in the main process: batched = index whole batches, cached = keep samples after first use"
     )
+    device: Literal["cuda"] | None = _choice(
+        "where a script runs that names no device itself: cuda = its model is moved to the GPU, and what meets it"
+    )
     data_device: Literal["cuda"] | None = _choice(
         "where the data set lives: cuda = copied to the device once, no transfer per step (needs fetch)"
     )

@@ -129,7 +129,10 @@ def _idle_gpu(facts: RunFacts) -> Finding | None:
         title="the script trains on the CPU beside a GPU",
         evidence=f"the weights are on the CPU; torch can use {', '.join(facts.gpus)}",
         remedy="model.to('cuda') before the optimizer is made, and for each batch "
-        "flatout.to_device(batch, flatout.device())",
+        "flatout.to_device(batch, flatout.device()); or have it moved by the plan"
+        + (", once the script no longer chooses its device itself" if seen.names_device else ""),
+        next_command=None if facts.planned or seen.names_device else f"flatout tune {facts.command}",
+        plan_change=None if seen.names_device else {"device": "cuda"},
     )
 
 

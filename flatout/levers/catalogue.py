@@ -16,12 +16,15 @@ from flatout.levers.fused_optimizer import FusedOptimizer
 from flatout.levers.lever import Lever
 from flatout.levers.loader_workers import LoaderWorkers, PinnedMemory
 from flatout.levers.matmul_precision import MatmulPrecision
+from flatout.levers.moved_to_device import MovedToDevice
 from flatout.levers.threads import Threads
 
 # First what changes no bit, then what changes rounding, then what reduces precision: a search that is cut short has
 # kept the safe ones. Within that, cheap before dear, and what others build on before those: bf16 before compile
-# (which then fuses its casts), layout before both. Levers that need a process of their own come last.
+# (which then fuses its casts), layout before both. Levers that need a process of their own come last; but where the
+# script runs at all is settled before anything else, because every other lever is another one on another device.
 LEVERS: tuple[Lever, ...] = (
+    MovedToDevice(),
     BatchedFetch(),
     DataOnDevice(),
     RetainMemory(),

@@ -81,6 +81,8 @@ class Observed:
     flush_denormals: bool = False
     cudnn_benchmark: bool = False
     deterministic_algorithms: bool = False
+    names_device: bool = False
+    """Does the script's own file speak of a device? Then where it runs is its choice."""
     seeded_by_script: bool = False
     backwards_per_step: float | None = None
 

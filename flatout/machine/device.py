@@ -68,6 +68,16 @@ def device_for(machine: Machine) -> Device:
     return CudaDevice(0) if machine.usable_gpus else CpuDevice()
 
 
+def placement(name: str) -> Any:
+    """The torch.device of this name, where tensors are to be put. Raises MachineError where there is no such GPU.
+
+    This is where a run that moves a script to the GPU first touches CUDA.
+    """
+    import torch
+
+    return torch.device(CudaDevice(0).name if name == "cuda" else name)
+
+
 class CpuDevice:
     """The processor: work is done when the call returns, so a mark is the clock."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import statistics
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from flatout.data.fetch import strategy
@@ -67,6 +70,7 @@ def observe(
         matmul_precision=torch.get_float32_matmul_precision(),
         flush_denormals=bool((torch.tensor([1e-40]) * 0.5 == 0).all()),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
+        names_device=names_device(getattr(sys.modules.get("__main__"), "__file__", None)),
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         seeded_by_script=torch.initial_seed() != UNSEEDED,
         backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
@@ -125,6 +129,22 @@ def _see_module(module: Any) -> ModuleSeen:
         widest_output=widest_output(module),
         attention_by_hand=next((type(one).__name__ for one in attention_by_hand(module)), ""),
     )
+
+
+def names_device(file: str | None) -> bool:
+    """Does this source speak of devices, by a name, an argument or a text? False too where there is none to be read."""
+    try:
+        tree = ast.parse(Path(file or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return any(_speaks_of_device(node) for node in ast.walk(tree))
+
+
+def _speaks_of_device(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.partition(":")[0] in ("cpu", "cuda", "mps", "xpu") or node.value == "--device"
+    words = [getattr(node, name, None) for name in ("id", "attr", "arg")]
+    return any(isinstance(word, str) and ("device" in word.lower() or word == "cuda") for word in words)
 
 
 def _is_channels_last(weight: Any) -> bool:

@@ -1,7 +1,8 @@
 """A real run of a script: apply a plan's levers, watch short windows of steps, keep a bounded record.
 
 The first certain step runs plain: it is how the model, the optimizer and the loader become known. Then the levers are
-on; those that save memory, or that need a process of their own, are from the start. A lever under which the model's forward fails is taken back and the forward is done again without it.
+on; those that save memory, or that need a process of their own, are on from the start. A lever under which the model's
+forward fails is taken back and the forward is done again without it.
 """
 
 from __future__ import annotations

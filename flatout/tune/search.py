@@ -225,7 +225,10 @@ class Search:
             self.close()
             return
         self.state.observed = replace(
-            self.state.observed, step_seconds=seen.step_seconds, breakdown_seconds=seen.breakdown_seconds
+            self.state.observed,
+            device=seen.device,
+            step_seconds=seen.step_seconds,
+            breakdown_seconds=seen.breakdown_seconds,
         )
 
     # trials

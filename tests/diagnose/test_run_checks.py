@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from flatout.diagnose.run_checks import RunFacts, check_run
@@ -49,6 +50,13 @@ def test_dear_starts_of_epochs_are_told_where_workers_could_live_on() -> None:
 
 def test_a_gpu_that_idles_is_told_once_the_weights_are_on_the_cpu() -> None:
     assert names(gpus=("NVIDIA H200",)) == ["idle-gpu"]
+    facts = RunFacts(
+        observed=SEEN, steps=9, planned=False, growth_bytes_per_step=None, command="t.py", gpus=("NVIDIA H200",)
+    )
+    (finding,) = check_run(facts)
+    assert (finding.plan_change, finding.next_command) == ({"device": "cuda"}, "flatout tune t.py")
+    (finding,) = check_run(replace(facts, observed=replace(SEEN, names_device=True)))
+    assert (finding.plan_change, finding.next_command) == (None, None)
     assert names(gpus=("NVIDIA H200",), observed=Observed(device="cuda:0", modules=SEEN.modules)) == []
     assert names() == []
 

@@ -52,6 +52,8 @@ ON_GPU = replace(SEEN, device="cuda:0")
 CPU, AMX = machine(), machine(cpu=("fp32", "bf16"))
 AMPERE, TURING, OLD = machine(gpu=("fp32", "tf32", "bf16", "fp16")), machine(gpu=("fp32", "fp16")), machine(gpu=())
 
+WITH_GPU = replace(AMPERE, versions=replace(AMPERE.versions, cuda="12.8"))
+
 
 def lever(name: str) -> Lever:
     return next(one for one in LEVERS if one.name == name)
@@ -68,14 +70,16 @@ def test_the_list_is_sound() -> None:
     assert len({one.name for one in LEVERS}) == len(LEVERS)
     assert {one.plan_field for one in LEVERS} <= set(choice_names())
     assert {name for pair in INTERACTING for name in pair} <= {one.plan_field for one in LEVERS}
+    assert LEVERS[0].plan_field == "device"  # every other lever is another one on another device
     order = [EXACTNESS_ORDER.index(one.exactness) for one in LEVERS if one.switch == "live" and not one.compiles]
     assert order == sorted(order)  # compile alone comes after what it builds on
-    assert [one.switch for one in LEVERS] == sorted(
-        (one.switch for one in LEVERS), key=("live", "loader", "process").index
+    assert [one.switch for one in LEVERS[1:]] == sorted(
+        (one.switch for one in LEVERS[1:]), key=("live", "loader", "process").index
     )
 
 
 OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
+    ("moved to the GPU", WITH_GPU, SEEN, ("cuda",)),
     ("batched fetch", CPU, SEEN, ("batched",)),
     ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="cached"),)), ("cached",)),
     ("data set on the device", AMPERE, ON_GPU, ("cuda",)),
@@ -118,6 +122,11 @@ def test_offered(name: str, here: Machine, seen: Observed, values: tuple[Any, ..
 
 WORKED = replace(LOADER, workers=2)
 REFUSED: list[tuple[str, Machine, Observed, str]] = [
+    ("moved to the GPU", CPU, SEEN, "no GPU"),
+    ("moved to the GPU", AMPERE, SEEN, "torch can use"),  # without a CUDA build
+    ("moved to the GPU", WITH_GPU, ON_GPU, "on the GPU"),
+    ("moved to the GPU", WITH_GPU, replace(SEEN, names_device=True), "itself"),
+    ("moved to the GPU", WITH_GPU, replace(SEEN, modules=()), "no module"),
     ("batched fetch", CPU, replace(SEEN, loaders=()), "no DataLoader"),
     ("batched fetch", CPU, replace(SEEN, loaders=(WORKED,)), "set by the script"),
     ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="", fetch_obstacle="why"),)), "why"),

@@ -1,0 +1,250 @@
+"""A script for the CPU, moved to a device that refuses to be mixed with it: the same numbers, to rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from flatout.script.describe import names_device
+
+STAND_IN = Path(__file__).parent / "standins" / "accelerator.py"
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None or shutil.which("ninja") is None, reason="needs g++, ninja")
+
+HEAD = """
+import copy, io, numpy, torch, warnings
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message="The operator|.*deprecated")
+torch.manual_seed(0)
+torch.set_num_threads(1)
+def where(): return next(model.parameters()).device.type
+"""
+
+CLASSIFIER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.scale = torch.full((16,), 1.5)          # neither a parameter nor a buffer
+    def forward(self, x):
+        h = self.norm(torch.relu(self.first(x))) * self.scale
+        return self.last(h + torch.arange(16) / 16)  # made on the CPU in the forward
+model = Net()
+held = [*model.parameters(), model.scale, model.norm.running_mean]
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0, 0.5]))
+x, y = torch.randn(48, 6), torch.randint(0, 4, (48,))
+total, losses = torch.zeros(()), []
+for epoch in range(3):
+    for inputs, targets in DataLoader(TensorDataset(x, y), 16, shuffle=True):
+        out = model(inputs)
+        loss = criterion(out, targets) + 1e-3 * sum(p.square().sum() for p in model.parameters())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        total += loss.detach()
+        losses.append(loss.item())
+        right = (out.argmax(1) == targets).float().mean()
+        array = out.detach().numpy()
+        assert isinstance(array, numpy.ndarray) and numpy.asarray(right).shape == ()
+    schedule.step()
+model.eval()
+with torch.no_grad():
+    scores = model(x)
+    hits = (scores.argmax(1) == y).sum().item()
+    confusion = torch.zeros(4, 4)
+    confusion.index_put_((y, scores.argmax(1)), torch.ones(48), accumulate=True)
+file = io.BytesIO()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+file.seek(0)
+saved = torch.load(file)
+assert all(one.device.type == "cpu" for one in saved["model"].values())
+model.load_state_dict(saved["model"])
+optimizer.load_state_dict(saved["optimizer"])
+assert [id(one) for one in held] == [id(one) for one in (*model.parameters(), model.scale, model.norm.running_mean)]
+assert {one.device.type for one in held} == {where()}
+print(where())
+print(*losses, hits, confusion.sum().item(), float(total) / 9)
+"""
+
+LANGUAGE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(11, 8), nn.GRU(8, 8, batch_first=True)
+        self.mask = torch.tril(torch.ones(5, 5))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+    def forward(self, x, h, targets=None):
+        e, h = self.rnn(self.embed(x), h)
+        w = (e @ e.transpose(1, 2)).masked_fill(self.mask == 0, float("-inf")).softmax(-1)
+        logits = self.head(w @ e)
+        return logits, h, functional.cross_entropy(logits.view(-1, 11), targets.view(-1))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+average = copy.deepcopy(model)
+losses = []
+h = torch.zeros(1, 3, 8)
+for step in range(6):
+    x = torch.randint(0, 11, (3, 5))
+    logits, h, loss = model(x, h.detach(), targets=x.roll(1, 1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for old, new in zip(average.parameters(), model.parameters()):
+            old.mul_(0.9).add_(new, alpha=0.1)
+    losses.append(loss.item())
+print(where())
+print(*losses, *[p.sum().item() for p in average.parameters()])
+"""
+
+LACKING = """
+model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+x, y = torch.randn(4, 1, 6, 6), torch.tensor([0, 1, 0, 1])
+losses = []
+for step in range(4):
+    loss = functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print(where())
+print(*losses)
+"""
+
+FAILING = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+    def forward(self, x):
+        if self.last.weight.device.type != "c" + "pu":
+            raise TypeError("not here")
+        return self.last(x)
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+losses = []
+for step in range(4):
+    loss = model(torch.randn(5, 3)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print(where())
+print(*losses)
+"""
+
+MISTAKEN = """
+model = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+out = model(torch.randn(5, 3))
+try:
+    functional.nll_loss(out, torch.randn(7, 2))
+except ValueError as error:
+    print("own mistake:", error)
+optimizer.zero_grad()
+out.sum().backward()
+optimizer.step()
+print(where())
+print(out.sum().item())
+"""
+
+
+def run(folder: Path, source: str, *, moved: bool) -> tuple[list[str], str]:
+    """(lines of stdout, stderr)"""
+    (folder / "train.py").write_text(HEAD + textwrap.dedent(source))
+    prefix = [str(STAND_IN)] if moved else []
+    done = subprocess.run(
+        [sys.executable, *prefix, "train.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_without_a_gpu_the_plan_is_taken_back_and_the_script_runs(tmp_path: Path) -> None:
+    """Through `flatout run`, in the environment of a machine whose GPUs are hidden."""
+    (tmp_path / "train.py").write_text(HEAD + FAILING)
+    (tmp_path / "plan.toml").write_text('schema = 1\n[plan]\ndevice = "cuda"\n')
+    command = ["-m", "flatout", "run", "--plan", "plan.toml", "--trust-plan", "--report", "run.json", "train.py"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "FLATOUT_CACHE_DIR": str(tmp_path / ".cache")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "cpu"
+    (entry,) = json.loads((tmp_path / "run.json").read_text())["rolled_back"]
+    assert entry["label"] == "moved to the GPU"
+    assert "no CUDA device 0" in entry["reason"]
+
+
+@pytest.mark.parametrize(
+    ("source", "speaks"),
+    [
+        ("import torch\nmodel.train()", False),
+        ("x = x.to(device)", True),
+        ("parser.add_argument('--device', default='none')", True),
+        ("model.cuda()", True),
+        ("model.to('cuda:1')", True),
+        ("torch.zeros(3, device=where)", True),
+        ("use = args.no_cuda_device", True),
+        ("def f(:", False),
+    ],
+)
+def test_a_script_that_speaks_of_devices_is_left_to_itself(tmp_path: Path, source: str, speaks: bool) -> None:
+    (tmp_path / "train.py").write_text(source)
+    assert names_device(str(tmp_path / "train.py")) is speaks
+    assert not names_device(None)
+
+
+def assert_same(plain: list[str], moved: list[str]) -> None:
+    ours, theirs = ([float(word) for word in lines[-1].split()] for lines in (moved, plain))
+    assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("source", [CLASSIFIER, LANGUAGE], ids=["classifier", "language"])
+def test_the_same_numbers_on_the_device(tmp_path: Path, source: str) -> None:
+    (plain, _), (moved, told) = run(tmp_path, source, moved=False), run(tmp_path, source, moved=True)
+    assert (plain[0], moved[0]) == ("cpu", "hpu"), told
+    assert_same(plain, moved)
+    assert "rolled back" not in told
+
+
+def test_an_operation_that_the_device_lacks_runs_on_the_cpu_and_is_told(tmp_path: Path) -> None:
+    (plain, _), (moved, told) = run(tmp_path, LACKING, moved=False), run(tmp_path, LACKING, moved=True)
+    assert moved[0] == "hpu"
+    assert_same(plain, moved)
+    assert "conv2d runs on the CPU" in told
+
+
+def test_a_forward_that_fails_there_takes_everything_back(tmp_path: Path) -> None:
+    (plain, _), (moved, told) = run(tmp_path, FAILING, moved=False), run(tmp_path, FAILING, moved=True)
+    assert moved == plain
+    assert "rolled back: the model's forward failed: TypeError: not here" in told
+
+
+def test_a_mistake_of_the_scripts_stays_its_own(tmp_path: Path) -> None:
+    (plain, _), (moved, _) = run(tmp_path, MISTAKEN, moved=False), run(tmp_path, MISTAKEN, moved=True)
+    assert moved[0] == plain[0]
+    assert moved[1] == "hpu"
