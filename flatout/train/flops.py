@@ -20,12 +20,16 @@ class FlopCount:
     uncounted: list[str]
 
 
-def count_step() -> Callable[[], FlopCount]:
-    """Start counting; call the result where the step ends."""
+def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], FlopCount]:
+    """Start counting; call the result where the step ends.
+
+    formulas: of further operations, by packet: a function of their arguments, tensors given as shapes -> operations.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    counter = FlopCounterMode(display=False, custom_mapping=_more_formulas(torch.ops.aten))
+    own = {packet: _shaped(formula) for packet, formula in (formulas or {}).items()}
+    counter = FlopCounterMode(display=False, custom_mapping={**_more_formulas(torch.ops.aten), **own})
     counter.__enter__()
 
     def finish() -> FlopCount:

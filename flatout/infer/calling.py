@@ -1,0 +1,106 @@
+"""How a model wants to be called: the names of its inputs, its mask, its vocabulary, the longest input it takes.
+
+Read from the signature of `forward` and from the model's config. What nothing tells is None, and then nothing is
+checked against it: the model's own error says what was wrong, and `predict` finds the sample that caused it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+MaskStyle = Literal["ones", "real", "padding"]
+
+_MASKS: dict[str, MaskStyle] = {
+    "attention_mask": "ones",  # Hugging Face: whole numbers, 1 = real
+    "valid": "real",  # flatout.models: bool, True = real
+    "src_key_padding_mask": "padding",  # torch.nn.Transformer: bool, True = padding
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calling:
+    """What is known of a model's inputs."""
+
+    input_name: str | None = None
+    """The keyword of a bare tensor; None: it is the first argument."""
+    mask_name: str | None = None
+    """The keyword that takes which tokens are real; None: the model knows no padding."""
+    mask_style: MaskStyle = "ones"
+    vocabulary: int | None = None
+    """Token ids are below it."""
+    longest: int | None = None
+    """Tokens of the longest input that the model has positions for."""
+    padding_id: int = 0
+    """What stands in padding."""
+    constants: tuple[tuple[str, Any], ...] = ()
+    """Further keywords of every call."""
+
+    def mask(self, lengths: Tensor, tokens: int) -> Tensor:
+        """Lengths [batch] -> the mask [batch, tokens] in the model's own style."""
+        real = torch.arange(tokens, device=lengths.device) < lengths[:, None]
+        if self.mask_style == "ones":
+            return real.long()
+        return real if self.mask_style == "real" else ~real
+
+
+def calling_of(model: nn.Module) -> Calling:
+    """What the model's signature and config tell."""
+    names = _parameters(model)
+    mask_name = next((name for name in _MASKS if name in names), None)
+    config = getattr(model, "config", None)
+    hugging_face = hasattr(model, "main_input_name") and config is not None
+    padding_id = getattr(config, "pad_token_id", None) if hugging_face else None
+    return Calling(
+        input_name=str(model.main_input_name) if hugging_face else None,
+        mask_name=mask_name,
+        mask_style=_MASKS[mask_name] if mask_name else "ones",
+        vocabulary=_vocabulary(model, config),
+        longest=_longest(model, config),
+        padding_id=padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0,
+        # A cache of keys and values is of no use to one pass, and no tensor that could be cut into samples.
+        constants=(("use_cache", False),) if hugging_face and "use_cache" in names else (),
+    )
+
+
+def _parameters(model: nn.Module) -> set[str]:
+    try:
+        return set(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _vocabulary(model: nn.Module, config: Any) -> int | None:
+    if hasattr(model, "get_input_embeddings"):
+        size = getattr(_embedding(model), "num_embeddings", None)
+        return size if isinstance(size, int) else None
+    size = getattr(config, "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    return embeddings[0].num_embeddings if len(embeddings) == 1 else None
+
+
+def _embedding(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _longest(model: nn.Module, config: Any) -> int | None:
+    size = getattr(config, "max_tokens", None)
+    if isinstance(size, int):
+        return size
+    size = getattr(config, "max_position_embeddings", None)
+    if not isinstance(size, int):
+        return None
+    for table in model.modules():
+        # Learnt positions end; computed ones (rotary) do not, and their limit in the config is advice.
+        if isinstance(table, nn.Embedding) and table.num_embeddings == size:
+            return size - (table.padding_idx + 1 if table.padding_idx is not None else 0)
+    return None

@@ -1,0 +1,93 @@
+"""A compiled model that cannot fall into a storm of recompilations.
+
+torch compiles a version for each new shape, and each takes seconds to minutes. Here shapes are made few (lengths in
+buckets, batches filled up), the versions are counted, and past a bound the model goes on uncompiled. On the CPU the
+weights are frozen into the code: convolutions and products then hold them in oneDNN's layout and take the batch norm,
+the activation and the sum behind them along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.environment import cpp_compiler
+from flatout.levers.compile import repeated_blocks
+
+MOST_VERSIONS = 12
+"""Of the whole model, graph breaks included: about as many as there are buckets up to 512 tokens."""
+
+
+class CompiledModel:
+    """Calls the model compiled in this mode ("default", "regional", ...) until it has too many versions."""
+
+    def __init__(self, model: nn.Module, mode: str, *, device: str) -> None:
+        self.model, self.mode = model, mode
+        self.versions = 0
+        self.gave_up: str | None = None
+        self._targets = repeated_blocks(model) if mode == "regional" else [model]
+        self._most = MOST_VERSIONS * (1 if mode != "regional" else 4)
+        options: dict[str, Any] = {}
+        if device == "cpu":
+            options = {"freezing": True}
+            if not any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++")):
+                self._give_up("no C++ compiler is installed (torch.compile on the CPU needs one; install g++)")
+                return
+        if mode in ("reduce-overhead", "max-autotune"):
+            options |= torch._inductor.list_mode_options(mode)
+        for target in self._targets:
+            target.compile(dynamic=False, options=options or None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gave_up is not None:
+            return self.model(*args, **kwargs)
+        before = _versions()
+        try:
+            with _allowing(self._most + 1), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # inductor's advice and its own deprecations, of no use to a caller
+                output = self.model(*args, **kwargs)
+        except Exception as error:
+            if not _by_compiler(error):
+                raise
+            self._give_up(f"compiling failed: {type(error).__name__}")
+            return self.model(*args, **kwargs)
+        self.versions += _versions() - before
+        if self.versions > self._most:
+            self._give_up(f"{self.versions} versions were compiled (the bound is {self._most})")
+        return output
+
+    def _give_up(self, reason: str) -> None:
+        self.gave_up = f"went on without torch.compile: {reason}"
+        for target in self._targets:
+            target._compiled_call_impl = None
+
+
+def _versions() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _by_compiler(error: Exception) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException) or type(error).__module__.startswith("torch._inductor")
+
+
+@contextlib.contextmanager
+def _allowing(versions: int) -> Iterator[None]:
+    """Our own bound counts, not torch's lower one, past which a function would silently run untraced."""
+    from torch._dynamo import config
+
+    before = config.recompile_limit
+    config.recompile_limit = max(before, versions)
+    try:
+        yield
+    finally:
+        config.recompile_limit = before

@@ -1,0 +1,166 @@
+"""Linear layers that hold their weights as the processor multiplies them fastest.
+
+torch reorders a weight for oneDNN at every call and, in fp32, may not use oneDNN at all (on some processors its other
+library is half as fast). A layer that is only run can reorder once:
+
+    PackedLinear       fp32, bf16 or fp16 weights, in oneDNN's own layout (CPU)
+    RoundedLinear      8- or 4-bit weights, turned back into the inputs' dtype for each product: half the memory or less
+    Int8Linear         8-bit weights and 8-bit inputs, one scale a token: products of whole numbers
+
+>>> import torch
+>>> layer = torch.nn.Linear(64, 64).eval()
+>>> with torch.inference_mode():
+...     near = Int8Linear(layer)(torch.ones(2, 64)) - layer(torch.ones(2, 64))
+>>> bool(near.abs().max() < 0.05)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.kernels.token_scales import ZERO_POINT, scale_back, to_levels
+from flatout.machine.detect import detect
+from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
+
+LEAST_WEIGHTS = 1 << 12
+"""Smaller layers are left alone: they cost nothing."""
+_FUSED_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
+"""They read their linear layers' weights instead of calling them."""
+
+
+class PackedLinear(nn.Module):
+    """fp32, bf16 or fp16 [..., in] -> the weight's dtype [..., out]; on the CPU only, without gradients."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)  # opaque: no buffer
+        self.dtype = layer.weight.dtype
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+class RoundedLinear(nn.Module):
+    """fp32, bf16 or fp16 [..., in] -> the same dtype [..., out], by weights of 8 or 4 bits."""
+
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear, *, bits: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bits = layer.in_features, layer.out_features, bits
+        self.dtype = layer.weight.dtype
+        if bits == 8:
+            values, scales = quantize_rows_int8(layer.weight)
+        else:
+            values, scales = quantize_groups_int4(layer.weight)
+            values = values[:, 0::2] | (values[:, 1::2] << 4)  # two a byte
+        self.register_buffer("values", values)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bits == 8:  # whole numbers up to 127 are exact in every dtype: scaled after the product, they stay so
+            y = nn.functional.linear(x, self.values.to(x.dtype)) * self.scales.to(x.dtype)
+            return y if self.bias is None else y + self.bias.to(x.dtype)
+        levels = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1).to(torch.int8) - 8
+        groups = levels.unflatten(1, (-1, INT4_GROUP)).to(x.dtype) * self.scales[..., None].to(x.dtype)
+        return nn.functional.linear(x, groups.flatten(1), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Int8Linear(nn.Module):
+    """fp32, bf16 or fp16 [..., in] -> the layer's dtype [..., out]; each token of the input has a scale of its own."""
+
+    scales: Tensor
+    values: Tensor
+    zero_point: Tensor
+    one: Tensor
+    no_zeros: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.dtype = layer.weight.dtype
+        values, scales = quantize_rows_int8(layer.weight)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
+        self.onednn = values.device.type == "cpu" and multiplies_int8()
+        if self.onednn:
+            self.register_buffer("one", torch.tensor(1.0))
+            self.register_buffer("zero_point", torch.tensor(ZERO_POINT, dtype=torch.int32))
+            self.register_buffer("no_zeros", torch.zeros(self.out_features, dtype=torch.int64))
+            self.weight = torch.ops.onednn.qlinear_prepack(values, None)
+        else:
+            self.register_buffer("values", values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        # oneDNN's fast kernels take inputs without a sign; signed ones run a thousand times slower.
+        levels, token_scales = to_levels(rows)
+        if self.onednn:
+            y = self._by_onednn(levels)
+        elif rows.is_cuda and rows.shape[0] > 16 and not (self.in_features % 8 or self.out_features % 8):
+            signed = (levels.to(torch.int16) - ZERO_POINT).to(torch.int8)
+            y = torch._int_mm(signed, self.values.t()) * self.scales
+        else:  # whole numbers in floating point: slow, the same result
+            y = nn.functional.linear(levels.float() - ZERO_POINT, self.values.float()) * self.scales
+        y = scale_back(y, token_scales, self.bias)  # type: ignore[arg-type]
+        return y.to(self.dtype).unflatten(0, x.shape[:-1])
+
+    def _by_onednn(self, levels: Tensor) -> Tensor:
+        out = self.dtype if self.dtype is torch.bfloat16 else torch.float32
+        quantised = (levels, self.one, self.zero_point, self.weight, self.scales, self.no_zeros)
+        return torch.ops.onednn.qlinear_pointwise.tensor(*quantised, None, 1.0, 0, out, "none", [], "")
+
+
+def multiplies_int8() -> bool:
+    """Has this processor products of whole numbers that cannot overflow on the way (VNNI or AMX)?"""
+    return bool({"avx_vnni", "avx512_vnni", "amx_int8"} & set(detect().cpu.features)) and hasattr(
+        torch.ops.onednn, "qlinear_pointwise"
+    )
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Can oneDNN hold weights of this dtype in its own layout here?"""
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    if dtype is torch.float32:
+        return True
+    features = set(detect().cpu.features)
+    # Without instructions for it oneDNN would convert at every step.
+    return dtype is torch.bfloat16 and bool({"avx512_bf16", "amx_bf16"} & features)
+
+
+def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:
+    """Put `make(layer)` in the place of every plain linear layer that is called (None: leave it); how many were."""
+    made: dict[int, nn.Module] = {}
+    swapped = 0
+    for parent in list(model.modules()):
+        if isinstance(parent, _FUSED_LAYERS):
+            continue
+        for name, child in list(parent.named_children()):
+            if not _plain(child):
+                continue
+            if id(child) not in made:
+                replacement = make(child)  # type: ignore[arg-type]
+                if replacement is None:
+                    continue
+                made[id(child)] = replacement.eval()
+                swapped += 1
+            setattr(parent, name, made[id(child)])
+    return swapped
+
+
+def _plain(module: Any) -> bool:
+    """A Linear itself, no kind of it, that nobody hooked into or gave a parametrisation."""
+    hooked = type(module) is nn.Linear and (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is nn.Linear and not hooked and module.weight.numel() >= LEAST_WEIGHTS
