@@ -51,6 +51,7 @@ VERBS = {
     "tune": ScriptCommand,
     "run": RunCommand,
     "memory": ScriptCommand,
+    "generate": TyperCommand,
     "export": TyperCommand,
     "compare": TyperCommand,
 }

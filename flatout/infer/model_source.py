@@ -46,11 +46,16 @@ def load_model(spec: str) -> tuple[nn.Module, Any | None]:
     folder = Path(spec)
     if folder.is_dir():
         return _from_hugging_face(folder)
+    return _made(load_object(spec, "model"), spec)
+
+
+def load_object(spec: str, noun: str) -> Any:
+    """What `file.py:name` or `package.module:name` names, as it stands there; `noun` says what was asked for."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
-        raise UsageError(f"the model is {spec!r}", limit=FORMS, remedy=_what_could_be_meant(spec))
+        raise UsageError(f"the {noun} is {spec!r}", limit=FORMS, remedy=_what_could_be_meant(spec))
     module = _from_file(Path(source)) if source.endswith(".py") else _from_module(source)
-    return _made(_attribute(module, name, source), spec)
+    return _attribute(module, name, source)
 
 
 def _what_could_be_meant(spec: str) -> str:

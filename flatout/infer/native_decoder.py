@@ -25,6 +25,9 @@ from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantiz
 ROWS_PER_PASS = 64
 """A longer prompt goes through in parts: the inputs of one stay in the processor's caches."""
 
+BYTES_PER_THREAD = 2**20
+"""Of weights, below which a further thread costs more than it brings."""
+
 
 class NativeDecoder:
     """A decoder and its cache, ready to be advanced."""
@@ -60,7 +63,7 @@ class NativeDecoder:
         Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
         """
         assert self.cache is not None, "no cache was opened"
-        threads = self._threads or torch.get_num_threads()
+        threads = self._threads_for(len(tokens))
         slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
         positions = torch.tensor([place for span in spans for place in range(span.start, span.start + span.length)])
         ends = torch.tensor([span.length for span in spans]).cumsum(0) - 1
@@ -77,6 +80,11 @@ class NativeDecoder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # inside
+
+    def _threads_for(self, rows: int) -> int:
+        """A pass over a small model is over before several threads have met."""
+        work = self.weight_bytes * max(1, min(rows, ROWS_PER_PASS) // 8)
+        return max(1, min(self._threads or torch.get_num_threads(), work // BYTES_PER_THREAD))
 
     def _fill(self) -> DecoderStruct:
         decoder = self.decoder

@@ -81,15 +81,20 @@ class TokenGenerator:
         stop: Any = None,
         ignore_end: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        pieces: Callable[[Piece], None] | None = None,
         **sampling: Any,
     ) -> Generation:
         """New tokens for every prompt, in the order of the prompts.
 
         prompts: texts, lists of ids, tensors; see `read_prompts`. stop: a token id, a text, or a list of ids, texts and
         lists of ids; none of it is part of the result, nor is the model's end token, which stops a text unless
-        `ignore_end`. progress: called with (texts ended, tokens made). sampling: the fields of Sampling (temperature,
-        top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, seed); without a temperature: greedy. A prompt's text
-        does not depend on the others that it is generated with.
+        `ignore_end`. progress: called with (texts ended, tokens made); pieces: with each piece as it comes.
+
+        sampling: the fields of Sampling (temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, seed);
+        without a temperature: greedy. A prompt's text depends on the seed and its number, not on the others generated
+        with it; only with a draft and a temperature does it depend on when guesses were tried, which time decides.
+
+        UsageError: a prompt or setting that cannot be used. NumericsError: logits that are NaN, +inf or all -inf.
         """
         run, texts, seed = self._run(prompts, max_new_tokens, sampling, stop, ignore_end)
         ended = made = 0
@@ -100,6 +105,8 @@ class TokenGenerator:
             strings[piece.prompt] += piece.text or ""
             if progress is not None:
                 progress(ended, made)
+            if pieces is not None:
+                pieces(piece)
         return self._generation(run, texts, strings if self.tokenizer is not None else None, seed)
 
     def stream(

@@ -1,0 +1,172 @@
+"""flatout generate: text from a causal language model, at a stated share of what this machine can do."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="A text, or token ids as '12,7,512' where there is no tokenizer; repeat for more."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='One prompt a line: a text, or with .jsonl a text, ids or {"prompt": ...}.'),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="file.py:name or a folder; default: that of the model's folder.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="The most tokens for each prompt.")] = 64,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="How to run it; the options below go before.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="BITS", help="int8 or int4.")] = None,
+    lookup: Annotated[bool, typer.Option("--lookup", help="Guess ahead from the text so far; same text.")] = False,
+    draft: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A smaller model that guesses ahead; same distribution.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Only the K most probable tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Only the most probable that reach P.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(metavar="X", help="Above 1: tokens seen come less.")] = 1.0,
+    no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="No run of N tokens twice.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text (or ids as '12,7') that ends a text; repeat for more.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", help="Texts worked on at once.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines, one a prompt.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> int:
+    """Generate text. A single prompt's text is shown as it comes; figures go to stderr.
+
+    Exit code: 0 generated, 1 the model's numbers were of no use (NaN), 2 the model, a prompt or an option cannot be
+    used.
+    """
+    from flatout.infer.token_generator import TokenGenerator
+    from flatout.report.document import to_text
+    from flatout.report.generation_text import generation_document, write_lines
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our text
+        network, words = _model(model, tokenizer)
+        generator = TokenGenerator(
+            network,
+            _plan(plan, precision, weights, lookup=lookup),
+            tokenizer=words,
+            draft=None if draft is None else _model(draft, None)[0],
+            slots=slots,
+        )
+    given = _prompts(prompt or [], prompts, has_tokenizer=words is not None)
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "stop": [_text_or_ids(one, words is not None) for one in stop or []] or None,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram": no_repeat_ngram,
+        "seed": seed,
+    }
+    with _progress(len(given), shown=len(given) > 1) as progress:
+        show = _shown_as_it_comes if len(given) == 1 and not json and out is None else None
+        made = generator.generate(given, **settings, progress=progress, pieces=show)
+    if show is not None:
+        print()
+    elif json:
+        print(to_text(generation_document(made)))
+    elif out is None:
+        for index in range(len(given)):
+            print(f"--- prompt {index} ({made.reasons[index]})")
+            print(made.texts[index] if made.texts is not None else " ".join(map(str, made.tokens[index])))
+    if out is not None:
+        write_lines(out, made)
+    print(made.summary(), file=sys.stderr)
+    return 0
+
+
+def _model(spec: str, tokenizer: str | None) -> tuple[Any, Any]:
+    from flatout.infer.model_source import load_model
+    from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
+
+    network, _ = load_model(spec)
+    return network, tokenizer_beside(spec) if tokenizer is None else load_tokenizer(tokenizer)
+
+
+def _plan(path: Path | None, precision: str | None, weights: str | None, *, lookup: bool) -> Any:
+    from flatout.plan import Plan, read_plan
+
+    plan = Plan() if path is None else read_plan(path)
+    chosen = {"precision": precision, "weights": weights, "speculation": "lookup" if lookup else None}
+    for name, value in chosen.items():
+        if value is not None:
+            plan = plan.with_choice(name, value, "given on the command line")
+    return plan
+
+
+def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> list[Any]:
+    import json
+
+    from flatout.errors import UsageError
+
+    given = [_text_or_ids(one, has_tokenizer) for one in texts]
+    if file is None:
+        if not given:
+            raise UsageError("there is no prompt", remedy="pass --prompt TEXT or --prompts FILE")
+        return given
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {file}: {error}", limit="prompts are lines of UTF-8 text") from error
+    for number, line in enumerate(lines, 1):
+        if file.suffix != ".jsonl":
+            given.append(_text_or_ids(line, has_tokenizer))
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{file}, line {number} is not JSON: {error}") from error
+        given.append(value.get("prompt") if isinstance(value, dict) else value)
+    return given
+
+
+def _text_or_ids(text: str, has_tokenizer: bool) -> Any:
+    """Ids only where there is no tokenizer: a text may well be '12,7'."""
+    from flatout.errors import UsageError
+
+    if has_tokenizer:
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        what = f"{text!r} is a text and there is no tokenizer"
+        remedy = "pass --tokenizer file.py:name, or token ids as '12,7,512'"
+        raise UsageError(what, limit="a model reads token ids", remedy=remedy) from None
+
+
+def _shown_as_it_comes(piece: Any) -> None:
+    text = piece.text if piece.text is not None else "".join(f"{token} " for token in piece.tokens)
+    print(text, end="", flush=True)
+
+
+@contextlib.contextmanager
+def _progress(prompts: int, *, shown: bool) -> Iterator[Any]:
+    """A bar on a terminal's stderr: prompts ended, tokens so far."""
+    if not shown or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=prompts)
+        yield lambda ended, tokens: bar.update(task, completed=ended, description=f"{tokens} tokens")

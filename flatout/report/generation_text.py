@@ -1,0 +1,31 @@
+"""Generated text as a JSON document and as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError
+from flatout.infer.generation import Generation
+from flatout.report.document import document
+
+
+def generation_document(made: Generation) -> dict[str, Any]:
+    """Everything: tokens, texts, reasons, figures."""
+    return document("generation", made.to_json())
+
+
+def write_lines(path: Path, made: Generation) -> None:
+    """One JSON object a prompt, in their order: prompt, tokens, text (null without a tokenizer), reason."""
+    texts: Sequence[str | None] = made.texts or [None] * len(made.tokens)
+    rows = zip(made.tokens, texts, made.reasons, strict=True)
+    lines = [
+        json.dumps({"prompt": index, "tokens": tokens, "text": text, "reason": reason}, ensure_ascii=False)
+        for index, (tokens, text, reason) in enumerate(rows)
+    ]
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error

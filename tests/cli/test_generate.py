@@ -1,0 +1,94 @@
+"""flatout generate from the command line: texts on stdout, figures on stderr, errors with their remedy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.__main__ import main
+
+SOURCE = """
+import torch
+from flatout.models import GPT2, GPT2Config
+
+class Letters:
+    def encode(self, text):
+        return [ord(letter) % 65 for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(65 + one % 26) for one in ids)
+
+letters = Letters()
+
+def model():
+    torch.manual_seed(0)
+    print("made")
+    return GPT2(GPT2Config(vocab_size=65, max_tokens=64, width=32, heads=2, layers=1)).eval()
+"""
+MODEL = "net_to_speak.py:model"
+TOKENIZER = ["--tokenizer", "net_to_speak.py:letters"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "net_to_speak.py").write_text(SOURCE)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("net_to_speak", None)
+
+
+def test_one_prompt_is_shown_and_nothing_else(capsys: Any) -> None:
+    assert main(["generate", MODEL, "--prompt", "1,2,3", "--max-new-tokens", "5"]) == 0
+    told = capsys.readouterr()
+    assert len(told.out.split()) == 5
+    assert "5 tokens for 1 prompts" in told.err
+
+
+def test_texts_of_several_prompts_and_as_lines(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('"you"\n{"prompt": "me"}\n[1, 2]\n')
+    command = ["generate", MODEL, *TOKENIZER, "--prompts", "prompts.jsonl", "--max-new-tokens", "6"]
+    assert main([*command, "--weights", "int8", "--out", "made.jsonl", "--temperature", "0.8", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == ""
+    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [0, 1, 2]
+    assert all(len(row["tokens"]) == len(row["text"]) == 6 for row in rows)
+    assert main([*command, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["flatout"]["document"] == "generation"
+    assert whole["reasons"] == ["length"] * 3
+
+
+def test_a_plan_and_what_goes_before_it(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text('[plan]\nprecision = "bf16"\n')
+    command = ["generate", MODEL, "--prompt", "7", "--json", "--plan", "plan.toml"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["storage"] == "bf16"
+    assert main([*command, "--weights", "int4"]) == 0
+    assert json.loads(capsys.readouterr().out)["storage"] == "int4"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--prompt", "hello"], "'hello' is a text and there is no tokenizer"),
+        ([], "there is no prompt; pass --prompt TEXT or --prompts FILE"),
+        (["--prompt", "1,65"], "prompt 0 holds token 65 at place 1; the model's ids are 0 to 64"),
+        (["--prompt", "1", "--weights", "int9"], "weights is 'int9'"),
+        (["--prompt", "1", "--top-p", "3", "--temperature", "1"], "top_p is 3.0"),
+        (["--prompts", "none.txt"], "cannot read none.txt"),
+        (["--prompt", "a", "--tokenizer", "net_to_speak.py:GPT2Config"], "without encode"),
+        (["--prompt", "1", "--out", "none/made.jsonl"], "cannot write none/made.jsonl"),
+        (["--prompt", ",".join(["1"] * 64)], "prompt 0 has 64 tokens; the model reads 64"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_no_traceback(options: list[str], told: str, capsys: Any) -> None:
+    assert main(["generate", MODEL, *options]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "Traceback" not in error
