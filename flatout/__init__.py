@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flatout.diagnose.finding import Finding
     from flatout.errors import FlatoutError, UsageError
     from flatout.infer.export import export
+    from flatout.infer.predict import predict
     from flatout.infer.token_generator import TokenGenerator, generate
     from flatout.machine.description import Machine
     from flatout.plan import Plan
@@ -50,6 +51,7 @@ __all__ = [
     "forecast",
     "generate",
     "largest_batch",
+    "predict",
     "restore",
     "supervised",
     "to_device",
@@ -75,6 +77,7 @@ _HOMES = {
     "forecast": "flatout.train.forecast",
     "generate": "flatout.infer.token_generator",
     "largest_batch": "flatout.train.largest_batch",
+    "predict": "flatout.infer.predict",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
