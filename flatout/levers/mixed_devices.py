@@ -67,9 +67,9 @@ class MixedDevices(TorchFunctionMode):
         if not self._on or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func in TO_THE_HOST:
-            args = (_moved(args[0], "cpu"), *args[1:])
+            args = (placed(args[0], "cpu"), *args[1:])
         elif func in LOSSES and self._kinds(args, kwargs) == {"cpu", self.kind}:
-            args, kwargs = _moved((args, kwargs), self.device)
+            args, kwargs = placed((args, kwargs), self.device)
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -84,12 +84,12 @@ class MixedDevices(TorchFunctionMode):
         if mixed:
             target: Any = changed.device if changed is not None else self.device
             try:
-                return _call(func, _moved((args, kwargs), target, but=changed))
+                return _call(func, placed((args, kwargs), target, but=changed))
             except Exception as error:
                 failed = error
         if changed is not None:
             raise failed
-        result = _call(func, _moved((args, kwargs), "cpu"))
+        result = _call(func, placed((args, kwargs), "cpu"))
         self._tell(
             f"{getattr(func, '__name__', func)} runs on the CPU: {str(failed).strip().partition(chr(10))[0][:150]}"
         )
@@ -108,9 +108,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return (one for one in tree_leaves(values) if isinstance(one, Tensor))
 
 
-def _moved(values: Any, target: Any, but: Tensor | None = None) -> Any:
-    """The same with its tensors on `target`; single numbers on the CPU go with any device already."""
-    return tree_map_only(Tensor, lambda one: one if one is but else one.to(target), values)
+def placed(values: Any, target: Any, but: Tensor | None = None) -> Any:
+    """The same with its tensors on `target`; those that are there already stay the objects that they are."""
+    kind = torch.device(target).type
+    return tree_map_only(Tensor, lambda one: one if one is but or one.device.type == kind else one.to(target), values)
 
 
 def _changed_in_place(func: Any, args: Any, kwargs: Any) -> Tensor | None:

@@ -65,10 +65,12 @@ class MovedToDevice(Lever):
 
 
 def _move_module(module: Any, device: Any) -> Undo[Any]:
+    from flatout.levers.mixed_devices import placed
+
     _place_module(module, device)
 
     def before(module: Any, args: Any, kwargs: Any) -> Any:
-        return _placed(args, device), _placed(kwargs, device)
+        return placed(args, device), placed(kwargs, device)
 
     hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
@@ -95,14 +97,6 @@ def _place(tensor: Any, device: Any) -> None:
     tensor.data = tensor.data.to(device)
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(device)
-
-
-def _placed(values: Any, device: Any) -> Any:
-    """Copies on the device of the tensors in a call's arguments."""
-    import torch
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(torch.Tensor, lambda one: one.to(device), values)
 
 
 def _move_optimizer(optimizer: Any, device: Any) -> Undo[Any]:

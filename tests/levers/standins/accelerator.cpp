@@ -1,6 +1,6 @@
 // A device that computes on the CPU but, like a GPU, refuses to mix its tensors with the CPU's: what a test of moving
 // a script to an accelerator needs. Memory is the host's, every operation is the CPU's own, on aliases of its tensors.
-#include <torch/extension.h>
+#include <torch/library.h>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
@@ -157,5 +157,3 @@ TORCH_LIBRARY_IMPL(aten, HPU, library) {
   library.impl("view", &at::native::view);
   library.impl("_local_scalar_dense", &value);
 }
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {}
