@@ -142,6 +142,9 @@ def _check_choices(model: Any, dynamic: Any, tolerance: float | None) -> None:
         raise UsageError(f"dynamic is {dynamic!r}", limit=f"it is one of {', '.join(get_args(Dynamic))}")
     if tolerance is not None and not tolerance >= 0:
         raise UsageError(f"tolerance is {tolerance}", limit="it is at least 0")
+    if any(torch.nn.parameter.is_lazy(one) for one in model.parameters()):
+        remedy = "run the module once before"
+        raise UsageError("the model has lazy layers without weights", limit="a file holds values", remedy=remedy)
     if any(one.is_meta for one in model.parameters()):
         raise UsageError("the model's weights are on the meta device", limit="a file holds values", remedy="load them")
 

@@ -156,8 +156,10 @@ def _load_onnx(job: Job, path: Path) -> Runner:
     options.log_severity_level = 3  # what ends in an error is raised; the rest is for its makers
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    taken = {one.name for one in session.get_inputs()}
+    taken = [one.name for one in session.get_inputs()]
     names = [name for name in _input_names(job) if name]
+    if len(taken) == len(names):  # the order is that of the call; a name changes where an input is an output too
+        names = taken
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         call = Example(args=args, kwargs=kwargs, batch=None, length=None)

@@ -66,7 +66,7 @@ class ExportedFile:
     failure: ExportFailure | None = None
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    """To write, load and verify it; the trace that formats share is in the report's own seconds alone."""
+    """To write, load and verify it; the first format's hold the trace, which all share."""
 
     @property
     def bit_same(self) -> bool:

@@ -63,13 +63,16 @@ def trace(model: nn.Module, example: Example, dynamic: Dynamic, notes: list[str]
 
 
 def traceable_example(example: Example, dynamic: Dynamic) -> Example:
-    """The example, with a size of 1 that is to vary grown: torch takes a 1 for a size that stays."""
+    """The example, with a size of 1 that is to vary grown: torch takes a 1 for a size that stays.
+
+    Each tensor is a copy of its own: one that is given twice would be traced as one input.
+    """
     sizes = {}
     if dynamic != "none" and example.batch == 1:
         sizes["batch"] = 2
     if dynamic == "length" and example.length == 1:
         sizes["length"] = 3
-    return with_sizes(example, sizes, dynamic, "resampled", seed=0) if sizes else example
+    return with_sizes(example, sizes, dynamic if sizes else "none", "resampled", seed=0)
 
 
 def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], Any]) -> dict[str, Any]:
@@ -194,12 +197,9 @@ def quiet(notes: list[str]) -> Iterator[None]:
 
     Warnings are sorted into the notes too: what is raised here must not cost a file that is good.
     """
-    handlers = {
-        handler
-        for name, logger in logging.Logger.manager.loggerDict.items()
-        if name.partition(".")[0] in ("torch", "onnxscript", "onnx_ir") and isinstance(logger, logging.Logger)
-        for handler in logger.handlers
-    }
+    loggers = [one for one in logging.Logger.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    handlers = {handler for logger in (logging.root, *loggers) for handler in logger.handlers}
+    handlers |= {logging.lastResort} if logging.lastResort else set()
     for handler in handlers:
         handler.addFilter(_no_record)
     try:
@@ -214,7 +214,8 @@ def quiet(notes: list[str]) -> Iterator[None]:
 
 
 def _no_record(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.ERROR
+    talkative = record.name.partition(".")[0] in ("torch", "onnxscript", "onnx_ir")
+    return not talkative or record.levelno > logging.ERROR
 
 
 def _sort(one: warnings.WarningMessage, notes: list[str]) -> None:

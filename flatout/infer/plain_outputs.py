@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flatout.infer.export_report import ExportFailure, NotExported
@@ -49,7 +50,8 @@ def _plain(value: Any, path: str, notes: list[str]) -> Any:
         return {key: one for key, one in named.items() if one is not None}
     if isinstance(value, tuple | list):
         return type(value)(_plain(one, f"{path}[{number}]", notes) for number, one in enumerate(value))
-    _note(notes, f"{path}, a {type(value).__name__}, is left out: a file returns tensors")
+    kind = "int" if isinstance(value, torch.SymInt) else type(value).__name__  # a size, under trace
+    _note(notes, f"{path}, a {kind}, is left out: a file returns tensors")
     return None
 
 

@@ -159,6 +159,17 @@ def test_a_module_may_write_into_its_input(tmp_path: Path) -> None:
     assert torch.equal(example, given)
 
 
+class Sum(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a + b, a
+
+
+def test_one_tensor_given_twice_is_two_inputs_and_an_input_may_be_an_output(tmp_path: Path) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    report = export(Sum(), (x, x), tmp_path / "net", format=("pt2", "onnx"))
+    assert report.ok, export_text(report)
+
+
 def test_tied_weights_count_once_and_constant_examples_are_drawn_from_the_embedding(tmp_path: Path) -> None:
     model = Tied()
     example = {"attention_mask": torch.ones(2, 3, dtype=torch.int64), "tokens": torch.zeros(2, 3, dtype=torch.int64)}
@@ -257,6 +268,7 @@ def test_a_hooked_model_is_exported_with_its_hook(tmp_path: Path) -> None:
         ({"path": "."}, "is a folder"),
         ({"model": "net"}, "the model is a str"),
         ({"model": nn.Linear(4, 2, device="meta")}, "meta device"),
+        ({"model": nn.LazyLinear(4)}, "lazy layers"),
     ],
 )
 def test_what_cannot_be_asked_for(arguments: dict[str, Any], says: str, tmp_path: Path, monkeypatch: Any) -> None:
