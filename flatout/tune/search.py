@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatout.errors import ScriptError, TrialError
+from flatout.levers.break_even import describe, payoff_steps, pays
 from flatout.levers.catalogue import INTERACTING
 from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan import Exactness
-from flatout.tune.break_even import describe, payoff_steps, pays
 from flatout.tune.for_memory import MemoryGain, judge_gain
 from flatout.tune.trial import NotTried, Trial
 from flatout.tune.trial_process import (

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from flatout.units import format_seconds
 
 NEGLIGIBLE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What the cost is set against, in words."""
+
+    unit: str = "steps"
+    unknown: str = "how many the script runs is unknown; give --steps"
+    known: str = "the script runs"
 
 
 def payoff_steps(startup_seconds: float, baseline_seconds: float, candidate_seconds: float) -> int | None:
@@ -22,11 +32,14 @@ def pays(payoff: int | None, total_steps: int | None) -> bool:
     return payoff is None or total_steps is None or payoff < total_steps
 
 
-def describe(startup_seconds: float, payoff: int | None, total_steps: int | None) -> str:
+def describe(
+    startup_seconds: float, payoff: int | None, total_steps: int | None, counted: Counted | None = None
+) -> str:
     """The sentence a person reads; '' where there is no start-up cost to speak of."""
     if payoff is None:
         return ""
-    text = f"{format_seconds(startup_seconds)} to start, pays off after {payoff:,} steps"
+    counted = counted or Counted()
+    text = f"{format_seconds(startup_seconds)} to start, pays off after {payoff:,} {counted.unit}"
     if total_steps is None:
-        return f"{text} (how many the script runs is unknown; give --steps)"
-    return text if payoff < total_steps else f"{text}, but the script runs {total_steps:,}"
+        return f"{text} ({counted.unknown})"
+    return text if payoff < total_steps else f"{text}, but {counted.known} {total_steps:,}"

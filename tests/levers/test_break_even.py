@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.tune.break_even import describe, payoff_steps, pays
+from flatout.levers.break_even import Counted, describe, payoff_steps, pays
 
 
 def test_payoff() -> None:
@@ -25,3 +25,9 @@ def test_the_sentence() -> None:
     assert "pays off after 1,600 steps" in describe(4.0, 1600, 2000)
     assert describe(4.0, 1600, 1000).endswith("but the script runs 1,000")
     assert "--steps" in describe(4.0, 1600, None)
+
+
+def test_the_sentence_counts_what_it_is_told_to() -> None:
+    items = Counted(unit="items", unknown="give items=", known="there are")
+    assert describe(40.0, 20000, 1000, items) == "40 s to start, pays off after 20,000 items, but there are 1,000"
+    assert describe(40.0, 20000, None, items).endswith("20,000 items (give items=)")
