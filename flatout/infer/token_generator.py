@@ -30,6 +30,7 @@ from flatout.infer.sampling import Sampling, Uniforms, fresh_seed
 from flatout.infer.share import known_ceilings
 from flatout.infer.stopping import Stops, Watch, stops_from
 from flatout.infer.storage import storage_of
+from flatout.infer.tokenizer_source import decode_of
 from flatout.infer.torch_decoder import TorchDecoder
 from flatout.kernels.native import native
 from flatout.plan import Plan
@@ -65,6 +66,7 @@ class TokenGenerator:
         if slots is not None and (not isinstance(slots, int) or slots < 1):
             raise UsageError(f"slots is {slots!r}", limit="it is a whole number of at least 1")
         self.tokenizer = tokenizer
+        self._decode = None if tokenizer is None else decode_of(tokenizer)
         self.decoder = read_decoder(model)
         self.engine, self.engine_reason = _engine(model, self.plan)
         self._draft: Engine | None = None
@@ -135,7 +137,7 @@ class TokenGenerator:
             prompts, tokenizer=self.tokenizer, vocabulary=decoder.vocabulary, max_tokens=decoder.max_tokens
         )
         end = None if ignore_end else [one for one in decoder.end_tokens if one < decoder.vocabulary]
-        stops = stops_from(stop, end, self.tokenizer, vocabulary=decoder.vocabulary)
+        stops = stops_from(stop, end, self._decode, vocabulary=decoder.vocabulary)
         seed = None if sampling.greedy else fresh_seed() if sampling.seed is None else sampling.seed
         texts = [self._text(index, one, max_new_tokens, stops, seed) for index, one in enumerate(ids)]
         self._open(max(len(text.prompt) + text.limit for text in texts), len(texts))
@@ -145,13 +147,12 @@ class TokenGenerator:
         room = self.decoder.max_tokens - len(prompt)
         limit = min(max_new_tokens, room)
         at_limit: Reason = "length" if limit == max_new_tokens else "context"
-        decode = None if self.tokenizer is None else self.tokenizer.decode
         return Text(
             index=index,
             prompt=prompt,
             limit=limit,
             at_limit=at_limit,
-            watch=Watch(stops, limit=limit, decode=decode, before=prompt),
+            watch=Watch(stops, limit=limit, decode=self._decode, before=prompt),
             uniforms=None if seed is None else Uniforms(seed, [index], limit),
         )
 

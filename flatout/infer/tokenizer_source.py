@@ -5,6 +5,7 @@ A tokenizer is anything with `encode(text) -> ids` and `decode(ids) -> text`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def load_tokenizer(spec: str) -> Any:
             limit = "a tokenizer has encode(text) -> ids and decode(ids) -> text"
             raise UsageError(f"{spec} is a {type(found).__name__} without {needed}", limit=limit)
     return found
+
+
+def decode_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    """ids -> text, such that a longer list's text begins with a shorter one's: spaces are left as they are."""
+    if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # of transformers
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return lambda ids: str(tokenizer.decode(ids))
 
 
 def tokenizer_beside(model: str) -> Any | None:

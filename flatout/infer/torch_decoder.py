@@ -8,8 +8,6 @@ norms and logits in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,6 +42,7 @@ class TorchDecoder:
             for block in decoder.blocks
         ]
         self._head = self._matrix(decoder.head, storage_of_head(storage))
+        self._captures = self.device.type == "cuda"
         self._graphs: dict[int, _StepGraph] = {}
 
     def open(self, cache: KeyValueCache) -> None:
@@ -56,7 +55,7 @@ class TorchDecoder:
 
         Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
         """
-        if self.device.type == "cuda" and not every and all(span.length == 1 for span in spans):
+        if self._captures and not every and all(span.length == 1 for span in spans):
             return self._replayed(tokens, spans)
         parts = tokens.split([span.length for span in spans])
         logits: list[Tensor | None] = [None] * len(spans)
@@ -178,7 +177,7 @@ class TorchDecoder:
 
 
 class _StepGraph:
-    """A CUDA graph of one step over tensors that stay where they are; capturing runs the step some times first."""
+    """One step over tensors that stay where they are, captured at its first use."""
 
     def __init__(self, rows: int, device: torch.device, step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         self._tokens, self._slots, self._positions = (
@@ -186,33 +185,42 @@ class _StepGraph:
         )
         self._expected: list[Span] = []
         """Spans for which slots and positions stand right already: those of the last step, one further."""
-        self._step, self._logits = step, torch.empty(0)
-        self._graph: Any = None
+        self._step = step
+        self._replay: Callable[[], Tensor] | None = None
 
     def __call__(self, tokens: Tensor, spans: Sequence[Span]) -> Tensor:
         self._tokens.copy_(tokens)
         if list(spans) != self._expected:
             self._slots.copy_(torch.tensor([span.slot for span in spans]))
             self._positions.copy_(torch.tensor([span.start for span in spans]))
-        if self._graph is None:
-            self._graph = self._captured()
-        self._graph.replay()
+        if self._replay is None:
+            self._replay = captured(lambda: self._step(self._tokens, self._slots, self._positions))
+        logits = self._replay().clone()
         self._positions += 1
         self._expected = [Span(slot=span.slot, start=span.start + 1) for span in spans]
-        return self._logits.clone()
+        return logits
 
-    def _captured(self) -> Any:
-        """What runs here writes the keys that the replay will, to the same places: running it often is harmless."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step(self._tokens, self._slots, self._positions)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._logits = self._step(self._tokens, self._slots, self._positions)
-        return graph
+
+def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A CUDA graph of `step`: what is returned replays it and gives its result, in the same memory each time.
+
+    The step runs some times before. It writes the keys that the replay will, to the same places: that is harmless.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch.dtype) -> tuple[Matrix, int]:

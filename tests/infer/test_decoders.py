@@ -146,6 +146,39 @@ def test_the_native_pass_is_bit_identical_in_any_company() -> None:
             assert torch.equal(one[0], found[row]), storage
 
 
+def test_steps_of_one_token_are_replayed_over_tensors_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for CUDA graphs: captured once for each number of rows, it may only read the tensors of its capture."""
+    captures = []
+
+    def captured(step: Any) -> Any:
+        captures.append(step)
+        result = step()
+
+        def replay() -> torch.Tensor:
+            result.copy_(step())
+            return result
+
+        return replay
+
+    monkeypatch.setattr("flatout.infer.torch_decoder.captured", captured)
+    network = model("llama")
+    texts = prompts(3, 20)
+    engine = _engine(TorchDecoder, network, "fp32", length=64)
+    engine._captures = True
+    for slot, text in enumerate(texts):
+        engine.advance(torch.tensor(text), [Span(slot=slot, start=0, length=len(text))])
+    grown = [list(text) for text in texts]
+    for step in range(6):
+        rows = [0, 1, 2] if step < 3 else [2, 0]  # a text ended, and the others stand in another order
+        tokens = [7 + step + row for row in rows]
+        spans = [Span(slot=row, start=len(grown[row])) for row in rows]
+        found = engine.advance(torch.tensor(tokens), spans)
+        for place, row in enumerate(rows):
+            grown[row].append(tokens[place])
+            torch.testing.assert_close(found[place], logits(network, grown[row])[-1], rtol=1e-3, atol=1e-4)
+    assert len(captures) == 2
+
+
 class _Unknown(nn.Module):
     pass
 

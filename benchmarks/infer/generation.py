@@ -1,0 +1,259 @@
+"""`python -m benchmarks.infer.generation`: text from a GPT-2 of 124M weights, beside transformers at its best settings.
+
+Weights are random: speed does not depend on them. Contenders take turns in one process, in another order every round;
+ratios are those of paired rounds (exact signed-rank interval, 95 %). The memory's read rate is measured in every round
+beside them, and a share of the ceiling is against the best of that round's readings: on a shared machine the ceiling
+moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.infer.surroundings import read_rate, surroundings
+from flatout.infer.token_generator import TokenGenerator
+from flatout.models import GPT2, GPT2Config
+from flatout.plan import Plan
+from flatout.statistics import compare_paired, median
+
+PROMPT, NEW = 32, 64
+STORAGES: dict[str, Plan] = {
+    "fp32": Plan(precision="fp32"),
+    "bf16": Plan(precision="bf16"),
+    "int8": Plan(weights="int8"),
+    "int4": Plan(weights="int4"),
+}
+Run = Callable[[], float]
+"""Generates once; seconds."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.infer.generation", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
+    arguments = parser.parse_args(words)
+    theirs, ours = _models()
+    results = [
+        _beside_transformers(theirs, ours, 1, arguments.rounds),
+        _beside_transformers(theirs, ours, 16, max(5, arguments.rounds // 2)),
+        _reading_prompts(theirs, ours, max(5, arguments.rounds // 2)),
+        _guessing(ours, arguments.rounds),
+        _exactness(ours),
+    ]
+    if arguments.out:
+        document = {"benchmark": "generation", **surroundings("transformers"), "results": results}
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _models() -> tuple[Any, Any]:
+    """transformers' GPT-2 (None if it is not installed) and a model with the same weights."""
+    torch.manual_seed(0)
+    try:
+        import transformers
+    except ImportError:
+        print("transformers: not installed")
+        return None, GPT2().eval()
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+    config = GPT2Config.from_hugging_face(theirs.config.to_dict())
+    return theirs, GPT2.from_hugging_face(theirs.state_dict(), config).eval()
+
+
+def _beside_transformers(theirs: Any, ours: Any, batch: int, rounds: int) -> dict[str, Any]:
+    prompts = torch.randint(0, 50257, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
+    generators = {name: TokenGenerator(ours, plan, slots=batch) for name, plan in STORAGES.items()}
+    contenders: dict[str, Run] = {}
+    if theirs is not None:
+        contenders |= _transformers(theirs, prompts)
+    for name, generator in generators.items():
+        contenders[f"flatout {name}"] = lambda generator=generator: _timed(
+            lambda: generator.generate(prompts, max_new_tokens=NEW, ignore_end=True)
+        )
+    seconds, rates = _in_turns(contenders, rounds)
+    print(f"batch {batch}: {PROMPT} tokens read, {NEW} generated ({rounds} rounds)")
+    rows = {}
+    for name, found in seconds.items():
+        row: dict[str, Any] = {"seconds": found, "tokens_per_second": batch * NEW / median(found)}
+        text = f"  {name:28} {row['tokens_per_second']:8.0f} tokens/s"
+        for peer in ("transformers fp32", "transformers bf16"):
+            if peer in seconds and name != peer:
+                ratio = compare_paired(seconds[peer], found)
+                row[f"against {peer}"] = asdict(ratio)
+                text += f"   x{ratio.ratio:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of {peer.removeprefix('transformers ')}"
+        if name.startswith("flatout "):
+            row["share_of_reading"] = _shares(generators[name.removeprefix("flatout ")], batch, found, rates[name])
+            text += f"   {row['share_of_reading']['median']:.0%} of the read rate"
+        rows[name] = row
+        print(text, flush=True)
+    return {"batch": batch, "prompt_tokens": PROMPT, "new_tokens": NEW, "rows": rows, "read_bytes_per_second": rates}
+
+
+def _shares(generator: TokenGenerator, batch: int, seconds: list[float], rates: list[float]) -> dict[str, Any]:
+    """Bytes that one token after the other had to read, over what the memory gave in that time, round by round."""
+    engine, decoder = generator.engine, generator.decoder
+    assert engine.cache is not None
+    per_place = decoder.cache_bytes_per_token(engine.cache.keys[0].element_size())
+    # The prompt's pass reads the weights once too; then one pass for each token but the first.
+    read = engine.weight_bytes * NEW + batch * per_place * sum(range(PROMPT + 1, PROMPT + NEW))
+    shares = [read / one / rate for one, rate in zip(seconds, rates, strict=True)]
+    return {"bytes": read, "median": median(shares), "best": max(shares), "rounds": shares}
+
+
+def _transformers(model: Any, prompts: torch.Tensor) -> dict[str, Run]:
+    """In fp32 and in bf16, and in bf16 with a cache of fixed size and a compiled forward pass."""
+    import copy
+
+    runs: dict[str, Run] = {}
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(prompts)
+    halved = copy.deepcopy(model).bfloat16()
+    compiled = copy.deepcopy(halved)
+    compiled.forward = torch.compile(compiled.forward)
+    static = {**settings, "cache_implementation": "static"}
+    variants = {
+        "transformers fp32": (model, settings),
+        "transformers bf16": (halved, settings),
+        "transformers bf16 compiled": (compiled, static),
+    }
+    for name, (one, chosen) in variants.items():
+
+        def run(one: Any = one, chosen: Any = chosen) -> float:
+            with torch.no_grad():
+                return _timed(lambda: one.generate(prompts, attention_mask=mask, **chosen))
+
+        try:
+            run()
+            runs[name] = run
+        except Exception as error:  # a peer that fails is told, and the others go on
+            print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+    return runs
+
+
+def _in_turns(contenders: dict[str, Run], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each contender, and the best read rate before and after each of its runs."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name in random.sample(list(contenders), len(contenders)):
+            gc.collect()
+            before = read_rate()
+            took = contenders[name]()
+            if turn:  # the first round warms up
+                seconds[name].append(took)
+                rates[name].append(max(before, read_rate()))
+    return seconds, rates
+
+
+def _reading_prompts(theirs: Any, ours: Any, rounds: int) -> dict[str, Any]:
+    """Time to the first token of a prompt of 512 tokens."""
+    prompts = torch.randint(0, 50257, (1, 512), generator=torch.Generator().manual_seed(2))
+    contenders: dict[str, Run] = {}
+    if theirs is not None:
+        halved = __import__("copy").deepcopy(theirs).bfloat16()
+        for name, model in (("transformers fp32", theirs), ("transformers bf16", halved)):
+            contenders[name] = lambda model=model: _first_token(model, prompts)
+    for name, plan in STORAGES.items():
+        generator = TokenGenerator(ours, plan)
+        contenders[f"flatout {name}"] = lambda generator=generator: _timed(
+            lambda: generator.generate(prompts, max_new_tokens=1)
+        )
+    seconds, _ = _in_turns(contenders, rounds)
+    print(f"first token after 512 ({rounds} rounds)")
+    flops = 2 * 512 * 123.5e6
+    for name, found in seconds.items():
+        print(f"  {name:28} {median(found) * 1e3:8.0f} ms   {flops / median(found) / 1e9:6.0f} GFLOP/s", flush=True)
+    return {"prompt_tokens": 512, "seconds": seconds}
+
+
+def _first_token(model: Any, prompts: torch.Tensor) -> float:
+    with torch.no_grad():
+        return _timed(lambda: model(prompts, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1))
+
+
+def _guessing(ours: Any, rounds: int) -> dict[str, Any]:
+    """Prompt lookup on text that repeats (greedy: such a model falls into loops) and on text that is chance alone."""
+    prompt = torch.randint(0, 50257, (64,), generator=torch.Generator().manual_seed(3)).tolist()
+    plain = TokenGenerator(ours, Plan(precision="bf16"))
+    guessing = TokenGenerator(ours, Plan(precision="bf16", speculation="lookup"))
+    results: dict[str, Any] = {}
+    kinds: dict[str, dict[str, Any]] = {"repetitive": {}, "random": {"temperature": 1.0, "seed": 5}}
+    for kind, settings in kinds.items():
+        made: dict[str, Any] = {}
+
+        def run(name: str, generator: TokenGenerator, settings: Any = settings, made: Any = made) -> float:
+            return _timed(
+                lambda: made.__setitem__(
+                    name, generator.generate([prompt * 2], max_new_tokens=256, ignore_end=True, **settings)
+                )
+            )
+
+        contenders: dict[str, Run] = {
+            "plain": lambda run=run: run("plain", plain),
+            "lookup": lambda run=run: run("lookup", guessing),
+        }
+        seconds, _ = _in_turns(contenders, rounds)
+        ratio = compare_paired(seconds["plain"], seconds["lookup"])
+        spoken = made["lookup"].speculation
+        same = made["plain"].tokens == made["lookup"].tokens
+        distinct = len(set(made["plain"].tokens[0]))
+        print(
+            f"lookup on {kind} text: x{ratio.ratio:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), {spoken.proposed} guessed, "
+            f"{spoken.accepted} right; {'the same text' if same else 'ANOTHER TEXT'}; {distinct} distinct of 256",
+            flush=True,
+        )
+        results[kind] = {
+            "seconds": seconds,
+            "against_plain": asdict(ratio),
+            "speculation": asdict(spoken),
+            "same_text": same,
+            "distinct_tokens": distinct,
+        }
+    return {"guessing": results}
+
+
+def _exactness(ours: Any) -> dict[str, Any]:
+    """What fewer bits do to the logits of this model, whose weights are random."""
+    from flatout.infer.span import Span
+
+    tokens = torch.randint(0, 50257, (128,), generator=torch.Generator().manual_seed(4))
+    found = {}
+    for name, plan in STORAGES.items():
+        generator = TokenGenerator(ours, plan)
+        generator._open(128, 1)
+        found[name] = generator.engine.advance(tokens, [Span(slot=0, start=0, length=128)], every=True).double()
+    rows = {}
+    for name, logits in found.items():
+        exact = found["fp32"]
+        error = float((logits - exact).std() / exact.std())
+        divergence = torch.nn.functional.kl_div(
+            logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="none"
+        )
+        rows[name] = {
+            "relative_error": error,
+            "same_first_choice": float((logits.argmax(-1) == exact.argmax(-1)).double().mean()),
+            "mean_divergence_nats": float(divergence.sum(-1).mean()),
+        }
+        print(
+            f"  {name:6} logits off by {error:.2%} of their spread, divergence {rows[name]['mean_divergence_nats']:.1e} nats"
+        )
+    return {"exactness": rows}
+
+
+def _timed(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
