@@ -119,7 +119,11 @@ def _check_telling(samples: list[Sample], dynamic: Dynamic, notes: list[str]) ->
     if dynamic != "none" and not any((one.example.batch or 0) > (batch or 0) for one in samples):
         what = f"the module itself runs at no batch larger than {batch}"
         remedy = "take the batch from the input, as x.shape[0] or -1; or allow a fixed size (allow_fixed)"
-        raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy, line=None))
+        raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy))
+    length = samples[0].example.length
+    if dynamic == "length" and all(one.example.length == length for one in samples):
+        what, remedy = f"the module itself runs at length {length} alone", "pass dynamic='batch'"
+        raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy))
     first = samples[0].outputs
     alike = [one.outputs for one in samples[1:] if [x.shape for _, x in one.outputs] == [x.shape for _, x in first]]
     if alike and all(torch.equal(x, y) for one in alike for (_, x), (_, y) in zip(first, one, strict=True)):

@@ -133,3 +133,12 @@ class Writes(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.mul_(2))
+
+
+class OneLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x.transpose(1, 2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def test_what_no_file_can_hold(name: str, what: str, tmp_path: Path) -> None:
     report = export(model, torch.randn(3, 4), tmp_path / "net", format=ALL)
     for file in report.files:
         assert file.failure is not None
-        assert __import__("re").search(what, file.failure.what), file
+        assert re.search(what, file.failure.what), file
     assert list(tmp_path.iterdir()) == []
     if name == "Counter":
         assert (model.count, model.seen) == (0, [0])
@@ -92,6 +94,9 @@ def test_a_recurrent_layer_keeps_its_length_but_not_its_batch(tmp_path: Path) ->
     report = export(Last(), torch.randn(3, 5, 4), tmp_path / "net", dynamic="length")
     assert report.files[0].failure is not None
     assert "step by step" in report.files[0].failure.limit
+    report = export(exportable.OneLength(), torch.randn(3, 5, 4), tmp_path / "net", dynamic="length")
+    assert report.files[0].failure is not None
+    assert report.files[0].failure.what == "the module itself runs at length 5 alone"
     report = export(Last(), torch.randn(3, 5, 4), tmp_path / "net", dynamic="length", allow_fixed=True)
     assert report.files[0].dynamic == ("batch",)
     assert "length is fixed to the example's" in report.files[0].notes[0]
@@ -107,8 +112,6 @@ def test_a_wrong_file_is_never_put_in_place(tmp_path: Path, monkeypatch: pytest.
         good.write(job, path)
         with torch.no_grad():
             job.model.weight[0, 0] -= 0.01
-
-    from dataclasses import replace
 
     monkeypatch.setitem(export_module.EXPORTERS, "pt2", replace(good, write=write))
     (tmp_path / "net.pt2").write_text("old")
