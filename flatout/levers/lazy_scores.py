@@ -1,8 +1,9 @@
 """Scores that are not there yet: what a last linear layer would return, computed only if somebody looks at it.
 
 A `LazyScores` is a torch.Tensor with a shape, a type, a place in the graph and no memory. Operations that only move
-positions about (`view`, `transpose`, `scores[:, :-1]`, `float`) give another one; cross-entropy takes the layer's input
-and weights from it and never forms the scores; any other operation has them computed then, once, as the layer would
+positions about (`view`, `transpose`, `scores[:, :-1]`, `float`) give another one, and so does a log-softmax over the
+classes; cross-entropy (or `nll_loss` behind that) takes the layer's input and weights from it and never forms the
+scores; any other operation has them computed then, once, as the layer would
 have done, and goes on with plain tensors.
 
     scores = lazy_linear(hidden, weight, bias, watch)     # [..., classes], nothing computed
@@ -122,8 +123,8 @@ class LazyScores(torch.Tensor):
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is functional.cross_entropy:
-            loss = _loss(*args, **kwargs)
+        if func in _LOSSES:
+            loss = _LOSSES[func](*args, **kwargs)
             if loss is not None:
                 return loss
         elif func in _MOVING and isinstance(args[0], LazyScores):
@@ -152,6 +153,8 @@ class Place:
         self.weight, self.bias = source.weight, source.bias
         self.formed: Tensor | None = None
         self.node: Any = None
+        self.is_normalised = False
+        """Are they the log-softmax over the classes?"""
 
     def tensor(self) -> LazyScores:
         made: LazyScores = _Stand.apply(self.features, self.weight, self.bias, self)
@@ -174,6 +177,7 @@ class Place:
             found.weight, found.bias = _detached(self.weight), _detached(self.bias)
         else:
             found.weight, found.bias = self.weight, self.bias
+        found.is_normalised = self.is_normalised or _MOVING[func] is _log_softmax
         return found.tensor()
 
     def form(self, own: LazyScores, by: str) -> Tensor:
@@ -191,6 +195,12 @@ class Place:
         """The scores without a graph."""
         with torch.no_grad():
             return self._replay(self.source.form(by), graph=False) if self.formed is None else self.formed.detach()
+
+    def softmax(self) -> Tensor:
+        """Of the scores, classes last; without a graph."""
+        with torch.no_grad(), self.source.precision():
+            features = self.features.movedim(self.axis, -1)
+            return LINEAR(features, self.weight, self.bias).float().softmax(-1)
 
     def _replay(self, scores: Tensor, *, graph: bool = True) -> Tensor:
         for func, args, kwargs, with_graph in self.steps:
@@ -213,6 +223,7 @@ class _Stand(torch.autograd.Function):
     def forward(context: Any, features: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:
         context.save_for_backward(features, weight)
         context.axis, context.dtype, context.biased = place.axis, place.source.dtype, bias is not None
+        context.softmax = place.softmax if place.is_normalised else None
         like = place.like
         made: Tensor = torch.Tensor._make_wrapper_subclass(
             LazyScores, like.shape, dtype=like.dtype, device=features.device
@@ -222,7 +233,10 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         features, weight = context.saved_tensors
-        by_score = gradient.movedim(context.axis, -1).to(context.dtype)
+        by_score = gradient.movedim(context.axis, -1)
+        if context.softmax is not None:
+            by_score = by_score - context.softmax() * by_score.sum(-1, keepdim=True)
+        by_score = by_score.to(context.dtype)
         of_features = (by_score @ weight.to(context.dtype)).movedim(-1, context.axis).to(features.dtype)
         rows = by_score.reshape(-1, by_score.shape[-1])
         inputs = features.movedim(context.axis, -1).reshape(-1, features.shape[context.axis])
@@ -264,6 +278,26 @@ class _Twice(torch.autograd.Function):
         found = iter(torch.autograd.grad(loss, wanted, gradient.to(loss.dtype), create_graph=True))
         parts = [next(found) if one is not None and one.requires_grad else None for one in layer]
         return None, None, None, None, *parts
+
+
+def _negative_log_likelihood(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """torch's `nll_loss`, where what it gets is a log-softmax; None where it must see it."""
+    if not isinstance(input, LazyScores) or not input.place.is_normalised:
+        return None
+    return _loss(input, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
+    input = args[0] if args else kwargs.get("input")
+    return None if isinstance(input, LazyScores) and input.place.is_normalised else _loss(*args, **kwargs)
 
 
 def _loss(
@@ -354,6 +388,15 @@ def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
     return _shape_alone(place.like.shape, given[0]), place.features, place.axis
 
 
+def _log_softmax(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
+    dimension = kwargs.get("dim", args[0] if args else None)
+    more = {name for name, value in kwargs.items() if value is not None} - {"dim", "_stacklevel"} or len(args) > 1
+    if more or dimension is None or dimension % place.like.dim() != place.axis or place.is_normalised:
+        raise _DoesMore
+    exact = torch.is_autocast_enabled(place.features.device.type)
+    return _shape_alone(place.like.shape, torch.float32 if exact else place.like.dtype), place.features, place.axis
+
+
 def _detach(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
     return place.like, place.features.detach(), place.axis
 
@@ -395,9 +438,11 @@ _MOVING: dict[Any, Callable[[Place, Any, Any, Any], Moved]] = {
     **dict.fromkeys((torch.transpose, torch.permute, torch.swapaxes, torch.movedim, torch.swapdims), _permute),
     **dict.fromkeys((_T.contiguous,), _same),
     **dict.fromkeys((_T.float, _T.to), _cast),
+    **dict.fromkeys((functional.log_softmax, torch.log_softmax, _T.log_softmax), _log_softmax),
     _T.detach: _detach,
     _T.__getitem__: _index,
 }
+_LOSSES = {functional.cross_entropy: _cross_entropy, functional.nll_loss: _negative_log_likelihood}
 _ABOUT = {
     *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),
     *(getattr(_T, name).__get__ for name in ("is_leaf", "grad_fn", "is_sparse", "is_meta", "itemsize", "nbytes")),

@@ -90,7 +90,16 @@ def a_single_row(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(model(x)[0, 0], y[0, 0])
 
 
+def log_softmax(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return nn.NLLLoss()(functional.log_softmax(model(x).view(-1, V), dim=1), y.view(-1))
+
+
+def log_softmax_first(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.nll_loss(model(x).log_softmax(-1).transpose(1, 2), y, ignore_index=3)
+
+
 FUSED = [
+    log_softmax, log_softmax_first,
     nanogpt, hugging_face, classes_in_the_middle, tied, by_product, masked, last_position, one_by_one, permuted,
     a_single_row,
 ]  # fmt: skip
@@ -168,7 +177,29 @@ def classes_in_another_order(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(model(x)[..., torch.arange(V).flip(0)].view(-1, V), y.view(-1))
 
 
+def likelihoods_of_its_own(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = functional.log_softmax(model(x), dim=-1)
+    return -logits.gather(2, y[..., None]).mean()
+
+
+def normalised_twice(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(torch.log_softmax(model(x), -1).transpose(1, 2), y)
+
+
+def not_normalised(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.nll_loss(model(x).transpose(1, 2), y)
+
+
+def over_positions(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.nll_loss(functional.log_softmax(model(x), dim=1).transpose(1, 2), y)
+
+
+def normalised_through_a_function(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.nll_loss(Doubled.apply(functional.log_softmax(model(x), -1)).transpose(1, 2), y)
+
+
 FORMED = [
+    likelihoods_of_its_own, normalised_twice, not_normalised, over_positions, normalised_through_a_function,
     temperature, class_weights, unreduced, probabilities, changed_in_place, regularised, through_a_function_of_its_own,
     through_another, checkpointed, a_part_of_the_classes, classes_in_another_order,
 ]  # fmt: skip
