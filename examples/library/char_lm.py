@@ -1,4 +1,4 @@
-"""Train a character model on Python's own source text with the library; start it again and it goes on.
+"""Train a character model on Python's own source text with the library and let it write; started again it goes on.
 
 python examples/library/char_lm.py --steps 600 --folder runs/char_lm
 """
@@ -24,6 +24,19 @@ def read_source_text(characters: int) -> str:
         if length >= characters:
             break
     return "".join(pieces)[:characters]
+
+
+class Characters:
+    """One token a character of the alphabet."""
+
+    def __init__(self, alphabet: list[str]) -> None:
+        self.alphabet = alphabet
+
+    def encode(self, text: str) -> list[int]:
+        return [self.alphabet.index(character) for character in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.alphabet[token] for token in tokens)
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:
@@ -58,8 +71,9 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     device = flatout.device()
     text = read_source_text(arguments.characters)
-    alphabet = {character: i for i, character in enumerate(sorted(set(text)))}
-    tokens = torch.tensor([alphabet[character] for character in text])
+    alphabet = sorted(set(text))
+    numbers = {character: i for i, character in enumerate(alphabet)}
+    tokens = torch.tensor([numbers[character] for character in text])
     split = int(0.95 * len(tokens))
     # Windows that overlap by half: a view, so the text lies in memory once.
     windows = tokens[:split].unfold(0, arguments.block + 1, arguments.block // 2)
@@ -98,6 +112,11 @@ def main() -> None:
         print(
             f"held-out loss {result.evaluations[-1]['loss']:.3f} nats a character; of frequencies alone {entropy:.3f}"
         )
+
+    writer = flatout.TokenGenerator(model, flatout.Plan(precision="bf16"), tokenizer=Characters(alphabet))
+    written = writer.generate("def ", max_new_tokens=arguments.block - 10, temperature=0.7, top_k=20, seed=1)
+    print("def " + written.texts[0])
+    print(written.summary())
 
 
 if __name__ == "__main__":

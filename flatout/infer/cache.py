@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatout.errors import UsageError
 from flatout.infer.decoder import Decoder
+from flatout.infer.span import Span
 
 LENGTH_STEP = 16
 """Lengths are multiples of it: the native kernel keeps keys in panels of so many positions."""
@@ -39,6 +40,14 @@ class KeyValueCache:
     def nbytes(self) -> int:
         """Held, whether used or not."""
         return sum(part.nbytes for part in (*self.keys, *self.values))
+
+    def check(self, span: Span) -> None:
+        """UsageError where these places are not in the cache."""
+        if not 0 <= span.slot < self.slots:
+            raise UsageError(f"slot {span.slot}", limit=f"the cache has slots 0 to {self.slots - 1}")
+        if span.length < 1 or span.start < 0 or span.start + span.length > self.length:
+            what = f"{span.length} tokens from position {span.start}"
+            raise UsageError(what, limit=f"the cache holds positions 0 to {self.length - 1}")
 
     def tensors(self, block: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one block."""

@@ -63,6 +63,8 @@ class NativeDecoder:
         Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
         """
         assert self.cache is not None, "no cache was opened"
+        for span in spans:  # the kernel writes where it is told
+            self.cache.check(span)
         threads = self._threads_for(len(tokens))
         slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
         positions = torch.tensor([place for span in spans for place in range(span.start, span.start + span.length)])

@@ -8,6 +8,7 @@ norms and logits in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F

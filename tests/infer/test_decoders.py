@@ -205,6 +205,20 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
         read_decoder(network)
 
 
+@pytest.mark.parametrize(
+    ("span", "told"),
+    [
+        (Span(slot=3, start=0), "slot 3; the cache has slots 0 to 2"),
+        (Span(slot=0, start=112), "1 tokens from position 112; the cache holds positions 0 to 111"),
+        (Span(slot=0, start=-1), "1 tokens from position -1"),
+    ],
+)
+def test_places_outside_of_the_cache_are_refused(span: Span, told: str) -> None:
+    engine = _engine(NativeDecoder, model("own GPT-2"), "fp32")
+    with pytest.raises(UsageError, match=told):
+        engine.advance(torch.tensor([1]), [span])
+
+
 def test_a_cache_longer_than_the_model_reads() -> None:
     decoder = read_decoder(model("own GPT-2"))
     with pytest.raises(UsageError, match="a cache of 129 tokens; the model reads at most 128"):

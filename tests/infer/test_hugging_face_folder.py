@@ -71,7 +71,7 @@ def test_from_the_command_line(folder: Path, capsys: Any, monkeypatch: pytest.Mo
 
 
 def test_a_folder_without_a_tokeniser(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no tokenizer; it has one of tokenizer.json"):
+    with pytest.raises(UsageError, match="holds no tokenizer; it has one of"):
         load_tokenizer(str(tmp_path))
     assert tokenizer_beside(str(tmp_path)) is None
     (tmp_path / "tokenizer.json").write_text("{")
