@@ -51,6 +51,7 @@ VERBS = {
     "tune": ScriptCommand,
     "run": RunCommand,
     "memory": ScriptCommand,
+    "predict": TyperCommand,
     "generate": TyperCommand,
     "export": TyperCommand,
     "compare": TyperCommand,

@@ -104,6 +104,8 @@ class Predictor:
             window_tokens=batch_tokens * WINDOW_BATCHES,
             window_items=look_ahead or WINDOW_ITEMS,
         )
+        self.ceilings = detect().ceilings
+        """Measured on this machine before; None: never."""
         self.run = WindowRun(placed, self.plan, self.bounds, check_finite=check_finite)
 
     def __call__(self, inputs: Iterable[Any], *, on_error: str = "mark", first_index: int = 0) -> Predictions:
@@ -145,7 +147,7 @@ class Predictions:
         """Of what was done so far."""
         run, begun = self._run, self._begun
         rate = run.runner.placed.rate
-        ceilings = detect().ceilings
+        ceilings = self._predictor.ceilings
         peak = ceilings.gemm_flops_per_second.get(rate) if ceilings is not None else None
         return Figures(
             items=self._items,

@@ -1,0 +1,131 @@
+"""flatout predict: a model over a file of inputs, results in their order, a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+FAILURES_SHOWN = 5
+
+
+def predict(
+    model: Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")],
+    inputs: Annotated[Path, typer.Argument(help=".npy, .npz, .safetensors or .jsonl of tokens, or .txt of texts.")],
+    out: Annotated[Path, typer.Option(metavar="PLACE", help="NAME.jsonl, or a folder of safetensors.")],
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="How to run; the options below go first.")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="Of the weights: fp32, bf16, fp16.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="BITS", help="Of linear layers: int8 or int4.")] = None,
+    activations: Annotated[str | None, typer.Option(metavar="BITS", help="int8: products of whole numbers.")] = None,
+    batching: Annotated[str | None, typer.Option(metavar="HOW", help="packed, equal or padded.")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens of one batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="N", help="Inputs of fixed size in one batch.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; default: the model's.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="For texts: a folder or file.py:name; default: the model's.")
+    ] = None,
+    keep: Annotated[str, typer.Option(metavar="NAME", help="Write only this part of the output, as 'pooled'.")] = "",
+    check_finite: Annotated[
+        bool, typer.Option("--check-finite", help="An output with inf or NaN counts as failed.")
+    ] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Drop the results that are there.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> int:
+    """Run a model over a file of inputs, near what the machine can do; interrupted, it goes on where it was.
+
+    Exit code: 0 all inputs have a result, 1 some could not be used (the others have theirs), 2 model, inputs or plan
+    cannot be used.
+    """
+    from flatout.infer.input_files import open_inputs
+    from flatout.infer.model_source import load_model
+    from flatout.infer.predict import Predictor
+    from flatout.infer.result_files import open_results
+    from flatout.report.document import to_text
+    from flatout.report.predict_text import predict_document, predict_text
+
+    chosen = _plan(
+        plan,
+        precision=precision,
+        weights=weights,
+        activations=activations,
+        batching=batching,
+        batch_tokens=batch_tokens,
+    )
+    source = open_inputs(inputs, _encode(model, tokenizer))
+    module, _ = load_model(model)
+    predictor = Predictor(module, chosen, batch_size=batch_size, device=device, check_finite=check_finite)
+    results = open_results(out, _described(model, inputs, chosen, keep), restart=restart, keep=keep)
+    before = results.done
+    predictions = predictor(source.begin(before), first_index=before)
+    failures: list[str] = []
+    try:
+        for index, result in enumerate(_shown(predictions, source.count - before), start=before):
+            results.add(index, result)
+            if type(result).__name__ == "Failed" and len(failures) < FAILURES_SHOWN:
+                failures.append(str(result))
+    finally:
+        results.close()
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    if json:
+        document = predict_document(
+            predictions.figures, out=str(out), done_before=before, failed=results.failed, first=failures
+        )
+        print(to_text(document))
+    else:
+        print(predict_text(predictions.figures, out=str(out), done_before=before, failed=results.failed))
+    return 1 if results.failed else 0
+
+
+def _plan(path: Path | None, **options: Any) -> Any:
+    from flatout.plan import Plan, read_plan
+
+    plan = read_plan(path) if path is not None else Plan()
+    for name, value in options.items():
+        if value is not None:
+            plan = plan.with_choice(name, value, "asked for on the command line")
+    return plan
+
+
+def _encode(model: str, tokenizer: str | None) -> Callable[[str], Any] | None:
+    from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
+
+    found = load_tokenizer(tokenizer) if tokenizer is not None else tokenizer_beside(model)
+    return None if found is None else found.encode
+
+
+def _described(model: str, inputs: Path, plan: Any, keep: str) -> dict[str, Any]:
+    """What results are of: they must not be mixed with others."""
+    return {
+        "model": model,
+        "inputs": str(inputs.resolve()),
+        "inputs_bytes": inputs.stat().st_size,
+        "plan": plan.choices(),
+        "keep": keep,
+    }
+
+
+def _shown(predictions: Any, total: int) -> Iterator[Any]:
+    """With a bar on the terminal."""
+    if not sys.stderr.isatty():
+        yield from predictions
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
+        task = bar.add_task("", total=total)
+        for number, result in enumerate(predictions):
+            if number % 64 == 0:
+                figures = predictions.figures
+                share = figures.share_of_ceiling
+                text = f"{figures.tokens_per_second or 0:,.0f} tokens/s"
+                text += f" · {share:.0%} of the {figures.ceiling_dtype} ceiling" if share is not None else ""
+                text += f" · {figures.failed} failed" if figures.failed else ""
+                bar.update(task, completed=number, description=text)
+            yield result
+        bar.update(task, completed=total)

@@ -1,0 +1,135 @@
+"""Inputs from a file, one by one: nothing but the current one is held in memory (arrays are mapped from the disk).
+
+    .npy                    one input a row: [inputs, tokens], or images [inputs, channels, height, width]
+    .npz, .safetensors      one array as above; several with one row an input each (keywords of the model's call);
+                            or ragged: a flat array [all tokens] and `lengths` [inputs] beside it
+    .jsonl                  one input a line: [3, 14, 15], "a text", {"text": "..."} or {"input_ids": [...], ...}
+    .txt                    one text a line
+
+Texts need a tokenizer. A line that cannot be read is given as the UsageError that says why, in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.errors import UsageError
+
+Encode = Callable[[str], Any]
+SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".txt")
+LENGTHS = "lengths"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """How many inputs there are, and an iterator over them that begins anywhere."""
+
+    count: int
+    begin: Callable[[int], Iterator[Any]]
+
+
+def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
+    """The inputs in this file. UsageError: no such file, another kind of file, arrays that do not belong together."""
+    if path.suffix not in SUFFIXES:
+        remedy = "save tokens as .npy, ragged ones as .jsonl or .npz with lengths"
+        raise UsageError(f"the inputs are {path.name}", limit=f"they end in {', '.join(SUFFIXES)}", remedy=remedy)
+    try:
+        if path.suffix in (".jsonl", ".txt"):
+            return _lines(path, encode)
+        if path.suffix == ".npy":
+            return _of_arrays({"": np.load(path, mmap_mode="r")}, path)
+        if path.suffix == ".npz":
+            with np.load(path) as file:
+                return _of_arrays({name: file[name] for name in file.files}, path)
+        from safetensors.torch import load_file
+
+        return _of_arrays(load_file(path), path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"cannot read {path}: {error}", remedy="name a file of inputs") from error
+
+
+def _of_arrays(arrays: dict[str, Any], path: Path) -> InputFile:
+    names = [name for name in arrays if name != LENGTHS]
+    if not names:
+        raise UsageError(f"{path} holds no inputs", limit=f"it holds {', '.join(arrays) or 'nothing'}")
+    if LENGTHS in arrays:
+        return _ragged({name: arrays[name] for name in names}, np.asarray(arrays[LENGTHS]), path)
+    counts = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in names}
+    if len(set(counts.values())) > 1 or any(arrays[name].ndim < 2 and len(names) == 1 for name in names):
+        shapes = ", ".join(f"{name or 'array'} is {list(arrays[name].shape)}" for name in names)
+        limit = "an array has one row an input"
+        raise UsageError(f"{path}: {shapes}", limit=limit, remedy=f"give a flat array of tokens {LENGTHS!r} beside it")
+
+    def begin(start: int) -> Iterator[Any]:
+        for place in range(start, counts[names[0]]):
+            row = {name: _copied(arrays[name][place]) for name in names}
+            yield row[names[0]] if len(names) == 1 else row
+
+    return InputFile(counts[names[0]], begin)
+
+
+def _ragged(arrays: dict[str, Any], lengths: Any, path: Path) -> InputFile:
+    total = int(lengths.sum())
+    for name, array in arrays.items():
+        if len(array) != total:
+            raise UsageError(f"{path}: {name} holds {len(array)} tokens", limit=f"{LENGTHS} add up to {total}")
+    ends = np.cumsum(lengths, dtype=np.int64)
+
+    def begin(start: int) -> Iterator[Any]:
+        for place in range(start, len(lengths)):
+            part = slice(int(ends[place] - lengths[place]), int(ends[place]))
+            row = {name: _copied(array[part]) for name, array in arrays.items()}
+            yield next(iter(row.values())) if len(row) == 1 else row
+
+    return InputFile(len(lengths), begin)
+
+
+def _copied(row: Any) -> Any:
+    """Out of the mapped file: torch warns of memory that may not be written to."""
+    return np.array(row) if isinstance(row, np.ndarray | np.generic) else row
+
+
+def _lines(path: Path, encode: Encode | None) -> InputFile:
+    with open(path, "rb") as file:
+        count = sum(1 for line in file)
+    read = _json_line if path.suffix == ".jsonl" else _text
+
+    def begin(start: int) -> Iterator[Any]:
+        with open(path, "rb") as file:
+            for line in itertools.islice(file, start, None):
+                try:
+                    yield read(line.decode("utf-8").rstrip("\r\n"), encode)
+                except UnicodeDecodeError as error:
+                    yield UsageError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
+                except UsageError as error:
+                    yield error
+
+    return InputFile(count, begin)
+
+
+def _json_line(line: str, encode: Encode | None) -> Any:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"the line is not JSON: {error}") from error
+    if isinstance(value, str):
+        return _text(value, encode)
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return _text(value["text"], encode)
+    return value
+
+
+def _text(line: str, encode: Encode | None) -> Any:
+    if encode is None:
+        limit = "the model takes token ids"
+        raise UsageError("the input is a text", limit=limit, remedy="name a tokenizer with --tokenizer")
+    return encode(line)

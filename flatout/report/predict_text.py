@@ -1,0 +1,37 @@
+"""A run of predict as a person reads it, and as a JSON document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.infer.predicted import Figures
+from flatout.report.document import document
+from flatout.units import format_seconds
+
+
+def predict_document(figures: Figures, *, out: str, done_before: int, failed: int, first: list[str]) -> dict[str, Any]:
+    """`done_before`: inputs of an earlier run that was gone on with; `failed`: of all, `first` of them in words."""
+    payload = {"out": out, "done_before": done_before, "failed_in_all": failed, "first_failures": first}
+    return document("predict", {**payload, "figures": figures.to_json()})
+
+
+def predict_text(figures: Figures, *, out: str, done_before: int, failed: int) -> str:
+    """Some lines: how much, how fast, at which share of the ceiling, what went wrong."""
+    before = f" ({done_before} more were there from before)" if done_before else ""
+    lines = [f"{figures.items} inputs in {format_seconds(figures.seconds)}{before} -> {out}"]
+    if figures.items_per_second and figures.tokens_per_second:
+        batches = ", ".join(f"{count} {name}" for name, count in figures.batches.items() if count)
+        lines.append(
+            f"speed     {figures.items_per_second:,.1f} inputs/s, {figures.tokens_per_second:,.0f} tokens/s, "
+            f"padding {figures.padding_share:.1%} of what was computed; batches: {batches or 'none'}"
+        )
+    share = figures.share_of_ceiling
+    if share is not None and figures.ceiling_flops_per_second:
+        ceiling = figures.ceiling_flops_per_second / 1e12
+        lines.append(f"ceiling   {share:.1%} of the measured {ceiling:.2f} TFLOP/s in {figures.ceiling_dtype}")
+    elif figures.items:
+        lines.append(f"ceiling   unknown in {figures.ceiling_dtype}: measure it with `flatout check --measure`")
+    lines += [f"note      {note}" for note in figures.notes]
+    if failed:
+        lines.append(f"failed    {failed} inputs; the results say which and why")
+    return "\n".join(lines)
