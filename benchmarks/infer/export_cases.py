@@ -20,6 +20,7 @@ from flatout.models import (
     RecurrentClassifier,
     RecurrentClassifierConfig,
     ResNet,
+    ResNetConfig,
 )
 
 BATCH, TOKENS, VOCABULARY = 8, 64, 5000
@@ -123,7 +124,10 @@ def _small(kind: type[nn.Module]) -> Callable[[], tuple[nn.Module, Any]]:
 CASES = (
     Case(name="MLP", make=lambda: (MLP(), (torch.randn(64, 1000),))),
     Case(name="ConvNet", make=lambda: (ConvNet(), (torch.randn(32, 3, 28, 28),))),
-    Case(name="ResNet-50, 96 x 96", make=lambda: (ResNet(), (torch.randn(4, 3, 96, 96),))),
+    Case(
+        name="ResNet-50, 96 x 96",
+        make=lambda: (ResNet(ResNetConfig(zero_init_residual=False)), (torch.randn(4, 3, 96, 96),)),
+    ),
     Case(name="LSTM classifier", make=_lstm),
     Case(name="Bert, 4 x 256", make=_bert, dynamic="length"),
     Case(name="GPT-2, 4 x 256", make=_gpt2, dynamic="length"),
