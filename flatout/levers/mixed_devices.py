@@ -29,6 +29,11 @@ LOSSES = frozenset(
 )
 """They meet a loader's targets every step: these are moved before, not after a failure."""
 
+WRITING_ASIDE = frozenset(
+    getattr(functional, name) for name in ("batch_norm", "instance_norm", "embedding", "embedding_bag")
+) | {torch.batch_norm, torch.instance_norm}
+"""They may change arguments other than the first (running statistics, rows too long), which must not be copies."""
+
 
 class MixedDevices(TorchFunctionMode):
     """Active between `start` and `stop`; `tell` hears of operations that had to run on the CPU."""
@@ -80,6 +85,8 @@ class MixedDevices(TorchFunctionMode):
         return self._together(func, args, kwargs, failed, mixed="cpu" in kinds)
 
     def _together(self, func: Any, args: Any, kwargs: Any, failed: Exception, *, mixed: bool) -> Any:
+        if func in WRITING_ASIDE:
+            return _call(func, ((placed(args[0], self.device), *args[1:]), kwargs))
         changed = _changed_in_place(func, args, kwargs)
         if mixed:
             target: Any = changed.device if changed is not None else self.device

@@ -75,7 +75,8 @@ optimizer.load_state_dict(saved["optimizer"])
 assert [id(one) for one in held] == [id(one) for one in (*model.parameters(), model.scale, model.norm.running_mean)]
 assert {one.device.type for one in held} == {where()}
 print(where())
-print(*losses, hits, confusion.sum().item(), float(total) / 9)
+statistics = [model.norm.running_mean.sum().item(), model.norm.running_var.sum().item()]
+print(*losses, hits, confusion.sum().item(), float(total) / 9, *statistics)
 """
 
 LANGUAGE = """

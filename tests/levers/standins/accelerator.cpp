@@ -8,6 +8,7 @@
 #include <ATen/native/TensorShape.h>
 #include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -101,6 +102,24 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::IntArrayRef size, c10::Int
 
 at::Scalar value(const at::Tensor& self) { return on_host(self).item(); }
 
+using Maybe = std::optional<at::Tensor>;
+
+Maybe on_host(const Maybe& tensor) {
+  return tensor.has_value() && tensor->defined() ? Maybe(on_host(*tensor)) : std::nullopt;
+}
+
+// It writes to its running statistics without saying so, which a fallback on copies would lose.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& input, const Maybe& weight,
+                                                          const Maybe& bias, const Maybe& mean, const Maybe& variance,
+                                                          bool training, double momentum, double epsilon) {
+  for (const Maybe& one : {Maybe(input), weight, bias, mean, variance})
+    TORCH_CHECK(!one.has_value() || !one->defined() || one->device().type() == KIND, "batch_norm: on two devices");
+  auto [out, batch_mean, batch_scale] =
+      at::native_batch_norm(on_host(input), on_host(weight), on_host(bias), on_host(mean), on_host(variance), training,
+                            momentum, epsilon);
+  return {out.to(KIND), batch_mean.to(KIND), batch_scale.to(KIND)};
+}
+
 void no_mixing(const c10::OperatorHandle& op, const torch::jit::Stack* stack) {
   bool here = false, on_cpu = false;
   auto see = [&](const at::Tensor& one) {
@@ -156,4 +175,5 @@ TORCH_LIBRARY_IMPL(aten, HPU, library) {
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("view", &at::native::view);
   library.impl("_local_scalar_dense", &value);
+  library.impl("native_batch_norm", &batch_norm);
 }
