@@ -68,7 +68,9 @@ def main(arguments: list[str]) -> None:
     told = [f"rolled back: {entry.reason}" for entry in runner.applied.rolled_back]
     told += [f"{name}: {why}" for name, why in runner.watch.subject.incidents]
     sys.stderr.write("\n".join(told))
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # autograd's thread for a device outlives Python, and may end in an abort
 
 
 if __name__ == "__main__":
