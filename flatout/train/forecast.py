@@ -16,6 +16,8 @@ from flatout.data.nested import map_tensors
 from flatout.errors import FlatoutError, UsageError
 from flatout.generators import generators_kept
 from flatout.levers.activation_offload import PretendedHost, offloading_to
+from flatout.levers.compile import repeated_blocks
+from flatout.levers.model_call import set_call
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.plan import Plan
 from flatout.train.loss import LossFn
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 UNCERTAINTY_CPU = 0.03
 UNCERTAINTY_CUDA = 0.1
-UNCERTAINTY_COMPILED = 0.3
+UNCERTAINTY_COMPILED = 0.15
+UNCERTAINTY_NOT_AS_COMPILED = 0.3
+"""Where the plan compiles and the forecast had to be of the uncompiled model."""
 
 
 def forecast(
@@ -60,9 +64,8 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
     from flatout.memory.fake_run import DEPENDS_ON_DATA
 
     began = time.perf_counter()
-    uncertainty, not_covered = _uncertainty(training, target), _not_covered(training, target)
     try:
-        timeline, moved_bytes = _fake_timeline(training, target, batch_size)
+        made = _from_fake_run(training, target, batch_size)
     except FlatoutError:
         raise
     except Exception as error:  # the course hangs on values, or an operation knows no fake tensors: .numpy()
@@ -75,21 +78,34 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
             target,
             batch_size,
             error,
-            uncertainty=uncertainty,
-            not_covered=not_covered,
+            uncertainty=_uncertainty(training, target, as_compiled=False),
+            not_covered=_not_covered(training, target, as_compiled=False),
             workspace_of=_workspace_of(target),
         )
-    else:
-        made = forecast_of(
-            timeline,
-            target,
-            batch_size=batch_size,
-            uncertainty=uncertainty,
-            not_covered=not_covered,
-            device=None if _pretends(training, target) else ("cuda" if target.cuda else None),
-        )
-        made = replace(made, offloaded_bytes=moved_bytes)
     return replace(made, seconds=time.perf_counter() - began)
+
+
+def _from_fake_run(training: Training, target: Target, batch_size: int) -> MemoryForecast:
+    """As compiled where the plan says so; as it stands where its graphs cannot be had."""
+    as_compiled = training.plan.compile is not None and training.plan.activation_checkpointing is None
+    try:
+        timeline, moved_bytes = _fake_timeline(training, target, batch_size, as_compiled=as_compiled)
+    except FlatoutError:
+        raise
+    except Exception:
+        if not as_compiled:
+            raise
+        as_compiled = False  # a graph cannot be had of every model; its plain course may be
+        timeline, moved_bytes = _fake_timeline(training, target, batch_size, as_compiled=False)
+    made = forecast_of(
+        timeline,
+        target,
+        batch_size=batch_size,
+        uncertainty=_uncertainty(training, target, as_compiled),
+        not_covered=_not_covered(training, target, as_compiled),
+        device=None if _pretends(training, target) else ("cuda" if target.cuda else None),
+    )
+    return replace(made, offloaded_bytes=moved_bytes)
 
 
 def count_operations(training: Training) -> float:
@@ -122,18 +138,20 @@ def _workspace_of(target: Target) -> Any:
     return None if target.cuda else cpu_workspace
 
 
-def _uncertainty(training: Training, target: Target) -> float:
-    if training.plan.compile is not None:
-        return UNCERTAINTY_COMPILED
+def _uncertainty(training: Training, target: Target, as_compiled: bool) -> float:
+    if training.plan.compile is not None:  # how graphs are fused was compared on the CPU alone
+        return UNCERTAINTY_COMPILED if as_compiled and not target.cuda else UNCERTAINTY_NOT_AS_COMPILED
     return UNCERTAINTY_CUDA if target.cuda else UNCERTAINTY_CPU
 
 
-def _not_covered(training: Training, target: Target) -> list[str]:
+def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[str]:
     import torch
 
     found = []
     kinds = [type(one) for one in training.model.modules()]
-    if training.plan.compile is not None:
+    if training.plan.compile is not None and as_compiled:
+        found.append("torch.compile: what the compiler fuses otherwise than assumed, and compiling itself")
+    elif training.plan.compile is not None:
         found.append("torch.compile: the forecast is of the uncompiled model, which usually keeps more")
     if target.cuda:
         found.append("the CUDA context (some hundred MiB) and NCCL's buffers")
@@ -146,7 +164,16 @@ def _not_covered(training: Training, target: Target) -> list[str]:
     return found
 
 
-def _fake_timeline(training: Training, target: Target, batch_size: int) -> tuple[Timeline, int]:
+def _call_as_compiled(model: Any, mode: str | None, world: Any) -> None:
+    """The parts of the twin that torch.compile would take hold memory as compiled ones do, from now on."""
+    from flatout.memory.compiled_run import CompiledCall, compiled_parts
+
+    for whole in repeated_blocks(model) if mode == "regional" else [model]:
+        for part in compiled_parts(whole):
+            set_call(part, CompiledCall(part, world))
+
+
+def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_compiled: bool) -> tuple[Timeline, int]:
     """With the bytes that a step moves to the host's memory, one way."""
     from flatout.memory.fake_run import (
         FakeRun,
@@ -189,6 +216,8 @@ def _fake_timeline(training: Training, target: Target, batch_size: int) -> tuple
         contextlib.ExitStack() as closing,
         tracker,
     ):
+        if as_compiled:
+            _call_as_compiled(model, training.plan.compile, world)
         take_steps(tracker, twin, closing)
     if touched:
         raise UsageError(

@@ -1,0 +1,236 @@
+"""What a compiled forward and backward hold: their graphs as torch.compile would cut them, run without computing.
+
+AOT autograd makes the two graphs of a module's call, its min-cut partitioner decides what is kept between them, and
+inductor's decompositions split large operations into small ones. Of a graph, what a kernel must write is a tensor:
+results of products, reductions and everything that another kernel reads whole, and what the graph returns. Element by
+element operations are computed where they are read. Each tensor lives until the last kernel that reads it.
+
+The one adapter to torch's private compiler interfaces for memory. Fusion is inductor's own in the end: what it fuses
+more or less than these rules is in the stated uncertainty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._inductor.lowering  # some of its decompositions look there
+from torch import Tensor
+from torch._dynamo import trace_rules
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.node import map_arg
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from flatout.memory.tracking import unseen
+
+Run = Callable[[list[Any]], Any]
+
+
+def _named(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_VIEWS = _named(
+    "view _unsafe_view reshape permute transpose t expand slice select squeeze unsqueeze as_strided alias detach split "
+    "split_with_sizes unbind diagonal _reshape_alias"
+)
+_READ_WHERE_USED = _named(
+    "clone convert_element_type full full_like zeros zeros_like ones ones_like scalar_tensor iota arange rand "
+    "rand_like randn embedding index _unsafe_index gather where constant_pad_nd _to_copy copy lift_fresh_copy fill"
+)
+"""Beside what torch tags as pointwise."""
+_WRITTEN_ELEMENT_BY_ELEMENT = _named(
+    "sum mean amax amin max min var var_mean prod any all argmax argmin std index_put _unsafe_index_put scatter "
+    "scatter_add scatter_reduce index_add"
+)
+"""Reductions and scatters: what they read is computed where they read it."""
+
+
+class CompiledCall:
+    """A module's call as its compiled twin holds memory. On fake tensors, within `world`, which is their fake mode."""
+
+    def __init__(self, module: Any, world: Any) -> None:
+        self._module, self._world = module, world
+        self._made: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._module._call_impl(*args, **kwargs)
+        named = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        key = tuple((one.shape, one.dtype) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+        if key not in self._made:
+            made = aot_function(
+                self._plainly,
+                fw_compiler=_compiler,
+                bw_compiler=_compiler,
+                partition_fn=min_cut_rematerialization_partition,
+                decompositions=select_decomp_table(),
+            )
+            with unseen(), self._world:
+                made(named, *args, **kwargs)  # traced here; what that takes is not the program's
+            self._made[key] = made
+        return self._made[key](named, *args, **kwargs)
+
+    def _plainly(self, named: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        with _reparametrize_module(self._module, named, tie_weights=True), _as_while_compiling():
+            return self._module._call_impl(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_while_compiling() -> Iterator[None]:
+    """Code that asks torch.compiler.is_compiling() is to take the course that it takes under torch.compile."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def compiled_parts(module: Any) -> list[Any]:
+    """What `module.compile()` makes torch compile: torch's own modules it passes over, down to the user's inside."""
+    if not trace_rules.check(module.forward):
+        return [module]
+    return [part for child in module.children() for part in compiled_parts(child)]
+
+
+def _compiler(gm: Any, example_inputs: Any) -> Any:
+    return _boxed(_Kernels(gm.graph).run)
+
+
+def _boxed(run: Run) -> Any:
+    """AOT autograd hands over the only reference to the inputs then, so that they can be freed one by one."""
+    run_of: Any = lambda args: run(args)  # noqa: E731
+    run_of._boxed_call = True
+    return run_of
+
+
+class _Kernels:
+    """The graph as a list of kernels: what each writes, and after which of them a tensor is not read any more."""
+
+    def __init__(self, graph: Any) -> None:
+        self._nodes = list(graph.nodes)
+        self._output = self._nodes[-1]
+        self._written = {node for node in self._nodes if _is_written(node)}
+        sources: dict[Any, frozenset[Any]] = {}
+        last: dict[Any, Any] = {}
+        for node in self._nodes:
+            read = frozenset().union(*(sources[one] for one in node.all_input_nodes))
+            sources[node] = frozenset([node]) if node in self._written else read
+            if node in self._written or node is self._output:
+                last.update(dict.fromkeys(read, node))
+        self._freed: dict[Any, list[Any]] = {}
+        for source, node in last.items():
+            self._freed.setdefault(node, []).append(source)
+        self._returned = sources[self._output]
+        self._channels_last = any(_is_convolution(one) and _on_cpu(one) for one in self._nodes)
+
+    def run(self, args: list[Any]) -> list[Any]:
+        held = dict(zip((node for node in self._nodes if node.op == "placeholder"), args, strict=True))
+        args.clear()
+        for node in [one for one in held if one not in self._returned and not one.users]:
+            del held[node]
+        for node in self._nodes:
+            if node.op == "get_attr":
+                held[node] = node.meta.get("val")
+            elif node in self._written and node.op != "placeholder":
+                held[node] = self._kernel(node, held)
+            for source in self._freed.get(node, ()):
+                if node is not self._output:
+                    held.pop(source, None)
+        return [self._value(one, held) if isinstance(one, torch.fx.Node) else one for one in self._output.args[0]]
+
+    def _kernel(self, node: Any, held: dict[Any, Any]) -> Any:
+        if _kind(node) == "opaque":
+            args, kwargs = map_arg((node.args, node.kwargs), lambda one: self._value(one, held))
+            if self._channels_last and _is_convolution(node):
+                args = tree_map_only(Tensor, _in_channels_last, args)
+            return node.target(*args, **kwargs)
+        made = node.meta["val"]
+        if isinstance(made, (tuple, list)):
+            return [self._like(one) for one in made]
+        for source in self._freed.get(node, ()) if _kind(node) == "pointwise" else ():
+            given = held.get(source)
+            if source.op != "placeholder" and isinstance(given, Tensor) and _takes_the_same(given, made):
+                return given.as_strided(made.shape, made.stride(), 0)  # written in its place
+        return self._like(made)
+
+    def _like(self, made: Any) -> Any:
+        if self._channels_last and made.dim() == 4:
+            layout = torch.channels_last
+            return torch.empty(made.shape, dtype=made.dtype, device=made.device, memory_format=layout)
+        return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device)
+
+    def _value(self, node: Any, held: dict[Any, Any]) -> Any:
+        """The tensor of a node that is written, or a view of such."""
+        if node in held:
+            return held[node]
+        base, picked = node, []
+        while base not in held:
+            if base.target is operator.getitem:
+                picked.append(base.args[1])
+            base = base.args[0]
+        root = held[base]
+        for index in reversed(picked):
+            root = root[index] if isinstance(root, (tuple, list)) else root
+        made = node.meta["val"]
+        if not isinstance(root, Tensor) or (node.target is operator.getitem and isinstance(held[base], (tuple, list))):
+            return root
+        return root.as_strided(made.shape, made.stride(), made.storage_offset())
+
+
+def _is_convolution(node: Any) -> bool:
+    return node.op == "call_function" and "convolution" in str(node.target)
+
+
+def _on_cpu(node: Any) -> bool:
+    made = node.meta["val"]
+    first = made if isinstance(made, Tensor) else next(one for one in made if one is not None)
+    return bool(first.device.type == "cpu" and first.dim() == 4)
+
+
+def _in_channels_last(tensor: Tensor) -> Tensor:
+    """On the CPU inductor gives convolutions nothing else; what was laid out otherwise is copied."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def _takes_the_same(given: Tensor, made: Tensor) -> bool:
+    return given.dtype == made.dtype and given.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+
+
+def _kind(node: Any) -> str:
+    """view, pointwise (read where it is used), reduction, opaque (a kernel of its own), or none of these."""
+    if node.op != "call_function":
+        return "none"
+    if node.target is operator.getitem:
+        return "view"
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if name in _VIEWS:
+        return "view"
+    if name in _WRITTEN_ELEMENT_BY_ELEMENT:
+        return "reduction"
+    if name in _READ_WHERE_USED or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return "pointwise"
+    return "opaque"
+
+
+def _is_written(node: Any) -> bool:
+    kind = _kind(node)
+    if node.op == "placeholder" or kind in ("reduction", "opaque"):
+        return True
+    return kind == "pointwise" and _is_read_whole(node)
+
+
+def _is_read_whole(node: Any) -> bool:
+    """Is it returned, or read by a kernel that computes nothing itself where it reads?"""
+    for user in node.users:
+        kind = _kind(user)
+        if user.op == "output" or kind == "opaque" or (kind == "view" and _is_read_whole(user)):
+            return True
+    return False

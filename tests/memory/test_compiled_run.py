@@ -1,0 +1,149 @@
+"""Forecasts of compiled models: graphs cut as torch.compile cuts them, chains of small operations held nowhere."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import flatout
+from flatout.memory import compiled_run
+from flatout.memory.compiled_run import compiled_parts
+from flatout.plan import Plan
+from flatout.train.step import TrainStep
+
+LOSS = flatout.supervised(nn.CrossEntropyLoss())
+COMPILED = Plan(compile="default")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)), approximate="tanh") * 1.5 + 0.1))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(96, 10)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    batch = torch.randn(16, 24, 96), torch.randint(0, 10, (16,))
+    return model, torch.optim.SGD(model.parameters(), 0.1), batch
+
+
+def measured(plan: Plan) -> int:
+    """What torch's own record says of two steps, after one that compiles."""
+    model, optimizer, batch = training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = TrainStep(model, optimizer, LOSS, plan)
+        first(batch)
+        first.close()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model, optimizer, batch = training()
+            step = TrainStep(model, optimizer, LOSS, plan)
+            with record_function("mark"):
+                step(batch)
+                step(batch)
+    events = profiler.profiler.kineto_results.events()
+    began = next(one.start_ns() for one in events if one.name() == "mark")
+    held = peak = 0
+    for when, size in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
+        held += size
+        peak = max(peak, held) if when >= began else peak
+    return peak
+
+
+@pytest.mark.parametrize(("plan", "miss"), [(COMPILED, 0.05), (Plan(compile="regional", precision="bf16"), 0.15)])
+def test_the_allocator_agrees(plan: Plan, miss: float) -> None:
+    model, optimizer, batch = training()
+    made = flatout.forecast(model, optimizer, LOSS, batch, plan)
+    real = measured(plan)
+    assert made.method == "fake run"
+    assert made.uncertainty == 0.15
+    assert made.peak_bytes == pytest.approx(real, rel=miss)
+    assert any("what the compiler fuses otherwise" in line for line in made.not_covered)
+
+
+def test_a_chain_of_small_operations_is_held_nowhere() -> None:
+    """Only the product's result and the mask are kept of it; uncompiled, each link that autograd needs is."""
+
+    class Chain(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            out = super().forward(x).tanh().exp() * 2
+            return nn.functional.dropout((out.sin() + 1).sigmoid().square(), 0.1)
+
+    model = Chain(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randn(2048, 64), torch.randint(0, 64, (2048,))
+    compiled, plainly = (flatout.forecast(model, optimizer, LOSS, batch, plan) for plan in (COMPILED, Plan()))
+    one = 2048 * 64 * 4
+    assert plainly.peak_bytes - compiled.peak_bytes > 3 * one
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model, optimizer, batch = training()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flatout.forecast(model, optimizer, LOSS, batch, COMPILED)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(one.grad is None for one in model.parameters())
+    assert all(one._compiled_call_impl is None for one in model.modules())
+    assert not torch.compiler.is_compiling()
+
+
+def test_buffers_shared_weights_and_other_batch_sizes() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.second = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.second(self.norm(self.first(x)).relu())
+
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(8, 32), torch.randint(0, 32, (8,))
+    small, large = (flatout.forecast(model, optimizer, LOSS, batch, COMPILED, batch_size=size) for size in (8, 512))
+    assert small.uncertainty == large.uncertainty == 0.15
+    assert small.categories["weights"] == large.categories["weights"]
+    assert large.peak_bytes > small.peak_bytes
+    assert flatout.forecast(model, optimizer, LOSS, batch, Plan(compile="default", accumulate=3)).uncertainty == 0.15
+
+
+def test_where_the_graphs_cannot_be_had_the_uncompiled_model_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **words: Any) -> Any:
+        raise RuntimeError("another version of torch")
+
+    model, optimizer, batch = training()
+    plainly = flatout.forecast(model, optimizer, LOSS, batch)
+    monkeypatch.setattr(compiled_run, "aot_function", fails)
+    made = flatout.forecast(model, optimizer, LOSS, batch, COMPILED)
+    assert made.peak_bytes == plainly.peak_bytes
+    assert made.uncertainty == 0.3
+    assert any("of the uncompiled model" in line for line in made.not_covered)
+    monkeypatch.undo()
+    assert flatout.forecast(model, optimizer, LOSS, batch, COMPILED, device="rtx-4090").uncertainty == 0.3
+
+
+def test_torchs_own_containers_are_passed_over() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), nn.ReLU()), Model())
+    assert compiled_parts(model) == [model[1][0], model[2]]  # type: ignore[index]
+    assert compiled_parts(model[2]) == [model[2]]
