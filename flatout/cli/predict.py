@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,44 +40,52 @@ def predict(
     Exit code: 0 all inputs have a result, 1 some could not be used (the others have theirs), 2 model, inputs or plan
     cannot be used.
     """
+    options = {"precision": precision, "weights": weights, "activations": activations}
+    chosen = _plan(plan, **options, batching=batching, batch_tokens=batch_tokens)
+    made = {"batch_size": batch_size, "device": device, "check_finite": check_finite}
+    return _run(model, inputs, out, chosen, made, tokenizer=tokenizer, keep=keep, restart=restart, as_json=json)
+
+
+def _run(
+    model: str,
+    inputs: Path,
+    out: Path,
+    plan: Any,
+    made: dict[str, Any],
+    *,
+    tokenizer: str | None,
+    keep: str,
+    restart: bool,
+    as_json: bool,
+) -> int:
     from flatout.infer.input_files import open_inputs
     from flatout.infer.model_source import load_model
     from flatout.infer.predict import Predictor
+    from flatout.infer.predicted import Failed
     from flatout.infer.result_files import open_results
     from flatout.report.document import to_text
     from flatout.report.predict_text import predict_document, predict_text
 
-    chosen = _plan(
-        plan,
-        precision=precision,
-        weights=weights,
-        activations=activations,
-        batching=batching,
-        batch_tokens=batch_tokens,
-    )
     source = open_inputs(inputs, _encode(model, tokenizer))
-    module, _ = load_model(model)
-    predictor = Predictor(module, chosen, batch_size=batch_size, device=device, check_finite=check_finite)
-    results = open_results(out, _described(model, inputs, chosen, keep), restart=restart, keep=keep)
-    before = results.done
-    predictions = predictor(source.begin(before), first_index=before)
-    failures: list[str] = []
-    try:
-        for index, result in enumerate(_shown(predictions, source.count - before), start=before):
-            results.add(index, result)
-            if type(result).__name__ == "Failed" and len(failures) < FAILURES_SHOWN:
-                failures.append(str(result))
-    finally:
-        results.close()
+    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document
+        module, _ = load_model(model)
+        predictor = Predictor(module, plan, **made)
+        results = open_results(out, _described(model, inputs, plan, keep), restart=restart, keep=keep)
+        before = results.done
+        failures: list[str] = []
+        predictions = predictor(source.begin(before), first_index=before)
+        try:
+            for index, result in enumerate(_shown(predictions, source.count - before), start=before):
+                results.add(index, result)
+                if isinstance(result, Failed) and len(failures) < FAILURES_SHOWN:
+                    failures.append(str(result))
+        finally:
+            results.close()
     for failure in failures:
         print(failure, file=sys.stderr)
-    if json:
-        document = predict_document(
-            predictions.figures, out=str(out), done_before=before, failed=results.failed, first=failures
-        )
-        print(to_text(document))
-    else:
-        print(predict_text(predictions.figures, out=str(out), done_before=before, failed=results.failed))
+    told: dict[str, Any] = {"out": str(out), "done_before": before, "failed": results.failed}
+    figures = predictions.figures
+    print(to_text(predict_document(figures, first=failures, **told)) if as_json else predict_text(figures, **told))
     return 1 if results.failed else 0
 
 

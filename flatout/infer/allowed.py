@@ -120,15 +120,17 @@ def _why_not_padded(runner: Runner, samples: Sequence[Sample], alone: Sequence[d
 def _why_not_packed(runner: Runner, samples: Sequence[Sample], alone: Sequence[dict[str, Tensor]]) -> str:
     if len(runner.blocks) < 1:
         return "it has no repeated blocks in which tokens could be packed"
-    disturbed = [samples[0], *(_disturbed(sample) for sample in samples[1:])]
+    behind = [samples[0], *(_disturbed(sample) for sample in samples[1:])]
+    before = [*(_disturbed(sample) for sample in samples[:-1]), samples[-1]]
     try:
         found = _per_sample(runner, runner.run(samples, "packed"), samples)
-        changed = _per_sample(runner, runner.run(disturbed, "packed"), samples)
+        first = _per_sample(runner, runner.run(behind, "packed"), samples)[:1]
+        last = _per_sample(runner, runner.run(before, "packed"), samples)[-1:]
     except Exception as error:
         return str(error) if isinstance(error, CannotPack) else f"a packed row fails: {_first_line(error)}"
     if reason := _difference(runner, found, alone):
         return f"packed, {reason}"
-    if not _same_bits(found[:1], changed[:1]):
+    if not _same_bits([found[0], found[-1]], [*first, *last]):
         return "packed, a sequence's output depends on its neighbours"
     return ""
 

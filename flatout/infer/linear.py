@@ -147,7 +147,7 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
     for parent in list(model.modules()):
         if isinstance(parent, _FUSED_LAYERS):
             continue
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children leaves out a layer's second name
             if not _plain(child):
                 continue
             if id(child) not in made:

@@ -110,10 +110,11 @@ class Predictor:
 
     def __call__(self, inputs: Iterable[Any], *, on_error: str = "mark", first_index: int = 0) -> Predictions:
         """Outputs of these inputs. `first_index`: the number of the first, where earlier ones were done before."""
-        if isinstance(inputs, (str, bytes, torch.nn.Module)) or not hasattr(inputs, "__iter__"):
-            if not (hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")):
-                limit = "predict takes an iterable of inputs, each without a batch dimension"
-                raise UsageError(f"inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")
+        dataset = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
+        if isinstance(inputs, str | bytes) or not (hasattr(inputs, "__iter__") or dataset):
+            limit = "predict takes an iterable of inputs, each without a batch dimension"
+            raise UsageError(f"inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")
+        if not hasattr(inputs, "__iter__"):
             inputs = _of_dataset(inputs)
         if on_error not in ("mark", "raise"):
             raise UsageError(f"on_error is {on_error!r}", limit="it is 'mark' or 'raise'")

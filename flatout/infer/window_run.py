@@ -171,14 +171,28 @@ class WindowRun:
         return max(len(batch), self.batch_tokens // tokens), tokens if how == "padded" else None
 
     def _run_batch(self, batch: list[Sample], how: Batching, results: dict[int, Any]) -> None:
+        half = len(batch) // 2
+        if half and self._exceeds(batch):  # memory ended at such a size before
+            self._run_batch(batch[:half], how, results)
+            self._run_batch(batch[half:], how, results)
+            return
         try:
             outputs = self._outputs(batch, how)
+            failure = None
         except Exception as error:
-            self._after(error, batch, how, results)
+            failure = error.with_traceback(None)  # its frames hold the tensors that did not fit
+        if failure is not None:  # outside of the handler, which would keep them too
+            self._after(failure, batch, how, results)
             return
         self.succeeded += len(batch)
         for sample, output in zip(batch, outputs, strict=True):
             results[sample.index] = self._checked(sample, output)
+
+    def _exceeds(self, batch: Sequence[Sample]) -> bool:
+        if len(batch) > self.batch_size and self.batch_size < self.bounds.batch_size:
+            return True
+        shrunk = self.batch_tokens < self.bounds.batch_tokens and batch[0].length is not None
+        return shrunk and sum(sample.tokens for sample in batch) > self.batch_tokens
 
     def _outputs(self, batch: list[Sample], how: Batching) -> list[Any]:
         rows, tokens = self._filled_shape(batch, how)
@@ -205,9 +219,8 @@ class WindowRun:
         no_memory = is_out_of_memory(error)
         if no_memory:
             self.splits += 1
-            error = error.with_traceback(None)  # its frames hold the tensors that did not fit
-            gc.collect()
             if self.runner.placed.device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
         if len(batch) > 1:
             half = len(batch) // 2
