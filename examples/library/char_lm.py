@@ -56,6 +56,14 @@ def measure(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")}
 
 
+def write(model: nn.Module, alphabet: list[str], characters: int) -> None:
+    """Let the model go on from "def "."""
+    writer = flatout.TokenGenerator(model, flatout.Plan(precision="bf16"), tokenizer=Characters(alphabet))
+    written = writer.generate("def ", max_new_tokens=characters, temperature=0.7, top_k=20, seed=1)
+    print("def " + written.texts[0])
+    print(written.summary())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600)
@@ -112,11 +120,7 @@ def main() -> None:
         print(
             f"held-out loss {result.evaluations[-1]['loss']:.3f} nats a character; of frequencies alone {entropy:.3f}"
         )
-
-    writer = flatout.TokenGenerator(model, flatout.Plan(precision="bf16"), tokenizer=Characters(alphabet))
-    written = writer.generate("def ", max_new_tokens=arguments.block - 10, temperature=0.7, top_k=20, seed=1)
-    print("def " + written.texts[0])
-    print(written.summary())
+    write(model, alphabet, arguments.block - 10)
 
 
 if __name__ == "__main__":

@@ -10,39 +10,44 @@ from typing import Annotated, Any
 
 import typer
 
+ModelArgument = Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")]
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help='One prompt a line: a text, or with .jsonl a text, ids or {"prompt": ...}.'),
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(metavar="SPEC", help="file.py:name or a folder; default: that of the model's folder.")
+]
+PlanFile = Annotated[Path | None, typer.Option(metavar="FILE", help="How to run it; the options below go before.")]
+DraftOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="A smaller model that guesses ahead; same distribution.")
+]
+StopOption = Annotated[
+    list[str] | None, typer.Option(help="A text (or ids as '12,7') that ends a text; repeat for more.")
+]
+
 
 def generate(
-    model: Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")],
+    model: ModelArgument,
     prompt: Annotated[
         list[str] | None,
         typer.Option(help="A text, or token ids as '12,7,512' where there is no tokenizer; repeat for more."),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help='One prompt a line: a text, or with .jsonl a text, ids or {"prompt": ...}.'),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="file.py:name or a folder; default: that of the model's folder.")
-    ] = None,
+    prompts: PromptsFile = None,
+    tokenizer: TokenizerOption = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="The most tokens for each prompt.")] = 64,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="How to run it; the options below go before.")
-    ] = None,
+    plan: PlanFile = None,
     precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="BITS", help="int8 or int4.")] = None,
     lookup: Annotated[bool, typer.Option("--lookup", help="Guess ahead from the text so far; same text.")] = False,
-    draft: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A smaller model that guesses ahead; same distribution.")
-    ] = None,
+    draft: DraftOption = None,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(metavar="K", help="Only the K most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", help="Only the most probable that reach P.")] = None,
     repetition_penalty: Annotated[float, typer.Option(metavar="X", help="Above 1: tokens seen come less.")] = 1.0,
     no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="No run of N tokens twice.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text (or ids as '12,7') that ends a text; repeat for more.")
-    ] = None,
+    stop: StopOption = None,
     slots: Annotated[int | None, typer.Option(metavar="N", help="Texts worked on at once.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines, one a prompt.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -52,23 +57,15 @@ def generate(
     Exit code: 0 generated, 1 the model's numbers were of no use (NaN), 2 the model, a prompt or an option cannot be
     used.
     """
-    from flatout.infer.token_generator import TokenGenerator
     from flatout.report.document import to_text
-    from flatout.report.generation_text import generation_document, write_lines
+    from flatout.report.generation_text import generation_document, generation_text, write_lines
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our text
-        network, words = _model(model, tokenizer)
-        generator = TokenGenerator(
-            network,
-            _plan(plan, precision, weights, lookup=lookup),
-            tokenizer=words,
-            draft=None if draft is None else _model(draft, None)[0],
-            slots=slots,
-        )
-    given = _prompts(prompt or [], prompts, has_tokenizer=words is not None)
+    generator = _generator(model, tokenizer, _plan(plan, precision, weights, lookup=lookup), draft, slots)
+    has_words = generator.tokenizer is not None
+    given = _prompts(prompt or [], prompts, has_tokenizer=has_words)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "stop": [_text_or_ids(one, words is not None) for one in stop or []] or None,
+        "stop": [_text_or_ids(one, has_words) for one in stop or []] or None,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -76,21 +73,29 @@ def generate(
         "no_repeat_ngram": no_repeat_ngram,
         "seed": seed,
     }
+    as_it_comes = len(given) == 1 and not json and out is None
     with _progress(len(given), shown=len(given) > 1) as progress:
-        show = _shown_as_it_comes if len(given) == 1 and not json and out is None else None
+        show = _shown_as_it_comes if as_it_comes else None
         made = generator.generate(given, **settings, progress=progress, pieces=show)
-    if show is not None:
+    if as_it_comes:
         print()
     elif json:
         print(to_text(generation_document(made)))
     elif out is None:
-        for index in range(len(given)):
-            print(f"--- prompt {index} ({made.reasons[index]})")
-            print(made.texts[index] if made.texts is not None else " ".join(map(str, made.tokens[index])))
+        print(generation_text(made))
     if out is not None:
         write_lines(out, made)
     print(made.summary(), file=sys.stderr)
     return 0
+
+
+def _generator(model: str, tokenizer: str | None, plan: Any, draft: str | None, slots: int | None) -> Any:
+    from flatout.infer.token_generator import TokenGenerator
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our text
+        network, words = _model(model, tokenizer)
+        smaller = None if draft is None else _model(draft, None)[0]
+        return TokenGenerator(network, plan, tokenizer=words, draft=smaller, slots=slots)
 
 
 def _model(spec: str, tokenizer: str | None) -> tuple[Any, Any]:

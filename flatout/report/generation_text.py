@@ -1,4 +1,4 @@
-"""Generated text as a JSON document and as JSON lines."""
+"""Generated texts for people, as a JSON document and as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from flatout.report.document import document
 def generation_document(made: Generation) -> dict[str, Any]:
     """Everything: tokens, texts, reasons, figures."""
     return document("generation", made.to_json())
+
+
+def generation_text(made: Generation) -> str:
+    """Every prompt's text, or its token ids without a tokenizer, under a line that names the prompt."""
+    parts = []
+    for index, (tokens, reason) in enumerate(zip(made.tokens, made.reasons, strict=True)):
+        parts.append(f"--- prompt {index} ({reason})")
+        parts.append(made.texts[index] if made.texts is not None else " ".join(map(str, tokens)))
+    return "\n".join(parts)
 
 
 def write_lines(path: Path, made: Generation) -> None:

@@ -1,19 +1,19 @@
 // One pass of a decoder-only Transformer over a few tokens: every layer in one parallel region.
 //
 // At such sizes the time goes into reading the weights once; a call per operation would cost more than the arithmetic.
-// The threads share panels of weights by counters, so that one that is held up holds up nobody for long, and meet at
-// barriers between the stages of a layer. Norms and the rounding of inputs are so small that each thread does them for
-// itself, which saves a barrier each.
+// The threads share each stage's tasks by a counter and never wait for each other, only for the tasks of the stage
+// before: a thread that the system holds up holds up nobody, but for the one task it is at (stages.h). Norms and the
+// rounding of inputs are so small that each thread does them for itself.
 
 #include <omp.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "attention.h"
 #include "exponential.h"
 #include "panels.h"
+#include "stages.h"
 
 namespace flatout {
 
@@ -153,25 +153,17 @@ inline Inputs take_normed(Scratch& scratch, const Decoder& d, const float* x, in
   return in;
 }
 
-// Hands out runs of panels: `next` starts at 0 for each stage.
-template <typename Use>
-inline void share(std::atomic<int64_t>& next, int64_t count, int64_t chunk, const Use& use) {
-  for (;;) {
-    const int64_t first = next.fetch_add(chunk, std::memory_order_relaxed);
-    if (first >= count) return;
-    for (int64_t i = first; i < std::min(first + chunk, count); ++i) use(i);
-  }
-}
+inline int64_t panels_of(int64_t rows) { return (rows + kPanel - 1) / kPanel; }
 
 inline int64_t chunk_of(int64_t panels, int64_t threads) {
   return std::max<int64_t>(1, std::min<int64_t>(32, panels / (threads * 6)));
 }
 
-// Products of all rows with panels that this thread gets; `put(row, first column, columns, sums)` takes them.
+// Products of all rows with the panels that this thread gets; `put(row, first column, columns, sums)` takes them.
 template <typename Put>
-inline void product(std::atomic<int64_t>& next, const Inputs& in, const Weight& w, int64_t threads, const Put& put) {
-  const int64_t panels = (w.rows + kPanel - 1) / kPanel;
-  share(next, panels, chunk_of(panels, threads), [&](int64_t panel) {
+inline void product(Stage& stage, const Inputs& in, const Weight& w, int64_t threads, const Put& put) {
+  const int64_t panels = panels_of(w.rows);
+  stage.share(panels, chunk_of(panels, threads), [&](int64_t panel) {
     float sums[kTile * kPanel];
     const int64_t real = std::min<int64_t>(kPanel, w.rows - panel * kPanel);
     for (int64_t row = 0; row < in.rows; row += kTile) {
@@ -183,10 +175,10 @@ inline void product(std::atomic<int64_t>& next, const Inputs& in, const Weight& 
 }
 
 // The first half of the feed-forward: activation(up), or activation(gate) * up, panel by panel.
-inline void expand(std::atomic<int64_t>& next, const Inputs& in, const Decoder& d, const Layer& layer, int64_t threads,
+inline void expand(Stage& stage, const Inputs& in, const Decoder& d, const Layer& layer, int64_t threads,
                    float* inner) {
-  const int64_t panels = (d.inner + kPanel - 1) / kPanel;
-  share(next, panels, chunk_of(panels, threads), [&](int64_t panel) {
+  const int64_t panels = panels_of(d.inner);
+  stage.share(panels, chunk_of(panels, threads), [&](int64_t panel) {
     float made[kTile * kPanel], gates[kTile * kPanel];
     const int64_t real = std::min<int64_t>(kPanel, d.inner - panel * kPanel);
     for (int64_t row = 0; row < in.rows; row += kTile) {
@@ -251,36 +243,55 @@ struct Shared {
   std::vector<int64_t> begins;  // first row of each slot's run, and the end
 };
 
-void run_layer(const Decoder& d, const Layer& layer, const Pass& pass, Shared& shared, Scratch& scratch,
-               std::atomic<int64_t>* next) {
+constexpr int kStages = 5;
+
+void run_layer(const Decoder& d, const Layer& layer, const Pass& pass, Shared& shared, Scratch& scratch, Stage* stages) {
   const int64_t rows = pass.rows, threads = pass.threads;
   const int64_t qkv_width = (d.heads + 2 * d.kv_heads) * d.head_width;
+  const int64_t width_panels = panels_of(d.width), inner_panels = panels_of(d.inner);
+  const int64_t runs = static_cast<int64_t>(shared.begins.size()) - 1;
   const auto add = [&](int64_t row, int64_t column, int64_t real, const float* sums) {
     for (int64_t i = 0; i < real; ++i) pass.x[row * d.width + column + i] += sums[i];
   };
-  Inputs in = take_normed(scratch, d, pass.x, rows, layer.norm1, layer.norm1_bias, layer.qkv);
-  product(next[0], in, layer.qkv, threads, [&](int64_t row, int64_t column, int64_t real, const float* sums) {
-    std::memcpy(&shared.qkv[row * qkv_width + column], sums, static_cast<size_t>(real) * 4);
+  stages[0].run(panels_of(qkv_width), [&] {
+    const Inputs in = take_normed(scratch, d, pass.x, rows, layer.norm1, layer.norm1_bias, layer.qkv);
+    product(stages[0], in, layer.qkv, threads, [&](int64_t row, int64_t column, int64_t real, const float* sums) {
+      std::memcpy(&shared.qkv[row * qkv_width + column], sums, static_cast<size_t>(real) * 4);
+    });
   });
-#pragma omp barrier
-  const int64_t runs = static_cast<int64_t>(shared.begins.size()) - 1;
-  share(next[1], runs * d.kv_heads, 1, [&](int64_t task) {
-    const int64_t run = task / d.kv_heads, begin = shared.begins[run], end = shared.begins[run + 1];
-    if (d.cache_is_bf16)
-      attend_rows<uint16_t>(d, layer, pass, begin, end, task % d.kv_heads, shared.qkv.data(), shared.mixed.data(), scratch);
-    else
-      attend_rows<float>(d, layer, pass, begin, end, task % d.kv_heads, shared.qkv.data(), shared.mixed.data(), scratch);
+  stages[1].run(runs * d.kv_heads, [&] {
+    stages[1].share(runs * d.kv_heads, 1, [&](int64_t task) {
+      const int64_t run = task / d.kv_heads, begin = shared.begins[run], end = shared.begins[run + 1];
+      const auto attend_all = d.cache_is_bf16 ? attend_rows<uint16_t> : attend_rows<float>;
+      attend_all(d, layer, pass, begin, end, task % d.kv_heads, shared.qkv.data(), shared.mixed.data(), scratch);
+    });
   });
-#pragma omp barrier
-  in = take(scratch, shared.mixed.data(), rows, d.heads * d.head_width, layer.out);
-  product(next[2], in, layer.out, threads, add);
-#pragma omp barrier
-  in = take_normed(scratch, d, pass.x, rows, layer.norm2, layer.norm2_bias, layer.up);
-  expand(next[3], in, d, layer, threads, shared.inner.data());
-#pragma omp barrier
-  in = take(scratch, shared.inner.data(), rows, d.inner, layer.down);
-  product(next[4], in, layer.down, threads, add);
-#pragma omp barrier
+  stages[2].run(width_panels, [&] {
+    const Inputs in = take(scratch, shared.mixed.data(), rows, d.heads * d.head_width, layer.out);
+    product(stages[2], in, layer.out, threads, add);
+  });
+  stages[3].run(inner_panels, [&] {
+    const Inputs in = take_normed(scratch, d, pass.x, rows, layer.norm2, layer.norm2_bias, layer.up);
+    expand(stages[3], in, d, layer, threads, shared.inner.data());
+  });
+  stages[4].run(width_panels, [&] {
+    const Inputs in = take(scratch, shared.inner.data(), rows, d.inner, layer.down);
+    product(stages[4], in, layer.down, threads, add);
+  });
+}
+
+void logits_of_rows(const Decoder& d, const Pass& pass, Scratch& scratch, Stage& stage) {
+  if (pass.logit_rows == 0) return;
+  stage.run(panels_of(d.vocabulary), [&] {
+    std::vector<float> chosen(static_cast<size_t>(pass.logit_rows * d.width));
+    for (int64_t r = 0; r < pass.logit_rows; ++r)
+      std::memcpy(&chosen[r * d.width], pass.x + pass.logits_of[r] * d.width, static_cast<size_t>(d.width) * 4);
+    const Inputs in =
+        take_normed(scratch, d, chosen.data(), pass.logit_rows, d.last_norm, d.last_norm_bias, d.head);
+    product(stage, in, d.head, pass.threads, [&](int64_t row, int64_t column, int64_t real, const float* sums) {
+      std::memcpy(pass.logits + row * d.vocabulary + column, sums, static_cast<size_t>(real) * 4);
+    });
+  });
 }
 
 void run(const Decoder& d, const Pass& pass) {
@@ -291,22 +302,13 @@ void run(const Decoder& d, const Pass& pass) {
   for (int64_t r = 0; r < pass.rows; ++r)
     if (r == 0 || pass.slots[r] != pass.slots[r - 1]) shared.begins.push_back(r);
   shared.begins.push_back(pass.rows);
-  std::vector<std::atomic<int64_t>> next(static_cast<size_t>(5 * d.layers + 1));
-  for (auto& counter : next) counter.store(0);
+  std::vector<Stage> stages(static_cast<size_t>(kStages * d.layers + 1));
 #pragma omp parallel num_threads(static_cast<int>(pass.threads))
   {
     static thread_local Scratch scratch;
-    for (int64_t l = 0; l < d.layers; ++l) run_layer(d, d.layer[l], pass, shared, scratch, &next[5 * l]);
-    if (pass.logit_rows > 0) {
-      std::vector<float> chosen(static_cast<size_t>(pass.logit_rows * d.width));
-      for (int64_t r = 0; r < pass.logit_rows; ++r)
-        std::memcpy(&chosen[r * d.width], pass.x + pass.logits_of[r] * d.width, static_cast<size_t>(d.width) * 4);
-      Inputs in = take_normed(scratch, d, chosen.data(), pass.logit_rows, d.last_norm, d.last_norm_bias, d.head);
-      product(next[5 * d.layers], in, d.head, pass.threads,
-              [&](int64_t row, int64_t column, int64_t real, const float* sums) {
-                std::memcpy(pass.logits + row * d.vocabulary + column, sums, static_cast<size_t>(real) * 4);
-              });
-    }
+    for (int64_t l = 0; l < d.layers; ++l)
+      run_layer(d, d.layer[l], pass, shared, scratch, stages.data() + kStages * l);
+    logits_of_rows(d, pass, scratch, stages.back());
   }
 }
 
@@ -320,13 +322,15 @@ void flatout_decoder_pass(const flatout::Decoder* decoder, const flatout::Pass* 
 void flatout_product(const flatout::Weight* weight, const float* x, int64_t rows, int64_t real, float* y,
                      int64_t threads) {
   using namespace flatout;
-  std::atomic<int64_t> next{0};
+  Stage stage;
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     static thread_local Scratch scratch;
-    const Inputs in = take(scratch, x, rows, real, *weight);
-    product(next, in, *weight, threads, [&](int64_t row, int64_t column, int64_t count, const float* sums) {
-      std::memcpy(y + row * weight->rows + column, sums, static_cast<size_t>(count) * 4);
+    stage.run(panels_of(weight->rows), [&] {
+      const Inputs in = take(scratch, x, rows, real, *weight);
+      product(stage, in, *weight, threads, [&](int64_t row, int64_t column, int64_t count, const float* sums) {
+        std::memcpy(y + row * weight->rows + column, sums, static_cast<size_t>(count) * 4);
+      });
     });
   }
 }

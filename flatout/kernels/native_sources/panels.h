@@ -180,6 +180,15 @@ inline __m512i four(const int8_t* x) {
   return _mm512_set1_epi32(bits);
 }
 
+// Sums of few input rows are kept in two halves: one after the other they would wait for each other's additions.
+template <int M>
+constexpr int kHalves = M <= 4 ? 2 : 1;
+
+template <int M>
+inline __m512i joined(const __m512i (*sums)[M], int m) {
+  return kHalves<M> == 1 ? sums[0][m] : _mm512_add_epi32(sums[0][m], sums[kHalves<M> - 1][m]);
+}
+
 // Exact sum of one group for 16 rows as floats, the offset of the weights taken off.
 inline __m512 group_sum(__m512i high, __m512i low, int32_t offset) {
   const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
@@ -196,21 +205,23 @@ inline void panel_int8(const Inputs& in, int64_t row, const Weight& w, int64_t p
   __m512 total[M];
   for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; ++g) {
-    __m512i high[M], low[M];
-    for (int m = 0; m < M; ++m) high[m] = low[m] = _mm512_setzero_si512();
+    __m512i high[kHalves<M>][M], low[kHalves<M>][M];
+    for (int h = 0; h < kHalves<M>; ++h)
+      for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
     const uint8_t* here = data + g * 64 * kPanel;
     for (int t = 0; t < 16; ++t) {
       _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + 2048, _MM_HINT_T0);
       const __m512i a = _mm512_loadu_si512(here + t * 64);
       for (int m = 0; m < M; ++m) {
         const int64_t at = (row + m) * in.columns + g * 64 + 4 * t;
-        high[m] = _mm512_dpbusd_epi32(high[m], a, four(in.high + at));
-        low[m] = _mm512_dpbusd_epi32(low[m], a, four(in.low + at));
+        const int h = t % kHalves<M>;
+        high[h][m] = _mm512_dpbusd_epi32(high[h][m], a, four(in.high + at));
+        low[h][m] = _mm512_dpbusd_epi32(low[h][m], a, four(in.low + at));
       }
     }
     for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + g;
-      total[m] = _mm512_fmadd_ps(group_sum(high[m], low[m], 128 * in.sums[at]), _mm512_set1_ps(in.scales[at]), total[m]);
+      total[m] = _mm512_fmadd_ps(group_sum(joined<M>(high, m), joined<M>(low, m), 128 * in.sums[at]), _mm512_set1_ps(in.scales[at]), total[m]);
     }
   }
   const __m512 scale = _mm512_loadu_ps(scales);
@@ -244,8 +255,9 @@ inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t p
   for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
   const __m512i half = _mm512_set1_epi8(15);
   for (int64_t g = 0; g < groups; ++g) {
-    __m512i high[M], low[M];
-    for (int m = 0; m < M; ++m) high[m] = low[m] = _mm512_setzero_si512();
+    __m512i high[kHalves<M>][M], low[kHalves<M>][M];
+    for (int h = 0; h < kHalves<M>; ++h)
+      for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
     const uint8_t* here = data + g * 16 * kPanel;
     for (int t = 0; t < 4; ++t) {
       _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + 2048, _MM_HINT_T0);
@@ -253,10 +265,11 @@ inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t p
       const __m512i a = _mm512_and_si512(both, half), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
       for (int m = 0; m < M; ++m) {
         const int64_t at = (row + m) * in.columns + g * 32 + 8 * t;
-        high[m] = _mm512_dpbusd_epi32(high[m], a, four(in.high + at));
-        low[m] = _mm512_dpbusd_epi32(low[m], a, four(in.low + at));
-        high[m] = _mm512_dpbusd_epi32(high[m], b, four(in.high + at + 4));
-        low[m] = _mm512_dpbusd_epi32(low[m], b, four(in.low + at + 4));
+        constexpr int last = kHalves<M> - 1;
+        high[0][m] = _mm512_dpbusd_epi32(high[0][m], a, four(in.high + at));
+        low[0][m] = _mm512_dpbusd_epi32(low[0][m], a, four(in.low + at));
+        high[last][m] = _mm512_dpbusd_epi32(high[last][m], b, four(in.high + at + 4));
+        low[last][m] = _mm512_dpbusd_epi32(low[last][m], b, four(in.low + at + 4));
       }
     }
     const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + g * kPanel));
@@ -264,7 +277,7 @@ inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t p
     for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + g;
       const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(in.scales[at]));
-      total[m] = _mm512_fmadd_ps(group_sum(high[m], low[m], 8 * in.sums[at]), factor, total[m]);
+      total[m] = _mm512_fmadd_ps(group_sum(joined<M>(high, m), joined<M>(low, m), 8 * in.sums[at]), factor, total[m]);
     }
   }
   for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * kPanel, total[m]);
