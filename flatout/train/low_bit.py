@@ -25,8 +25,10 @@ LEAST_ELEMENTS = 4096
 BLOCK = 256
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Name -> signed."""
-_CHUNK = 1 << 20
-"""Elements that are turned into codes at once where a state is taken over: it takes 13 times their size on the way."""
+_CHUNK = 1 << 16
+_CHUNKS = 64
+"""Elements that are turned into codes at once where a state is taken over, and into how many parts a large one is cut:
+a part takes 13 times its size on the way."""
 REMEDY = "install it with: pip install 'flatout[low-bit]'"
 
 
@@ -150,8 +152,9 @@ def is_in_codes(value: Any) -> bool:
 def _in_codes(plain: Any, made: Any) -> Any:
     """`plain` written into a new state of codes, a stretch at a time."""
     codes, values = made.codes.view(-1), plain.reshape(-1)
-    for start in range(0, values.numel(), _CHUNK):
-        end = min(start + _CHUNK, values.numel())
+    chunk = max(_CHUNK, values.numel() // _CHUNKS // BLOCK * BLOCK)
+    for start in range(0, values.numel(), chunk):
+        end = min(start + chunk, values.numel())
         part = type(made)(
             codes[start:end], made.scale[start // BLOCK : end // BLOCK], made.qmap, made.signed, dtype=made.dtype
         )

@@ -89,8 +89,11 @@ def _checkpointings(blocks: int) -> Iterator[Choices]:
 
 
 def strongest(kinds: list[list[Choices]]) -> Iterator[Choices]:
-    """The measures in their highest degree all together; each also without bf16, whose casts take memory too."""
-    degrees = [[{}, *kind] if "precision" in kind[0] else kind for kind in kinds if kind]
+    """The measures in their highest degree all together; also without those that take memory themselves.
+
+    bf16 casts weights; moments in 8 bits are fp32 while their parameter is stepped, or where they are taken over.
+    """
+    degrees = [[{}, *kind] if kind[0].keys() & {"precision", "optimizer_state"} else kind for kind in kinds if kind]
     for parts in itertools.product(*(_highest(kind) for kind in degrees)):
         choices = {name: value for part in parts for name, value in part.items()}
         if contradict(choices):
