@@ -147,3 +147,17 @@ def test_torchs_own_containers_are_passed_over() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), nn.ReLU()), Model())
     assert compiled_parts(model) == [model[1][0], model[2]]  # type: ignore[index]
     assert compiled_parts(model[2]) == [model[2]]
+
+
+def test_wide_depthwise_convolutions_are_less_certain() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.head = nn.Conv2d(16, 16, 7, padding=3, groups=16), nn.Linear(16, 5)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.wide(x).mean((2, 3)))
+
+    model = Wide()
+    batch = torch.randn(4, 16, 12, 12), torch.randint(0, 5, (4,))
+    assert flatout.forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch, COMPILED).uncertainty == 0.65
