@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flatout.infer.export import export
     from flatout.infer.predict import predict
     from flatout.infer.token_generator import TokenGenerator, generate
+    from flatout.infer.tune_inference import tune_inference
     from flatout.machine.description import Machine
     from flatout.plan import Plan
     from flatout.timing import Measurement
@@ -55,6 +56,7 @@ __all__ = [
     "restore",
     "supervised",
     "to_device",
+    "tune_inference",
 ]
 
 _HOMES = {
@@ -81,6 +83,7 @@ _HOMES = {
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
+    "tune_inference": "flatout.infer.tune_inference",
 }
 
 

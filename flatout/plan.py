@@ -412,6 +412,11 @@ def _keywords(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _header(plan: Plan) -> str:
+    if plan.script is None:
+        return (
+            "# How to run flat out on this machine.\n"
+            "# Each line of [plan] is one choice; without the line that choice is left as it is.\n"
+        )
     script = plan.script or "SCRIPT"
     target = ["-m", script.removeprefix("-m ")] if script.startswith("-m ") else [script]
     called = shlex.join(["flatout", "run", *target, *plan.argv])

@@ -53,6 +53,7 @@ VERBS = {
     "memory": ScriptCommand,
     "predict": TyperCommand,
     "generate": TyperCommand,
+    "tune-inference": TyperCommand,
     "export": TyperCommand,
     "compare": TyperCommand,
 }
@@ -79,8 +80,9 @@ def application() -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     app.callback(help="Run PyTorch flat out on the machine at hand, and prove it.")(_options)
     for name, kind in VERBS.items():
-        if importlib.util.find_spec(f"flatout.cli.{name}") is not None:
-            verb = run if name == "run" else getattr(importlib.import_module(f"flatout.cli.{name}"), name)
+        function = name.replace("-", "_")
+        if importlib.util.find_spec(f"flatout.cli.{function}") is not None:
+            verb = run if name == "run" else getattr(importlib.import_module(f"flatout.cli.{function}"), function)
             app.command(name, cls=kind)(verb)
     return app
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from flatout.cli.progress_line import progress_line
 
 if TYPE_CHECKING:
     from flatout.tune.tune import TuneResult
@@ -71,7 +72,7 @@ def tune(
     )
     request.target.check()
     _check_writable(output)
-    with _progress_line() as progress, _stdin_copy() as stdin_file:
+    with progress_line() as progress, _stdin_copy() as stdin_file:
         machine = machine_with_ceilings(progress)
         result = tune_script(replace(request, stdin_file=stdin_file), machine, progress)
     document = tune_document(result)
@@ -131,25 +132,6 @@ def _check_writable(folder: Path) -> None:
             limit="the plan and the report are written there",
             remedy="choose another folder with --output",
         ) from None
-
-
-@contextlib.contextmanager
-def _progress_line() -> Iterator[Callable[[str], None]]:
-    """One line on a terminal's stderr that is rewritten; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-
-    def show(text: str) -> None:
-        width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write(f"\r\x1b[K{text[:width]}")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
 
 
 @contextlib.contextmanager

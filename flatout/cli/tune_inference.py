@@ -1,0 +1,121 @@
+"""flatout tune-inference: the fastest way to serve a model that is near enough to fp32, measured on a sample."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flatout.cli.progress_line import progress_line
+
+MOST_ITEMS = 4096
+
+
+def tune_inference(
+    model: Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")],
+    inputs: Annotated[
+        Path, typer.Argument(help="A sample: .npy, .npz, .safetensors or .jsonl of tokens, or .txt of texts.")
+    ],
+    task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="predict or generate; default: guessed from model and sample.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("flatout-inference.toml"),
+    items: Annotated[
+        int | None, typer.Option(metavar="N", help="How many will be served (for break-even of what must compile).")
+    ] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 5m.")] = "5m",
+    exactness: Annotated[
+        str,
+        typer.Option(
+            metavar="LEVEL", help="What may be tried: bit-same, rounding (and bit-same), reduced (everything)."
+        ),
+    ] = "reduced",
+    max_error: Annotated[
+        float, typer.Option(metavar="SHARE", help="Largest error against fp32, as a share of the outputs' spread.")
+    ] = 0.05,
+    min_agreement: Annotated[
+        float, typer.Option(metavar="SHARE", help="Least share of answers (classes, tokens) as good as fp32's.")
+    ] = 0.99,
+    max_divergence: Annotated[
+        float, typer.Option(metavar="NATS", help="Largest mean divergence of the answers' distribution.")
+    ] = 0.01,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="For generate: tokens for each prompt.")] = 64,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="For texts: a folder or file.py:name; default: the model's.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Choices that are made already; the others are tried on top.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> int:
+    """Find the fastest way to serve a model that is near enough to fp32 on a sample; writes the plan.
+
+    `flatout predict` and `flatout generate` take it with --plan. Exit code: 0 done, 2 the model or the sample cannot
+    be used.
+    """
+    from flatout.plan import read_plan
+    from flatout.units import parse_seconds
+
+    asked: dict[str, Any] = {
+        "task": task,
+        "plan": None if plan is None else read_plan(plan),
+        "items": items,
+        "exactness": exactness,
+        "max_error": max_error,
+        "min_agreement": min_agreement,
+        "max_divergence": max_divergence,
+        "budget_seconds": parse_seconds(budget),
+        "max_new_tokens": max_new_tokens,
+    }
+    return _run(model, inputs, out, tokenizer, asked, as_json=json)
+
+
+def _run(model: str, inputs: Path, out: Path, tokenizer: str | None, asked: dict[str, Any], *, as_json: bool) -> int:
+    from flatout.infer.model_source import load_model
+    from flatout.infer.tune_inference import tune_inference as tune
+    from flatout.plan import write_plan
+    from flatout.report.document import document, to_text
+
+    _check_place(out)
+    sample = _sample(inputs, model, tokenizer)
+    with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:  # what the model prints is no document
+        module, _ = load_model(model)
+        found = tune(module, sample, progress=progress, **asked)
+    print(to_text(document("tune-inference", found.to_json())) if as_json else found.summary())
+    write_plan(out, found.plan)
+    if not as_json:
+        given = shlex.quote(str(inputs))
+        more = f"--prompts {given}" if found.task == "generate" else f"{given} --out RESULTS.jsonl"
+        command = f"flatout {found.task} {shlex.quote(model)} {more} --plan {shlex.quote(str(out))}"
+        print(f"{'saved':<10}{out}      next: {command}")
+    return 0
+
+
+def _sample(path: Path, model: str, tokenizer: str | None) -> list[Any]:
+    import numpy as np
+    import torch
+
+    from flatout.infer.input_files import open_inputs
+    from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
+
+    words = load_tokenizer(tokenizer) if tokenizer is not None else tokenizer_beside(model)
+    found = []
+    for value in islice(open_inputs(path, None if words is None else words.encode).begin(0), MOST_ITEMS):
+        if isinstance(value, Exception):
+            raise value
+        found.append(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+    return found
+
+
+def _check_place(out: Path) -> None:
+    """Minutes of trials must not end in a place that takes no file."""
+    from flatout.errors import UsageError
+
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        what = f"{out} is a folder" if out.is_dir() else f"there is no folder {out.absolute().parent}"
+        raise UsageError(what, limit="the plan is written to a file", remedy="name another with --out")
