@@ -31,7 +31,8 @@ class CompiledModel:
         self.model, self.mode = model, mode
         self.versions = 0
         self.gave_up: str | None = None
-        self._targets = repeated_blocks(model) if mode == "regional" else [model]
+        self._call: Any = model
+        self._targets = repeated_blocks(model) if mode == "regional" else []
         self._most = MOST_VERSIONS * (1 if mode != "regional" else 4)
         options: dict[str, Any] = {}
         if device == "cpu":
@@ -39,19 +40,22 @@ class CompiledModel:
             if not any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++")):
                 self._give_up("no C++ compiler is installed (torch.compile on the CPU needs one; install g++)")
                 return
-        if mode in ("reduce-overhead", "max-autotune"):
-            options |= torch._inductor.list_mode_options(mode)
-        for target in self._targets:
-            target.compile(dynamic=False, options=options or None)
+        with _quiet():
+            if mode in ("reduce-overhead", "max-autotune"):
+                options |= torch._inductor.list_mode_options(mode)
+            if mode == "regional":
+                for target in self._targets:
+                    target.compile(dynamic=False, options=options or None)
+            else:  # not model.compile(): that leaves modules of torch's own, as nn.Sequential, uncompiled
+                self._call = torch.compile(model, dynamic=False, options=options or None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gave_up is not None:
             return self.model(*args, **kwargs)
         before = _versions()
         try:
-            with _allowing(self._most + 1), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # inductor's advice and its own deprecations, of no use to a caller
-                output = self.model(*args, **kwargs)
+            with _allowing(self._most + 1), _quiet():
+                output = self._call(*args, **kwargs)
         except Exception as error:
             if not _by_compiler(error):
                 raise
@@ -66,6 +70,14 @@ class CompiledModel:
         self.gave_up = f"went on without torch.compile: {reason}"
         for target in self._targets:
             target._compiled_call_impl = None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The compiler's advice, and deprecations inside torch, are of no use to a caller."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _versions() -> int:

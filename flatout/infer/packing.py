@@ -47,6 +47,18 @@ def packed_blocks(blocks: Sequence[nn.Module], lengths: Sequence[int], device: t
             handle.remove()
 
 
+def row_length(tokens: int) -> int:
+    """Tokens of a row that holds so many real ones: a few more, at most one in 32.
+
+    oneDNN makes, and keeps, code for each number of rows that it meets; so there are few numbers.
+
+    >>> row_length(17), row_length(2001)
+    (17, 2016)
+    """
+    step = 1 << max(0, tokens.bit_length() - 6)
+    return -(-tokens // step) * step
+
+
 class _Row(TorchFunctionMode):
     """The layout of one batch, and what torch's functions do differently while it lies in one row."""
 
@@ -56,6 +68,9 @@ class _Row(TorchFunctionMode):
         places = torch.arange(self.longest, device=device).expand(self.batch, -1)
         real = places < torch.as_tensor(lengths, device=device)[:, None]
         self.real = real.flatten().nonzero().squeeze(1)
+        self.width = row_length(self.total)
+        filling = self.real.new_zeros(self.width - self.total)  # the first token again
+        self.taken = torch.cat((self.real, filling))
         self.runs: list[tuple[int, int, int, int]] = []
         """(first sequence, how many, their length, first token)"""
         sequence = token = 0
@@ -106,13 +121,13 @@ class _Row(TorchFunctionMode):
     def _pack(self, value: Tensor) -> Tensor:
         if not self._is_laid_out(value):
             return value
-        return value.expand(self.batch, -1, -1).flatten(0, 1).index_select(0, self.real)[None]
+        return value.expand(self.batch, -1, -1).flatten(0, 1).index_select(0, self.taken)[None]
 
     def _unpack(self, value: Tensor) -> Tensor:
-        if value.dim() != 3 or value.shape[:2] != (1, self.total):
+        if value.dim() != 3 or value.shape[:2] != (1, self.width):
             return value
         padded = value.new_zeros(self.batch * self.longest, value.shape[2])
-        return padded.index_copy_(0, self.real, value[0]).unflatten(0, (self.batch, self.longest))
+        return padded.index_copy_(0, self.real, value[0, : self.total]).unflatten(0, (self.batch, self.longest))
 
     # attention
 
@@ -133,12 +148,13 @@ class _Row(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         for name, part in (("queries", query), ("keys", key), ("values", value)):
-            if part.dim() != 4 or part.shape[0] != 1 or part.shape[2] != self.total:
+            if part.dim() != 4 or part.shape[0] != 1 or part.shape[2] != self.width:
                 raise CannotPack(f"the {name} of its attention are {list(part.shape)}")
         self.attentions += 1
         masks = self._masks_of(attn_mask)
         # Laid out as [tokens, heads, features]: merging the heads is then a view, as models expect of torch's kernel.
-        out = query.new_empty(1, self.total, query.shape[1], value.shape[3]).transpose(1, 2)
+        out = query.new_empty(1, self.width, query.shape[1], value.shape[3]).transpose(1, 2)
+        out[:, :, self.total :] = 0
         for (_, count, length, start), mask in zip(self.runs, masks, strict=True):
             q, k, v = (_sequences(part, start, count, length) for part in (query, key, value))
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options)

@@ -63,7 +63,8 @@ def predict(
 
     plan: precision, weights, activations, batching, batch_tokens (2048 on a CPU, 16384 on a GPU), memory_format,
     fold_batch_norm, compile, threads; choices of training are left aside. batch_size: of inputs of fixed size (32).
-    look_ahead: inputs that are held at most with their outputs (4096, and no more than 16 batches' tokens).
+    look_ahead: inputs that are held at most with their outputs (4096, and no more than 16 batches' tokens, or 2 batches
+    of inputs of fixed size).
     check_finite: an output with inf or NaN counts as failed. on_error: "mark" puts a `Failed` in the place of a
     result, "raise" ends the run with a UsageError that names the input.
 
@@ -166,7 +167,8 @@ class Predictions:
         )
 
     def _in_order(self) -> Iterator[Any]:
-        for window in windows(self._read(), _tokens, self._predictor.bounds):
+        bounds = self._predictor.bounds
+        for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
             start = time.perf_counter()
             samples = [one for one in window if isinstance(one, Sample)]
             with self._as_planned(), torch.no_grad():
@@ -228,5 +230,9 @@ def _of_dataset(dataset: Any) -> Iterator[Any]:
     return (dataset[place] for place in range(len(dataset)))
 
 
-def _tokens(one: Sample | Failed) -> int:
-    return one.tokens if isinstance(one, Sample) else 0
+def _weight(one: Sample | Failed, bounds: Bounds) -> int:
+    """What a sample takes of the window's tokens. Two batches of a fixed size (images) fill it: nothing is gained by
+    sorting them, and each may be large."""
+    if isinstance(one, Failed):
+        return 0
+    return one.length if one.length is not None else -(-bounds.window_tokens // (2 * bounds.batch_size))

@@ -40,7 +40,7 @@ class Figures:
     tokens: int
     """Real tokens that the model ran on."""
     computed_tokens: int
-    """The same with padding; in packed batches the repeated blocks compute none."""
+    """The same with padding, of which packed rows have at most one token in 32 (in their repeated blocks)."""
     batches: Mapping[str, int]
     """How many batches were packed, equal or padded."""
     seconds: float

@@ -21,6 +21,7 @@ from flatout.infer.batching import Bounds, batches_of, bucket_length
 from flatout.infer.calling import calling_of
 from flatout.infer.compiled import CompiledModel
 from flatout.infer.model_batch import Batching, Runner
+from flatout.infer.packing import row_length
 from flatout.infer.placed import Placed, fold, round_and_pack
 from flatout.infer.predicted import Failed
 from flatout.infer.samples import Sample
@@ -105,8 +106,6 @@ class WindowRun:
     def _try(self, samples: Sequence[Sample]) -> Allowed | None:
         try:
             return try_batchings(self.runner, samples, packing=self.plan.compile is None)
-        except UsageError:
-            raise
         except Exception:  # one of the chosen samples is bad: the batches will say which; the next window tries again
             return None
 
@@ -203,10 +202,7 @@ class WindowRun:
         ragged = len(set(lengths)) > 1
         self.batches[how if ragged else "equal"] += 1
         self.tokens += sum(lengths)
-        one_row = how == "packed" or batch[0].length is None
-        self.computed_tokens += (
-            sum(lengths) if one_row and rows is None else (rows or len(batch)) * (tokens or max(lengths))
-        )
+        self.computed_tokens += _computed(lengths, how if ragged else "equal", rows, tokens)
         for sample in batch:
             flops = self._flops(sample)
             self.flops = None if flops is None or self.flops is None else self.flops + flops
@@ -254,6 +250,13 @@ class WindowRun:
                 remedy = "try a plan with precision = 'fp32'" if self.plan.precision in ("bf16", "fp16") else ""
                 return Failed(index=sample.index, what=what, limit="finite values were asked for", remedy=remedy)
         return output
+
+
+def _computed(lengths: Sequence[int], how: Batching, rows: int | None, tokens: int | None) -> int:
+    """Tokens that the model ran on, padding included."""
+    if how == "packed":
+        return row_length(sum(lengths))
+    return (rows or len(lengths)) * (tokens or max(lengths))
 
 
 def _grouped(samples: Sequence[Sample], key: Any) -> list[list[Sample]]:

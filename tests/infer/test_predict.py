@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,8 @@ def test_every_plan_gives_what_the_samples_give_alone_in_order(plan: Plan | None
     figures = predictions.figures
     assert figures.items == 60
     assert figures.tokens == sum(map(len, inputs))
-    assert figures.padding_share == 0 or (plan is not None and plan.batching == "padded")
+    assert figures.padding_share <= (1 / 32 if plan is None or plan.batching is None else 0.5)
+    assert figures.padding_share == 0 or plan is None or plan.batching != "equal"
     assert figures.flops is not None
     figures.to_json()
 
@@ -234,6 +236,38 @@ def test_images_are_batched_by_count() -> None:
         torch.testing.assert_close(torch.stack(predictions.collect()), model(images), atol=1e-4, rtol=1e-3)
     assert dict(predictions.figures.batches) == {"equal": 3}
     assert "9 batch norms folded into convolutions" in predictions.figures.notes
+
+
+def test_images_are_read_two_batches_ahead() -> None:
+    read = []
+    predictions = flatout.predict(Picky(), (read.append(n) or torch.ones(3, 4, 4) for n in range(100)), batch_size=4)
+    next(predictions)
+    assert len(read) == 8
+
+
+def compiled_case() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def test_compiled_shapes_are_few_and_past_the_bound_it_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpp_compiler_there():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr("flatout.infer.compiled.MOST_VERSIONS", 1)
+    model = compiled_case()
+    inputs = [torch.randn(length, 8) for length in (5, 6, 7, 3, 8, 20, 18, 5, 17, 30)]
+    predictor = Predictor(model, Plan(compile="default", batch_tokens=32, batching="padded"))
+    for _ in range(2):
+        predictions = predictor(inputs)
+        for found, right in zip(predictions, alone(model, inputs), strict=True):
+            torch.testing.assert_close(found, right[0], atol=1e-5, rtol=1e-4)
+    assert predictor.run.compiled is not None
+    assert predictor.run.compiled.versions == 2, predictions.figures.notes
+    assert any("went on without torch.compile: 2 versions" in note for note in predictions.figures.notes)
+
+
+def cpp_compiler_there() -> bool:
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 @pytest.mark.parametrize(
