@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,6 @@ class Runner:
     """Which leaves of the output have a row for each token, by path; None until samples of two lengths were seen."""
     call: Any = None
     """What is called in place of the model: its compiled form."""
-    notes: list[str] = field(default_factory=list)
 
     def run(
         self,

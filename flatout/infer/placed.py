@@ -50,7 +50,7 @@ def place(model: nn.Module, plan: Plan, device: Any = None) -> Placed:
     first = next((one for one in model.parameters() if one.is_floating_point()), None)
     result_dtype = torch.float32 if first is None else first.dtype
     dtype = DTYPES[plan.precision] if plan.precision else result_dtype
-    target = torch.device(device) if device is not None else (torch.device("cpu") if first is None else first.device)
+    target = _device(device, torch.device("cpu") if first is None else first.device)
     made = _converted(model, dtype, target)
     channels_last = plan.memory_format == "channels_last"
     if channels_last:
@@ -104,6 +104,21 @@ def _check(model: Any, plan: Plan) -> None:
     if plan.speculation is not None:
         remedy = "drop it, or call flatout.generate"
         raise PlanError(f"speculation is {plan.speculation!r}", limit="predict generates nothing", remedy=remedy)
+
+
+def _device(asked: Any, here: torch.device) -> torch.device:
+    if asked is None:
+        return here
+    try:
+        found = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        limit = "it is what torch.device takes"
+        raise UsageError(f"device is {asked!r}", limit=limit, remedy="for example 'cpu' or 'cuda:0'") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        limit = f"torch sees {count} CUDA devices"
+        raise UsageError(f"device is {asked!r}", limit=limit, remedy="see which and why with: flatout check")
+    return found
 
 
 def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -238,6 +238,21 @@ def test_images_are_batched_by_count() -> None:
     assert "9 batch norms folded into convolutions" in predictions.figures.notes
 
 
+def test_map_style_datasets_and_images_of_hugging_face() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
+    model = transformers.ViTForImageClassification(config).eval()
+    images = torch.randn(5, 3, 16, 16)
+    outputs = flatout.predict(model, torch.utils.data.TensorDataset(images), batch_size=2).collect()
+    with torch.no_grad():
+        right = model(pixel_values=images).logits
+    torch.testing.assert_close(torch.stack([one.logits for one in outputs]), right, atol=1e-5, rtol=1e-4)
+    named = flatout.predict(model, [{"pixel_values": one} for one in images])
+    torch.testing.assert_close(torch.stack([one["logits"] for one in named]), right, atol=1e-5, rtol=1e-4)
+
+
 def test_images_are_read_two_batches_ahead() -> None:
     read = []
     predictions = flatout.predict(Picky(), (read.append(n) or torch.ones(3, 4, 4) for n in range(100)), batch_size=4)
@@ -278,6 +293,8 @@ def cpp_compiler_there() -> bool:
         (lambda: flatout.predict(bert(), "abc"), UsageError, "inputs is str"),
         (lambda: flatout.predict(bert(), [], {"precision": "bf16"}), UsageError, "flatout.Plan or None"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), [], batch_size=0), UsageError, "batch_size is 0"),
+        (lambda: flatout.predict(bert(), [], device="cuda:99"), UsageError, "CUDA devices; see which"),
+        (lambda: flatout.predict(bert(), [], device="gpu0"), UsageError, "device is 'gpu0'"),
         (lambda: flatout.predict(bert(), [], on_error="no"), UsageError, "'mark' or 'raise'"),
         (lambda: flatout.predict(bert(), [], Plan(activations="int8")), PlanError, "set weights = 'int8'"),
         (lambda: flatout.predict(bert(), [], Plan(speculation="lookup")), PlanError, "flatout.generate"),

@@ -1,0 +1,106 @@
+"""`flatout predict` as a person meets it: results in place, the document, bad inputs, bad choices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.__main__ import main
+from flatout.models import Bert, BertConfig
+
+NET = """
+import torch
+from flatout.models import Bert, BertConfig
+def bert():
+    print("loading")
+    torch.manual_seed(0)
+    return Bert(BertConfig(vocab_size=40, max_tokens=16, width=32, heads=2, layers=2))
+class Letters:
+    def encode(self, text): return [ord(letter) % 40 for letter in text]
+    def decode(self, ids): return str(ids)
+letters = Letters()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bert() -> Bert:
+    torch.manual_seed(0)
+    return Bert(BertConfig(vocab_size=40, max_tokens=16, width=32, heads=2, layers=2)).eval()
+
+
+def test_results_are_those_of_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [[1, 2, 3], [39], list(range(16))]
+    (folder / "in.jsonl").write_text("".join(f"{one}\n" for one in inputs))
+    assert main(["predict", "net.py:bert", "in.jsonl", "--out", "out", "--keep", "hidden", "--json"]) == 0
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert document["flatout"]["document"] == "predict"
+    assert document["figures"]["items"] == 3
+    assert document["failed_in_all"] == 0
+    assert "loading" in said.err
+    (file,) = (folder / "out").glob("results-*")
+    found = load_file(file)
+    for index, tokens in enumerate(inputs):
+        with torch.no_grad():
+            right = bert()(torch.tensor([tokens])).hidden[0]
+        torch.testing.assert_close(found[str(index)], right, atol=1e-5, rtol=1e-4)
+
+
+def test_texts_and_bad_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "in.txt").write_text("hello\n\nfar too long for the model\nbye\n")
+    words = ["predict", "net.py:bert", "in.txt", "--out", "out.jsonl", "--keep", "pooled", "--precision", "bf16"]
+    assert main([*words, "--tokenizer", "net.py:letters"]) == 1
+    said = capsys.readouterr()
+    assert "4 inputs in" in said.out
+    assert "failed    2 inputs" in said.out
+    assert "input 1: the input is [0]; it must hold at least 1 token" in said.err
+    assert "input 2: the input has 26 tokens; the model has positions for 16; cut it" in said.err
+    lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert [set(line) for line in lines] == [{"index", kind} for kind in ("output", "failed", "failed", "output")]
+    assert main([*words, "--tokenizer", "net.py:letters"]) == 1  # nothing is left to do
+    assert "0 inputs in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["net.py:none", "in.jsonl", "--out", "out"], "none"),
+        (["net.py:bert", "no.jsonl", "--out", "out"], "cannot read no.jsonl"),
+        (["net.py:bert", "in.jsonl", "--out", "out", "--precision", "bf17"], "did you mean 'bf16'?"),
+        (["net.py:bert", "in.jsonl", "--out", "out", "--activations", "int8"], "set weights = 'int8'"),
+        (
+            ["net.py:bert", "in.jsonl", "--out", "out", "--keep", "nothing"],
+            "the output has no 'nothing'; it has hidden",
+        ),
+        (["net.py:bert", "in.jsonl", "--out", "out", "--batch-size", "0"], "batch_size is 0"),
+        (["net.py:bert", "in.jsonl"], "--out"),
+    ],
+)
+def test_what_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    (folder / "in.jsonl").write_text("[1, 2]\n")
+    assert main(["predict", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(**sizes, vocab_size=40, max_position_embeddings=16, num_labels=3)
+    model = transformers.BertForSequenceClassification(config).eval()
+    model.save_pretrained(folder / "bert")
+    (folder / "in.jsonl").write_text("[5, 6]\n[7]\n[8, 9, 10, 11]\n")
+    assert main(["predict", "bert", "in.jsonl", "--out", "out.jsonl", "--keep", "logits"]) == 0
+    lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        right = model(torch.tensor([[8, 9, 10, 11]])).logits[0]
+    assert lines[2]["output"] == pytest.approx(right.tolist(), abs=1e-4)
