@@ -132,6 +132,7 @@ class InferenceSearch:
         self._base, self._progress, self._clock = base, progress, clock
         self._deadline = clock() + limits.seconds * (1 - FINAL_SHARE)
         self._left = len(options)
+        self._replaced: list[Option] = []
         self.plain = self._made(base)
         self.plain.accuracy = self.plain.runner.judge()
         self.current = self.plain
@@ -273,6 +274,7 @@ class InferenceSearch:
 
     def _keep(self, option: Option, made: Made) -> None:
         gone = [one for one in self.kept if set(one.choices) & {*option.choices, *option.replaces}]
+        self._replaced += gone
         for one in gone:
             self._take_back(one, f"{option.label} took its place")
         self.kept.append(option)
@@ -284,6 +286,8 @@ class InferenceSearch:
         """What did not help the slower model may help the faster one."""
         tried = [(option, self._trial_of(option)) for option in self.options]
         for option, trial in tried:
+            if option in self._replaced:
+                continue
             if trial is None or trial.outcome != "dropped" or trial.comparison is None or option in self.kept:
                 continue
             later = [one.label for one in self.kept if one.label not in trial.on_top_of]

@@ -1,0 +1,72 @@
+"""flatout tune-inference on small models, with nothing tried, so that it ends at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.__main__ import main
+from flatout.plan import read_plan
+
+MODELS = """
+import torch
+from torch import nn
+from flatout.models import GPT2, GPT2Config
+
+def net():
+    print("made")
+    torch.manual_seed(0)
+    return nn.Linear(8, 3)
+
+def gpt():
+    torch.manual_seed(0)
+    return GPT2(GPT2Config(vocab_size=20, max_tokens=32, width=16, heads=2, layers=1))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "served.py").write_text(MODELS)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(6, 8)).astype("f4"))
+    (tmp_path / "prompts.jsonl").write_text("[1, 2, 3]\n[4, 5]\n")
+    return tmp_path
+
+
+def test_it_shows_the_table_and_writes_a_plan(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune-inference", "served.py:net", "x.npy", "--exactness", "bit-same", "--items", "9"]) == 0
+    shown = capsys.readouterr().out
+    assert "Linear · predict: guessed" in shown
+    assert "bf16: it is reduced, and exactness is bit-same" in shown
+    assert "next: flatout predict served.py:net x.npy --out RESULTS.jsonl --plan flatout-inference.toml" in shown
+    plan = read_plan(place / "flatout-inference.toml")
+    assert plan.choices() == {}
+    assert plan.machine_fingerprint
+    assert "flatout run" not in plan.to_toml()
+
+
+def test_one_document_and_nothing_else(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune-inference", "served.py:gpt", "prompts.jsonl", "--exactness", "bit-same", "--max-new-tokens", "4"]
+    assert main([*words, "--json", "--out", "p.toml"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["flatout"]["document"] == "tune-inference"
+    assert (told["task"], told["unit"]) == ("generate", "prompt")
+    assert (place / "p.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["served.py:net", "x.npy", "--out", "no/where.toml"], "there is no folder"),
+        (["served.py:net", "x.npy", "--exactness", "sloppy"], "exactness is 'sloppy'"),
+        (["served.py:net", "x.npy", "--task", "train"], "task is 'train'"),
+        (["served.py:net", "nothing.npy"], "nothing.npy"),
+    ],
+)
+def test_what_cannot_be_used(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["tune-inference", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (place / "flatout-inference.toml").exists()
