@@ -70,8 +70,8 @@ class RoundedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bits == 8:  # whole numbers up to 127 are exact in every dtype: scaled after the product, they stay so
-            y = nn.functional.linear(x, self.values.to(x.dtype)) * self.scales.to(x.dtype)
-            return y if self.bias is None else y + self.bias.to(x.dtype)
+            y, scales = nn.functional.linear(x, self.values.to(x.dtype)), self.scales.to(x.dtype)
+            return y * scales if self.bias is None else torch.addcmul(self.bias.to(x.dtype), y, scales)
         levels = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1).to(torch.int8) - 8
         groups = levels.unflatten(1, (-1, INT4_GROUP)).to(x.dtype) * self.scales[..., None].to(x.dtype)
         return nn.functional.linear(x, groups.flatten(1), None if self.bias is None else self.bias.to(x.dtype))
