@@ -59,9 +59,10 @@ def try_batchings(runner: Runner, samples: Sequence[Sample], *, packing: bool) -
     if len(chosen) < 2:
         return None
     alone = [_outputs(runner.run([sample], "equal")) for sample in chosen]
-    runner.token_level, reason = _token_level(alone, chosen)
+    level, reason = _token_level(alone, chosen)
     if reason:
         return Allowed(False, False, {"padded": reason, "packed": reason})
+    runner.token_level = (runner.token_level or frozenset()) | level  # another kind of sample may have told of more
     reasons = {"padded": _why_not_padded(runner, chosen, alone)}
     reasons["packed"] = _why_not_packed(runner, chosen, alone) if packing else "the plan compiles the model"
     return Allowed(not reasons["packed"], not reasons["padded"], {name: why for name, why in reasons.items() if why})
@@ -90,7 +91,7 @@ def _outputs(output: Any) -> dict[str, Tensor]:
     return found
 
 
-def _token_level(alone: Sequence[dict[str, Tensor]], samples: Sequence[Sample]) -> tuple[frozenset[str] | None, str]:
+def _token_level(alone: Sequence[dict[str, Tensor]], samples: Sequence[Sample]) -> tuple[frozenset[str], str]:
     paths = set()
     for path, leaf in alone[0].items():
         shapes = [outputs[path].shape[1:] for outputs in alone]
@@ -98,7 +99,10 @@ def _token_level(alone: Sequence[dict[str, Tensor]], samples: Sequence[Sample]) 
             continue
         follows = all(len(shape) and shape[0] == one.length for shape, one in zip(shapes, samples, strict=True))
         if not follows or len({shape[1:] for shape in shapes}) > 1:
-            return None, f"{path} is {list(leaf.shape)} for {samples[0].length} tokens: nobody can tell its padding"
+            return (
+                frozenset(),
+                f"{path} is {list(leaf.shape)} for {samples[0].length} tokens: nobody can tell its padding",
+            )
         paths.add(path)
     return frozenset(paths), ""
 

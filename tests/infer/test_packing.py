@@ -90,6 +90,17 @@ def test_hugging_face_models_need_no_padding(name: str) -> None:
     assert allowed.padded, allowed.reasons
 
 
+def test_outputs_that_cannot_be_cut_are_not_batched() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(**SIZES, output_hidden_states=True)
+    allowed = tried(transformers.BertModel(config))
+    assert (allowed.packed, allowed.padded) == (False, True)
+    config = transformers.BertConfig(**SIZES, output_attentions=True, attn_implementation="eager")
+    allowed = tried(transformers.BertModel(config))
+    assert (allowed.packed, allowed.padded) == (False, False)
+    assert "nobody can tell its padding" in allowed.reasons["padded"]
+
+
 def test_attention_by_hand_cannot_be_packed() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(**SIZES, attn_implementation="eager")
