@@ -31,6 +31,8 @@ LEAST_GAIN: dict[Exactness, float] = {"bit-same": 0.01, "rounding": 0.01, "reduc
 """Fewer bits must bring more than a trifle."""
 FAR_SLOWER = 2.5
 """A run that takes so many times as long as the one before it is not worth windows; twice, as one may be unlucky."""
+TOO_SHORT_TO_TELL_SECONDS = 0.3
+"""Single runs below it may be anything, and windows of them cost little."""
 LEAST_COMPILE_SECONDS = 5.0
 WORTH_A_SECOND_LOOK = 0.9
 WORTH_A_PAIR = 0.8
@@ -75,6 +77,10 @@ class Runner(Protocol):
 
     def judge(self) -> Accuracy:
         """Its outputs against fp32."""
+        ...
+
+    def share(self) -> str:
+        """In words: the share that a run reaches of the limit that binds."""
         ...
 
 
@@ -222,7 +228,7 @@ class InferenceSearch:
 
     def _far_slower(self, made: Made) -> str:
         """A sentence if single runs, in turns, leave no doubt."""
-        if made.usual_seconds < FAR_SLOWER * self.current.usual_seconds:
+        if made.usual_seconds < max(FAR_SLOWER * self.current.usual_seconds, TOO_SHORT_TO_TELL_SECONDS):
             return ""
         ours, theirs = self._seconds(self.current.runner), self._seconds(made.runner)
         self.current.usual_seconds = min(ours, self.current.usual_seconds)

@@ -171,6 +171,7 @@ def _tuning(
         comparison=None if final is None else final.comparison,
         plain_accuracy=search.plain.accuracy,
         accuracy=accuracy,
+        share=search.current.runner.share(),
         machine_fingerprint=machine.fingerprint,
         machine_name=machine.cpu.name,
         torch_version=machine.versions.torch,

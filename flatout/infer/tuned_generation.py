@@ -115,6 +115,10 @@ class GeneratingRunner:
         self.run()
         return ""
 
+    def share(self) -> str:
+        made = self.generator.generate(self._subject.prompts, max_new_tokens=self._subject.tokens, ignore_end=True)
+        return f"decoding {made.decode_share}, prompts {made.prefill_share}"
+
     def run(self) -> object:
         # To the last token, whatever the text says: all ways do the same work.
         return self.generator.generate(self._subject.prompts, max_new_tokens=self._subject.tokens, ignore_end=True)

@@ -19,6 +19,7 @@ from flatout.infer.inference_search import Option
 from flatout.infer.linear import LEAST_WEIGHTS
 from flatout.infer.predict import Predictor
 from flatout.infer.predicted import Failed
+from flatout.infer.samples import read_sample
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.observed import Observed
 from flatout.levers.threads import Threads
@@ -201,6 +202,14 @@ class PredictingRunner:
     def judge(self) -> Accuracy:
         return self._subject.judge(self.predictor)
 
+    def share(self) -> str:
+        predictions = self.predictor(self._subject.inputs)
+        predictions.collect()
+        figures = predictions.figures
+        if figures.share_of_ceiling is None:
+            return "share of the ceiling unknown: operations or ceilings are not measured (flatout check --measure)"
+        return f"{figures.share_of_ceiling:.0%} of matrix products in {figures.ceiling_dtype}"
+
 
 def _listed(inputs: Any) -> list[Any]:
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__iter__"):
@@ -230,8 +239,6 @@ def _measured(plain: Predictor, given: list[Any]) -> tuple[list[Any], float, flo
 
 def _lengths(plain: Predictor, inputs: list[Any]) -> list[int]:
     """Tokens of each; [] where they are of fixed size."""
-    from flatout.infer.samples import read_sample
-
     calling, found = plain.run.runner.calling, []
     for index, value in enumerate(inputs):
         try:

@@ -93,6 +93,8 @@ class InferenceTuning:
     """The user's model as it stands, against fp32."""
     accuracy: Accuracy
     """Under the new plan."""
+    share: str
+    """Of the limit that binds, which the new plan reaches: in words."""
     machine_fingerprint: str
     machine_name: str
     torch_version: str | None
@@ -117,11 +119,11 @@ class InferenceTuning:
 
     def _result(self) -> list[str]:
         if self.comparison is None:
-            return [f"nothing helps here: {format_seconds(self.plain_seconds)} per {self.unit} as it is"]
+            return [f"nothing helps here: {format_seconds(self.plain_seconds)} per {self.unit} as it is", self.share]
         chosen = ", ".join(f"{name} = {value}" for name, value in self.plan.choices().items())
         times = f"{format_seconds(self.plain_seconds)} -> {format_seconds(self.chosen_seconds)} per {self.unit}"
         speed = f"{ratio_text(self.comparison)} ({times}, {self.comparison.pairs} pairs of windows)"
-        return [f"{chosen}", speed, f"against fp32: {self.accuracy}"]
+        return [chosen, speed, self.share, f"against fp32: {self.accuracy}"]
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the plan's reasons, which are the trials'."""
@@ -142,6 +144,7 @@ class InferenceTuning:
             "comparison": None if self.comparison is None else self.comparison.to_json(),
             "plain_accuracy": self.plain_accuracy.to_json(),
             "accuracy": self.accuracy.to_json(),
+            "share": self.share,
             "machine_fingerprint": self.machine_fingerprint,
             "machine_name": self.machine_name,
             "torch_version": self.torch_version,
