@@ -346,6 +346,9 @@ def _check_trains(plan: Plan) -> None:
         if (value := getattr(plan, name)) is not None:
             remedy = f"train with plan.without({name!r}); predict and generate carry it out"
             raise PlanError(f"{name} is {value!r}", limit="a training step has no use for it", remedy=remedy)
+    if plan.device is not None:
+        remedy = "move the model with model.to(flatout.device()) and take plan.without('device')"
+        raise PlanError(f"device is {plan.device!r}", limit="it moves scripts that name no device", remedy=remedy)
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -308,3 +308,10 @@ def test_a_plan_of_inference_is_refused(plan: Plan) -> None:
     (name,) = plan.choices()
     with pytest.raises(PlanError, match=rf"^{name} is .*; a training step has no use for it; train with plan.without"):
         TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.MSELoss()), plan)
+
+
+def test_a_plan_that_moves_a_script_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(PlanError, match=r"device is 'cuda'; it moves scripts that name no device; move the model with"):
+        TrainStep(model, optimizer, lambda *_: torch.zeros(()), Plan(device="cuda"))
