@@ -51,6 +51,8 @@ class Option:
     replaces: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     """Fields of the plan that, once kept, make it pointless."""
+    instead_of: tuple[str, ...] = ()
+    """Fields whose place it may take where it cannot stand beside them."""
     pairs_with: str = ""
     """The field of a choice with which it may help although neither does alone."""
 
@@ -139,6 +141,8 @@ class InferenceSearch:
         self._deadline = clock() + limits.seconds * (1 - FINAL_SHARE)
         self._left = len(options)
         self._replaced: list[Option] = []
+        self._obstructed: Option | None = None
+        """The last option that could not be made."""
         self.plain = self._made(base)
         self.plain.accuracy = self.plain.runner.judge()
         self.current = self.plain
@@ -147,6 +151,7 @@ class InferenceSearch:
     def run(self) -> None:
         for option in self.options:
             self._try(option)
+            self._try_instead(option)
             self._left -= 1
         self._second_look()
         self._try_pairs()
@@ -169,6 +174,7 @@ class InferenceSearch:
             self._judge(option, made)
         except Exception as error:  # the model is not ours, nor are torch's kernels: whatever it is, the choice failed
             self._update(outcome="failed", reason=_said(error))
+            self._obstructed = option
             del error  # its frames hold the model that did not fit
         gc.collect()
         if torch.cuda.is_available():
@@ -213,6 +219,7 @@ class InferenceSearch:
         """Keep it or not; the trial was recorded before."""
         self._update(outcome="dropped", notes=tuple(made.runner.notes))
         if reason := made.obstacle or self._far_slower(made):
+            self._obstructed = option if made.obstacle else None
             self._update(reason=reason)
             return
         made.accuracy = made.runner.judge()
@@ -287,6 +294,13 @@ class InferenceSearch:
         self.current = made
 
     # what one choice changes for another
+
+    def _try_instead(self, option: Option) -> None:
+        """What could not be made beside a kept choice may be better than that."""
+        held = [name for name in option.instead_of if name in self.current.plan.choices()]
+        if held and self._obstructed is option:
+            label = f"{option.label} without {' and '.join(held)}"
+            self._try(replace(option, label=label, replaces=(*option.replaces, *held)))
 
     def _second_look(self) -> None:
         """What did not help the slower model may help the faster one."""

@@ -125,6 +125,18 @@ def test_a_plan_that_is_not_carried_out_is_not_timed() -> None:
     assert (trial.outcome, trial.reason, trial.comparison) == ("dropped", "went on without", None)
 
 
+def test_what_cannot_stand_beside_a_kept_choice_is_tried_in_its_place() -> None:
+    def seconds(chosen: dict[str, Any]) -> float:
+        return 0.05 if "compile" in chosen else 0.1 if "weights" in chosen else 0.2
+
+    fake = Fake(seconds, obstacle=lambda chosen: "cannot compile int8" if {"weights", "compile"} <= set(chosen) else "")
+    either = Option(label="compile", choices={"compile": "default"}, exactness="rounding", instead_of=("weights",))
+    search = searched(fake, INT8, either)
+    assert outcomes(search) == [("int8", "dropped"), ("compile", "dropped"), ("compile without weights", "kept")]
+    assert search.trials[0].reason == "compile without weights took its place"
+    assert search.current.plan.choices() == {"compile": "default"}
+
+
 def test_exactness_bounds_what_is_tried_and_the_sample_has_the_last_word() -> None:
     search = searched(Fake(halved_by("precision", "threads")), BF16, ONE_THREAD, exactness="rounding")
     assert outcomes(search) == [("bf16", "not tried"), ("1 threads", "kept")]
