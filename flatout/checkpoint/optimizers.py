@@ -35,7 +35,10 @@ def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _values(value: Any) -> Any:
-    return value.dequantize() if is_traceable_wrapper_subclass(value) and hasattr(value, "codes") else value
+    if not (is_traceable_wrapper_subclass(value) and hasattr(value, "codes")):
+        return value
+    in_codes: Any = value
+    return in_codes.dequantize()
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: Any, found: Findings) -> None:
