@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.timing import Clock, interleave
 
-WINDOW_SECONDS = 0.1
+WINDOW_SECONDS = 0.15
 """Shorter runs are repeated within a window: long against a stall of the scheduler, short against the machine's
 drift."""
 MOST_RUNS = 200
 FUTILE = (0.97, 1.005)
 """After 5 pairs an estimate in this range will hardly become a gain that counts."""
-HOPELESS = 0.85
-"""After 3 pairs, each slower than this."""
+HOPELESS = {3: 0.7, 5: 0.85}
+"""After so many pairs, each slower than this: fewer may all have met somebody else's work."""
 EARLY_CONFIDENCE, CONFIDENCE = 0.98, 0.95
 STAGES = (3, 5, 6, 8, 11, 15)
 """Pairs after which to look whether more are needed."""
@@ -74,7 +74,8 @@ def _compare(pairs: list[tuple[float, float]], least_gain: float, confidence: fl
 
 
 def _futile(pairs: list[tuple[float, float]], least_gain: float) -> bool:
-    if max(ours / theirs for ours, theirs in pairs) < HOPELESS:
+    best = max(ours / theirs for ours, theirs in pairs)
+    if any(len(pairs) >= least and best < ratio for least, ratio in HOPELESS.items()):
         return True
     low, high = FUTILE
     return len(pairs) >= 5 and low < _compare(pairs, least_gain, CONFIDENCE).ratio < high

@@ -65,7 +65,8 @@ def tune_inference(
     max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see
     `flatout.infer.closeness`): 5 % of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are
     scores of answers (classes, tokens); None: guessed. budget_seconds: for all of it; what did not get its turn is
-    listed. tokenizer, max_new_tokens: of generation. batch_size, device: of `predict`. progress: called with a line.
+    listed, and a compilation that has begun is not cut short. tokenizer, max_new_tokens: of generation. batch_size,
+    device: of `predict`. progress: called with a line.
 
     The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
     dropped trial. Raises UsageError for an argument or a sample that cannot be used, and what the model itself raises.
@@ -77,8 +78,7 @@ def tune_inference(
     why = "as asked"
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
-    say = progress or (lambda text: None)
-    machine, load = detect(), LoadWatch()
+    say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
     with left_unchanged(model):
         say("running the model as it is, and in fp32")
         subject: Any

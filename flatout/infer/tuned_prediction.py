@@ -212,6 +212,8 @@ class PredictingRunner:
 
 
 def _listed(inputs: Any) -> list[Any]:
+    if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not hasattr(inputs, "__iter__"):
+        inputs = [inputs[place] for place in range(min(len(inputs), MOST_ITEMS))]  # a map-style dataset
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__iter__"):
         limit = "it is an iterable of inputs, each without a batch dimension"
         raise UsageError(f"sample_inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")

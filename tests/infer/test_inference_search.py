@@ -245,7 +245,7 @@ def test_turns_make_enough_pairs_where_a_gain_is_in_sight() -> None:
 
     found = in_turns(taking(5.0), taking(1.0), seconds=0.1, clock=clock)
     assert (found.comparison.verdict, found.comparison.pairs) == ("faster", 6)
-    hopeless = in_turns(taking(1.0), taking(1.5), seconds=60, clock=clock)
+    hopeless = in_turns(taking(1.0), taking(1.6), seconds=60, clock=clock)
     assert hopeless.comparison.pairs == 3
     futile = in_turns(taking(1.0), taking(1.0), seconds=60, clock=clock)
     assert futile.comparison.pairs == 5
