@@ -30,6 +30,7 @@ MOST_ITEMS = 4096
 """Of the sample: more are not read."""
 FIRST_ITEMS = 32
 """From which is estimated how many the budget allows."""
+FEW_BATCHES = 8
 TIMED_SHARE, JUDGED_SHARE = 1 / 200, 1 / 60
 """Of the budget, for one run of what is timed and of what is judged."""
 OUTPUT_BYTES = 512 << 20
@@ -72,6 +73,12 @@ class TunedPrediction:
             )
         self.placed = plain.run.runner.placed
         self.lengths = _lengths(plain, self.inputs)
+        filled = sum(self.lengths) / plain.bounds.batch_tokens
+        if self.lengths and filled < FEW_BATCHES:
+            self.notes.append(
+                f"the sample fills {filled:.1f} batches of {plain.bounds.batch_tokens} tokens: compiled ones, which are "
+                f"filled up, and larger ones are judged fairly from {FEW_BATCHES} on"
+            )
         self._reference = self._exact()
         self.scores, why = self._scores(scores)
         self.notes.append(why)
