@@ -76,8 +76,8 @@ class TunedPrediction:
         filled = sum(self.lengths) / plain.bounds.batch_tokens
         if self.lengths and filled < FEW_BATCHES:
             self.notes.append(
-                f"the sample fills {filled:.1f} batches of {plain.bounds.batch_tokens} tokens: compiled ones, which are "
-                f"filled up, and larger ones are judged fairly from {FEW_BATCHES} on"
+                f"the sample fills {filled:.1f} batches of {plain.bounds.batch_tokens} tokens: compiled ones (which "
+                f"are filled up) and larger ones are judged fairly from {FEW_BATCHES} on"
             )
         self._reference = self._exact()
         self.scores, why = self._scores(scores)
