@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from flatout.environment import cpp_compiler
-from flatout.levers.compile import repeated_blocks
+from flatout.levers.compile import compile_in_place, repeated_blocks
 
 MOST_VERSIONS = 12
 """Of the whole model, graph breaks included: about as many as there are buckets up to 512 tokens."""
@@ -45,7 +45,7 @@ class CompiledModel:
                 options |= torch._inductor.list_mode_options(mode)
             if mode == "regional":
                 for target in self._targets:
-                    target.compile(dynamic=False, options=options or None)
+                    compile_in_place(target, dynamic=False, options=options or None)
             else:  # not model.compile(): that leaves modules of torch's own, as nn.Sequential, uncompiled
                 self._call = torch.compile(model, dynamic=False, options=options or None)
 

@@ -70,8 +70,10 @@ def _compile(module: Any, mode: str) -> Undo[Any] | None:
     # the second block's sizes for a changing dimension and give all of them slow code for any size.
     shapes = {tuple(parameter.shape for parameter in target.parameters()) for target in targets}
     for target in targets:
-        target.compile(
-            mode=None if mode in ("regional", "default") else mode, dynamic=False if len(shapes) > 1 else None
+        compile_in_place(
+            target,
+            mode=None if mode in ("regional", "default") else mode,
+            dynamic=False if len(shapes) > 1 else None,
         )
 
     def undo(module: Any) -> None:
@@ -79,6 +81,22 @@ def _compile(module: Any, mode: str) -> Undo[Any] | None:
             target._compiled_call_impl = None
 
     return undo
+
+
+def compile_in_place(module: Any, **options: Any) -> None:
+    """`module.compile(**options)`, which passes over torch's own modules, an nn.Sequential say, without a word: those
+    are called from a function of ours, into which the compiler does look."""
+    import torch
+
+    if not type(module).__module__.startswith("torch.nn."):
+        module.compile(**options)
+        return
+    inside = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inside(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, **options)
 
 
 def repeated_blocks(module: Any) -> list[Any]:

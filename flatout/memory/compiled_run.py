@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch._inductor.lowering  # some of its decompositions look there
 from torch import Tensor
-from torch._dynamo import trace_rules
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -91,13 +90,6 @@ def _as_while_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def compiled_parts(module: Any) -> list[Any]:
-    """What `module.compile()` makes torch compile: torch's own modules it passes over, down to the user's inside."""
-    if not trace_rules.check(module.forward):
-        return [module]
-    return [part for child in module.children() for part in compiled_parts(child)]
 
 
 def _compiler(gm: Any, example_inputs: Any) -> Any:

@@ -177,11 +177,10 @@ def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[
 
 def _call_as_compiled(model: Any, mode: str | None, world: Any) -> None:
     """The parts of the twin that torch.compile would take hold memory as compiled ones do, from now on."""
-    from flatout.memory.compiled_run import CompiledCall, compiled_parts
+    from flatout.memory.compiled_run import CompiledCall
 
-    for whole in repeated_blocks(model) if mode == "regional" else [model]:
-        for part in compiled_parts(whole):
-            set_call(part, CompiledCall(part, world))
+    for part in repeated_blocks(model) if mode == "regional" else [model]:
+        set_call(part, CompiledCall(part, world))
 
 
 def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_compiled: bool) -> tuple[Timeline, int]:

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import flatout
 from flatout.memory import compiled_run
-from flatout.memory.compiled_run import compiled_parts
 from flatout.plan import Plan
 from flatout.train.step import TrainStep
 
@@ -141,12 +140,6 @@ def test_where_the_graphs_cannot_be_had_the_uncompiled_model_stands_in(monkeypat
     assert any("of the uncompiled model" in line for line in made.not_covered)
     monkeypatch.undo()
     assert flatout.forecast(model, optimizer, LOSS, batch, COMPILED, device="rtx-4090").uncertainty == 0.3
-
-
-def test_torchs_own_containers_are_passed_over() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), nn.ReLU()), Model())
-    assert compiled_parts(model) == [model[1][0], model[2]]  # type: ignore[index]
-    assert compiled_parts(model[2]) == [model[2]]
 
 
 def test_wide_depthwise_convolutions_are_less_certain() -> None:
