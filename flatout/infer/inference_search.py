@@ -352,7 +352,7 @@ class InferenceSearch:
                 )
             except Exception:  # it stays
                 continue
-            if turns.comparison.verdict == "faster":
+            if turns.comparison.ratio >= 1:  # by the estimate alone: in doubt the simpler plan
                 gain = f"x{turns.comparison.ratio:.2f} without it"
                 self._take_back(option, f"no longer helps beside those kept after it: {gain}")
                 self.kept, self.current = others, made
