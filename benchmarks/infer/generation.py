@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _exactness(ours),
     ]
     if arguments.out:
-        document = {"benchmark": "generation", **surroundings("transformers"), "results": results}
+        document: dict[str, Any] = {"benchmark": "generation", **surroundings("transformers"), "results": results}
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
@@ -75,10 +75,16 @@ def _beside_transformers(theirs: Any, ours: Any, batch: int, rounds: int) -> dic
     contenders: dict[str, Run] = {}
     if theirs is not None:
         contenders |= _transformers(theirs, prompts)
+    decoding: dict[str, list[float]] = {name: [] for name in generators}
     for name, generator in generators.items():
-        contenders[f"flatout {name}"] = lambda generator=generator: _timed(
-            lambda: generator.generate(prompts, max_new_tokens=NEW, ignore_end=True)
-        )
+
+        def run(name: str = name, generator: TokenGenerator = generator) -> float:
+            began = time.perf_counter()
+            made = generator.generate(prompts, max_new_tokens=NEW, ignore_end=True)
+            decoding[name].append(made.decode_seconds)
+            return time.perf_counter() - began
+
+        contenders[f"flatout {name}"] = run
     seconds, rates = _in_turns(contenders, rounds)
     print(f"batch {batch}: {PROMPT} tokens read, {NEW} generated ({rounds} rounds)")
     rows = {}
@@ -89,10 +95,12 @@ def _beside_transformers(theirs: Any, ours: Any, batch: int, rounds: int) -> dic
             if peer in seconds and name != peer:
                 ratio = compare_paired(seconds[peer], found)
                 row[f"against {peer}"] = asdict(ratio)
-                text += f"   x{ratio.ratio:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of {peer.removeprefix('transformers ')}"
+                text += f"   x{ratio.ratio:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) {peer.removeprefix('transformers ')}"
         if name.startswith("flatout "):
-            row["share_of_reading"] = _shares(generators[name.removeprefix("flatout ")], batch, found, rates[name])
-            text += f"   {row['share_of_reading']['median']:.0%} of the read rate"
+            storage = name.removeprefix("flatout ")
+            shares = _shares(generators[storage], batch, decoding[storage][1:], rates[name])
+            row["decoding"] = shares
+            text += f"   decoding at {shares['median']:.0%} of the read rate, best {shares['best']:.0%}"
         rows[name] = row
         print(text, flush=True)
     return {"batch": batch, "prompt_tokens": PROMPT, "new_tokens": NEW, "rows": rows, "read_bytes_per_second": rates}
@@ -103,10 +111,10 @@ def _shares(generator: TokenGenerator, batch: int, seconds: list[float], rates: 
     engine, decoder = generator.engine, generator.decoder
     assert engine.cache is not None
     per_place = decoder.cache_bytes_per_token(engine.cache.keys[0].element_size())
-    # The prompt's pass reads the weights once too; then one pass for each token but the first.
-    read = engine.weight_bytes * NEW + batch * per_place * sum(range(PROMPT + 1, PROMPT + NEW))
+    # The first token comes out of reading the prompt; each later one reads the weights and what is kept so far.
+    read = engine.weight_bytes * (NEW - 1) + batch * per_place * sum(range(PROMPT + 1, PROMPT + NEW))
     shares = [read / one / rate for one, rate in zip(seconds, rates, strict=True)]
-    return {"bytes": read, "median": median(shares), "best": max(shares), "rounds": shares}
+    return {"bytes": read, "seconds": seconds, "median": median(shares), "best": max(shares), "rounds": shares}
 
 
 def _transformers(model: Any, prompts: torch.Tensor) -> dict[str, Run]:
@@ -207,8 +215,8 @@ def _guessing(ours: Any, rounds: int) -> dict[str, Any]:
         same = made["plain"].tokens == made["lookup"].tokens
         distinct = len(set(made["plain"].tokens[0]))
         print(
-            f"lookup on {kind} text: x{ratio.ratio:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), {spoken.proposed} guessed, "
-            f"{spoken.accepted} right; {'the same text' if same else 'ANOTHER TEXT'}; {distinct} distinct of 256",
+            f"lookup on {kind} text: x{ratio.ratio:.2f} ({ratio.low:.2f}-{ratio.high:.2f}), {spoken.proposed} guessed, "
+            f"{spoken.accepted} right; {'the same text' if same else 'ANOTHER TEXT'}; {distinct} different of 256",
             flush=True,
         )
         results[kind] = {
@@ -243,9 +251,8 @@ def _exactness(ours: Any) -> dict[str, Any]:
             "same_first_choice": float((logits.argmax(-1) == exact.argmax(-1)).double().mean()),
             "mean_divergence_nats": float(divergence.sum(-1).mean()),
         }
-        print(
-            f"  {name:6} logits off by {error:.2%} of their spread, divergence {rows[name]['mean_divergence_nats']:.1e} nats"
-        )
+        nats = rows[name]["mean_divergence_nats"]
+        print(f"  {name:6} logits off by {error:.2%} of their spread, divergence {nats:.1e} nats")
     return {"exactness": rows}
 
 
