@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
     from flatout.errors import FlatoutError, UsageError
-    from flatout.infer.export import export
-    from flatout.infer.predict import predict
-    from flatout.infer.token_generator import TokenGenerator, generate
-    from flatout.infer.tune_inference import tune_inference
+    from flatout.infer.choosing.tune_inference import tune_inference
+    from flatout.infer.exporting.export import export
+    from flatout.infer.generation.token_generator import TokenGenerator, generate
+    from flatout.infer.prediction.predict import predict
     from flatout.machine.description import Machine
     from flatout.plan import Plan
     from flatout.timing import Measurement
@@ -66,24 +66,24 @@ _HOMES = {
     "Machine": "flatout.machine.description",
     "Measurement": "flatout.timing",
     "Plan": "flatout.plan",
-    "TokenGenerator": "flatout.infer.token_generator",
+    "TokenGenerator": "flatout.infer.generation.token_generator",
     "TrainStep": "flatout.train.step",
     "UsageError": "flatout.errors",
     "batches": "flatout.data.batches",
     "capture": "flatout.checkpoint.capturing",
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
-    "export": "flatout.infer.export",
+    "export": "flatout.infer.exporting.export",
     "fit": "flatout.train.fit",
     "fit_into": "flatout.train.fit_into",
     "forecast": "flatout.train.forecast",
-    "generate": "flatout.infer.token_generator",
+    "generate": "flatout.infer.generation.token_generator",
     "largest_batch": "flatout.train.largest_batch",
-    "predict": "flatout.infer.predict",
+    "predict": "flatout.infer.prediction.predict",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
-    "tune_inference": "flatout.infer.tune_inference",
+    "tune_inference": "flatout.infer.choosing.tune_inference",
 }
 
 

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.infer.surroundings import surroundings
 from flatout import Plan, tune_inference
-from flatout.infer.closeness import Tolerance
-from flatout.infer.in_turns import in_turns
-from flatout.infer.inference_search import Option
-from flatout.infer.tuned_generation import TunedGeneration
-from flatout.infer.tuned_prediction import TunedPrediction
+from flatout.infer.choosing.closeness import Tolerance
+from flatout.infer.choosing.in_turns import in_turns
+from flatout.infer.choosing.search import Option
+from flatout.infer.choosing.tuned_generation import TunedGeneration
+from flatout.infer.choosing.tuned_prediction import TunedPrediction
 from flatout.machine.detect import detect
 from flatout.models import GPT2, Bert, BertConfig, GPT2Config, ResNet, ResNetConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.infer.export_report import Dynamic
+from flatout.infer.exporting.report import Dynamic
 from flatout.models import (
     GPT2,
     MLP,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.infer.export_cases import CASES, Case
 from flatout import export
-from flatout.infer.export_report import ExportedFile, ExportReport
+from flatout.infer.exporting.report import ExportedFile, ExportReport
 from flatout.machine.detect import detect
 from flatout.statistics import compare_paired
 from flatout.timing import interleave

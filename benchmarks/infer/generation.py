@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.infer.surroundings import read_rate, surroundings
-from flatout.infer.token_generator import TokenGenerator
+from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import GPT2, GPT2Config
 from flatout.plan import Plan
 from flatout.statistics import compare_paired, median
@@ -231,7 +231,7 @@ def _guessing(ours: Any, rounds: int) -> dict[str, Any]:
 
 def _exactness(ours: Any) -> dict[str, Any]:
     """What fewer bits do to the logits of this model, whose weights are random."""
-    from flatout.infer.span import Span
+    from flatout.infer.generation.span import Span
 
     tokens = torch.randint(0, 50257, (128,), generator=torch.Generator().manual_seed(4))
     found = {}

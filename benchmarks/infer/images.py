@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.infer.turns import Turn, product_flops_per_second, rows, take_turns, versions, write
 from flatout import Plan
-from flatout.infer.predict import Predictor
+from flatout.infer.prediction.predict import Predictor
 from flatout.models import ResNet, ResNetConfig
 from flatout.statistics import median
 

@@ -46,7 +46,7 @@ def export(
     MODEL is an nn.Module, or a function that returns one or (module, example_inputs). Exit code: 0 all verified,
     1 something could not be exported (the report says why), 2 the model or the inputs cannot be used.
     """
-    from flatout.infer.export import export as export_model
+    from flatout.infer.exporting.export import export as export_model
     from flatout.report.document import to_text
     from flatout.report.export_text import export_document, export_text
 
@@ -68,7 +68,7 @@ def export(
 
 def _model_and_inputs(model: str, specs: list[str]) -> tuple[Any, Any]:
     from flatout.errors import UsageError
-    from flatout.infer.input_specs import FORM, example_inputs
+    from flatout.infer.exporting.input_specs import FORM, example_inputs
     from flatout.infer.model_source import load_model
 
     module, given = load_model(model)

@@ -90,7 +90,7 @@ def generate(
 
 
 def _generator(model: str, tokenizer: str | None, plan: Any, draft: str | None, slots: int | None) -> Any:
-    from flatout.infer.token_generator import TokenGenerator
+    from flatout.infer.generation.token_generator import TokenGenerator
 
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our text
         network, words = _model(model, tokenizer)

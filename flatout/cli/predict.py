@@ -60,9 +60,9 @@ def _run(
 ) -> int:
     from flatout.infer.input_files import open_inputs
     from flatout.infer.model_source import load_model
-    from flatout.infer.predict import Predictor
-    from flatout.infer.predicted import Failed
-    from flatout.infer.result_files import open_results
+    from flatout.infer.prediction.predict import Predictor
+    from flatout.infer.prediction.predicted import Failed
+    from flatout.infer.prediction.result_files import open_results
     from flatout.report.document import to_text
     from flatout.report.predict_text import predict_document, predict_text
 

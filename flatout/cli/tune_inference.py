@@ -76,8 +76,8 @@ def tune_inference(
 
 
 def _run(model: str, inputs: Path, out: Path, tokenizer: str | None, asked: dict[str, Any], *, as_json: bool) -> int:
+    from flatout.infer.choosing.tune_inference import tune_inference as tune
     from flatout.infer.model_source import load_model
-    from flatout.infer.tune_inference import tune_inference as tune
     from flatout.plan import write_plan
     from flatout.report.document import document, to_text
 

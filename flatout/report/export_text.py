@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.infer.export_report import ExportCheck, ExportedFile, ExportFailure, ExportReport
+from flatout.infer.exporting.report import ExportCheck, ExportedFile, ExportFailure, ExportReport
 from flatout.report.document import document
 from flatout.units import format_bytes, format_seconds
 

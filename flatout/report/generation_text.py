@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import UsageError
-from flatout.infer.generation import Generation
+from flatout.infer.generation.generated import Generation
 from flatout.report.document import document
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.infer.predicted import Figures
+from flatout.infer.prediction.predicted import Figures
 from flatout.report.document import document
 from flatout.units import format_seconds
 

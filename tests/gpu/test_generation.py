@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flatout.infer.token_generator import TokenGenerator
+from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import GPT2, GPT2Config
 from flatout.plan import Plan
 

@@ -1,0 +1,201 @@
+"""Choose how to run a model: each lever for inference measured on the user's own sample, and kept near to fp32.
+
+    found = flatout.tune_inference(model, sample_inputs, items=100_000)
+    print(found.summary())
+    for output in flatout.predict(model, inputs, found.plan): ...
+
+What is slower, not significantly faster, too far from fp32, or does not pay within the items to be served is left out,
+with its reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+from torch import nn
+
+from flatout.errors import UsageError
+from flatout.infer.choosing.closeness import Tolerance
+from flatout.infer.choosing.search import InferenceSearch, Limits
+from flatout.infer.choosing.tuned_generation import TunedGeneration
+from flatout.infer.choosing.tuned_prediction import TunedPrediction
+from flatout.infer.choosing.tuning import InferenceTuning, Task
+from flatout.infer.exporting.left_unchanged import left_unchanged
+from flatout.infer.generation.families import read_decoder
+from flatout.infer.generation.prompts import read_prompts
+from flatout.levers.lever import EXACTNESS_ORDER
+from flatout.machine.description import Machine
+from flatout.machine.detect import detect
+from flatout.plan import Exactness, Plan
+from flatout.timing import LoadWatch
+
+FEW_ANSWERS = 100
+
+
+def tune_inference(
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    task: Task | None = None,
+    plan: Plan | None = None,
+    items: int | None = None,
+    exactness: Exactness = "reduced",
+    max_error: float = Tolerance.max_error,
+    min_agreement: float = Tolerance.min_agreement,
+    max_divergence: float = Tolerance.max_divergence,
+    budget_seconds: float = 300.0,
+    tokenizer: Any = None,
+    max_new_tokens: int = 64,
+    batch_size: int | None = None,
+    device: Any = None,
+    scores: bool | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> InferenceTuning:
+    """Measure what makes this model faster on inputs like these, and return a plan with the evidence.
+
+    sample_inputs: as `predict` takes them, or prompts as `generate` does: a few hundred that are like what will be
+    served. task: "predict" or "generate"; None: guessed from the model and the inputs, and said. plan: choices that
+    are made already; the others are tried on top.
+
+    items: how many inputs (or prompts) will be served; a choice whose start-up costs more than it saves on so many is
+    dropped. exactness: what may be tried: "bit-same", "rounding" (another order of summation), "reduced" (fewer bits).
+    max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 % of the
+    outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes, tokens);
+    None: guessed. budget_seconds: for all of it; what did not get its turn is
+    listed, and a compilation that has begun is not cut short. tokenizer, max_new_tokens: of generation. batch_size,
+    device: of `predict`. progress: called with a line.
+
+    The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
+    dropped trial. Raises UsageError for an argument or a sample that cannot be used, and what the model itself raises.
+    """
+    began = time.perf_counter()
+    _check(model, task, plan, items, exactness, budget_seconds)
+    tolerance = Tolerance(max_error=max_error, min_agreement=min_agreement, max_divergence=max_divergence)
+    base = plan or Plan()
+    why = "as asked"
+    if task is None:
+        task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
+    say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
+    with left_unchanged(model):
+        say("running the model as it is, and in fp32")
+        subject: Any
+        if task == "generate":
+            options: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": max_new_tokens}
+            subject = TunedGeneration(model, sample_inputs, base=base, budget_seconds=budget_seconds, **options)
+        else:
+            options = {"batch_size": batch_size, "device": device, "scores": scores}
+            subject = TunedPrediction(model, sample_inputs, base=base, budget_seconds=budget_seconds, **options)
+        left = budget_seconds - (time.perf_counter() - began)
+        limits = Limits(seconds=left, exactness=exactness, tolerance=tolerance, items=items)
+        search = InferenceSearch(subject, base, subject.options(machine), limits, say)
+        search.run()
+    doubts = _doubts(search, load)
+    found = _tuning(search, subject, model, (task, why), machine, time.perf_counter() - began)
+    return replace(found, notes=(*subject.notes, *doubts), plan=_with_reasons(found, doubts))
+
+
+def _guess(model: nn.Module, inputs: Any, tokenizer: Any) -> tuple[Task, str, Any]:
+    """What the sample is for, why, and the sample (an iterator can be read only once)."""
+    if not hasattr(inputs, "__len__") and hasattr(inputs, "__iter__"):
+        inputs = list(inputs)
+    try:
+        decoder = read_decoder(model)
+    except UsageError:
+        return "predict", "guessed, as it is no causal language model that Flatout generates with", inputs
+    try:
+        read_prompts(inputs, tokenizer=tokenizer, vocabulary=decoder.vocabulary, max_tokens=decoder.max_tokens)
+    except UsageError:
+        return "predict", "guessed, as the sample holds no prompts", inputs
+    return "generate", f'guessed from {decoder.family} and prompts (task="predict" for its outputs)', inputs
+
+
+def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, budget_seconds: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is {type(model).__name__}", limit="it is a torch.nn.Module")
+    if task not in (None, *get_args(Task)):
+        raise UsageError(f"task is {task!r}", limit="it is 'predict', 'generate' or None")
+    if plan is not None and not isinstance(plan, Plan):
+        raise UsageError(
+            f"plan is {plan!r}", limit="it is a flatout.Plan or None", remedy="for example Plan(threads=1)"
+        )
+    if items is not None and (isinstance(items, bool) or not isinstance(items, int) or items < 1):
+        raise UsageError(f"items is {items!r}", limit="it is a whole number of at least 1, or None")
+    if exactness not in EXACTNESS_ORDER:
+        raise UsageError(f"exactness is {exactness!r}", limit=f"it is one of {', '.join(EXACTNESS_ORDER)}")
+    number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
+    if not number or not budget_seconds > 0:
+        raise UsageError(f"budget_seconds is {budget_seconds!r}", limit="it is above 0", remedy="300 are five minutes")
+
+
+def _doubts(search: InferenceSearch, load: LoadWatch) -> list[str]:
+    found = []
+    answers = search.plain.accuracy.answers
+    if 0 < answers < FEW_ANSWERS:
+        found.append(f"agreement was judged by {answers} answers: at least {FEW_ANSWERS} show a share of 1 %")
+    seen = load.read()
+    if seen is not None and seen.contended:
+        found.append(
+            f"others kept {seen.others_cores:.1f} of {seen.logical_cores} cores busy: this holds for such a machine; "
+            "tune again when it is quiet"
+        )
+    return found
+
+
+def _tuning(
+    search: InferenceSearch,
+    subject: Any,
+    model: nn.Module,
+    task: tuple[Task, str],
+    machine: Machine,
+    seconds: float,
+) -> InferenceTuning:
+    count = subject.count
+    final = search.final
+    plain = final.baseline_seconds / count if final else search.plain.usual_seconds / count
+    accuracy = search.current.accuracy
+    return InferenceTuning(
+        plan=search.current.plan,
+        task=task[0],
+        task_reason=task[1],
+        model=type(model).__name__,
+        unit=subject.unit,
+        sample=subject.sample,
+        trials=tuple(search.trials),
+        tolerance=search.limits.tolerance,
+        items=search.limits.items,
+        plain_seconds=plain,
+        chosen_seconds=final.candidate_seconds / count if final else plain,
+        comparison=None if final is None else final.comparison,
+        plain_accuracy=search.plain.accuracy,
+        accuracy=accuracy,
+        share=search.current.runner.share(),
+        machine_fingerprint=machine.fingerprint,
+        machine_name=machine.cpu.name,
+        torch_version=machine.versions.torch,
+        seconds=seconds,
+    )
+
+
+def _with_reasons(tuning: InferenceTuning, doubts: list[str]) -> Plan:
+    """The plan with why each choice was made, and where."""
+    reasons = dict(tuning.plan.reasons)
+    for trial in tuning.kept:
+        gain = f"x{trial.comparison.ratio:.2f} here" if trial.comparison is not None else "faster here"
+        cost = "" if trial.reason == "faster" else f"; {trial.reason}"
+        near = "" if trial.accuracy is None else f"; {trial.accuracy}"
+        for name in trial.choices:
+            reasons[name] = f"{gain}; {trial.exactness}{near}{cost}"
+    worst = [trial.exactness for trial in tuning.kept]
+    return replace(
+        tuning.plan,
+        reasons={name: why for name, why in reasons.items() if getattr(tuning.plan, name) is not None},
+        machine_fingerprint=tuning.machine_fingerprint,
+        machine_name=tuning.machine_name,
+        torch_version=tuning.torch_version,
+        exactness=max(worst, key=EXACTNESS_ORDER.index) if worst else None,
+        speedup=None if tuning.comparison is None else tuning.comparison.ratio,
+        warnings=tuple(doubts),
+    )

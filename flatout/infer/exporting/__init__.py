@@ -1,0 +1,1 @@
+"""A model as files that run without its source, each verified: export, and what it is made of."""

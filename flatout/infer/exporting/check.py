@@ -1,0 +1,222 @@
+"""Is the file the module? Both run on the same inputs: the example, and fresh ones of several sizes.
+
+The difference allowed is a share of the largest output (at least of 1), by the dtype of each output: sums in another
+order differ by a few units in the last place, and a file that drops a term by far more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import UsageError
+from flatout.infer.exporting.fresh_inputs import Example, with_sizes
+from flatout.infer.exporting.plain_outputs import named_tensors
+from flatout.infer.exporting.report import Dynamic, ExportCheck, ExportFailure, NotExported
+from flatout.infer.exporting.trace import failure_of, first_words
+from flatout.infer.user_lines import user_line
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""By dtype of an output; complex ones as their parts, whole numbers and bool must agree."""
+
+Kind = Literal["example", "fresh", "resampled"]
+Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""The file, loaded: called with the module's inputs, gives its plain outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A call and what the module itself returns."""
+
+    kind: Kind
+    example: Example
+    outputs: tuple[tuple[str, Tensor], ...]
+
+
+def run_module(model: nn.Module, example: Example) -> tuple[tuple[str, Tensor], ...]:
+    """The module's own outputs, cloned: it may return what it changes at the next call."""
+    output = model(*example.args, **example.kwargs)
+    return tuple((name, tensor.detach().clone()) for name, tensor in named_tensors(output))
+
+
+def copied(example: Example) -> Example:
+    """The same call with tensors of its own: a module may write into its inputs."""
+    return with_sizes(example, {}, "none", "resampled", seed=0)
+
+
+def first_sample(model: nn.Module, example: Example) -> Sample:
+    """The example and what the module returns for it. UsageError: it fails."""
+    try:
+        return Sample(kind="example", example=example, outputs=run_module(model, copied(example)))
+    except (UsageError, NotExported):
+        raise
+    except Exception as error:
+        line = user_line(error)
+        what = f"the module fails on the example inputs{f' at {line}' if line else ''}: {type(error).__name__}"
+        raise UsageError(what, limit=first_words(error), remedy="pass inputs that forward takes") from error
+
+
+def samples_of(model: nn.Module, example: Example, dynamic: Dynamic, notes: list[str]) -> list[Sample]:
+    """The example and fresh calls, in order: of batch 1, of the example's and of larger ones; lengths likewise.
+
+    A size at which the module itself fails is left out, and noted. UsageError: it fails on the example, or on all else.
+    """
+    samples = [first_sample(model, example)]
+    failed: dict[str, str] = {}
+    for seed, sizes in enumerate(_sizes(example, dynamic)):
+        sample, said = _sample(model, example, sizes, dynamic, seed)
+        if sample is not None:
+            samples.append(sample)
+        else:
+            failed[", ".join(f"{name} {size}" for name, size in sizes.items()) or "fresh values"] = said
+    if failed:
+        said = next(iter(failed.values()))
+        notes.append(f"not verified at {'; '.join(failed)}: there the module itself fails ({said})")
+    _check_telling(samples, dynamic, notes)
+    return samples
+
+
+def _sizes(example: Example, dynamic: Dynamic) -> list[dict[str, int]]:
+    batch, length = example.batch, example.length
+    if dynamic == "none" or batch is None:
+        return [{}, {}, {}]
+    batches = sorted({1, 2, batch, batch + 1, min(2 * batch + 1, batch + 64)})
+    if dynamic == "batch" or length is None:
+        return [{"batch": one} for one in batches]
+    lengths = sorted({1, max(1, length - 1), length + 1, 2 * length + 1} - {length})
+    varied = [{"batch": batch, "length": one} for one in lengths]
+    return [{"batch": one, "length": length} for one in batches] + varied + [{"batch": batch + 2, "length": lengths[0]}]
+
+
+def _sample(
+    model: nn.Module, example: Example, sizes: dict[str, int], dynamic: Dynamic, seed: int
+) -> tuple[Sample | None, str]:
+    """Fresh values; where the module fails on those (they may have to fit one another), rows of the example."""
+    said = ""
+    kinds: tuple[Kind, ...] = ("fresh", "resampled")
+    for kind in kinds:
+        drawn = with_sizes(example, sizes, dynamic, kind, seed=seed + 1)
+        try:
+            return Sample(kind=kind, example=drawn, outputs=run_module(model, copied(drawn))), ""
+        except Exception as error:  # the user's own code
+            said = said or f"{type(error).__name__}: {first_words(error)}"
+    return None, said
+
+
+def _check_telling(samples: list[Sample], dynamic: Dynamic, notes: list[str]) -> None:
+    """NotExported where what should vary could not be seen to; a note where outputs do not depend on the inputs."""
+    limit = "a file is only put in place when it was run on fresh inputs of several sizes"
+    if len(samples) == 1:
+        failure = ExportFailure(what=notes[-1], limit=limit, remedy="pass an example that may be varied")
+        raise NotExported(failure)
+    batch = samples[0].example.batch
+    if dynamic != "none" and not any((one.example.batch or 0) > (batch or 0) for one in samples):
+        what = f"the module itself runs at no batch larger than {batch}"
+        remedy = "take the batch from the input, as x.shape[0] or -1; or allow a fixed size (allow_fixed)"
+        raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy))
+    length = samples[0].example.length
+    if dynamic == "length" and all(one.example.length == length for one in samples):
+        what, remedy = f"the module itself runs at length {length} alone", "pass dynamic='batch'"
+        raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy))
+    first = samples[0].outputs
+    alike = [one.outputs for one in samples[1:] if [x.shape for _, x in one.outputs] == [x.shape for _, x in first]]
+    if alike and all(torch.equal(x, y) for one in alike for (_, x), (_, y) in zip(first, one, strict=True)):
+        notes.append("the outputs are the same for all inputs of one size: the checks show little")
+
+
+def check_same_twice(model: nn.Module, sample: Sample) -> None:
+    """NotExported for a module that draws random numbers: no file can be compared with it."""
+    again = run_module(model, copied(sample.example))
+    differing = [name for (name, x), (_, y) in zip(sample.outputs, again, strict=True) if not _close(x, y, None)[0]]
+    if differing:
+        what = f"the module gives two results for one input ({', '.join(differing[:3])})"
+        remedy = "draw random numbers outside, and pass them in"
+        limit = "a file can only be verified against one result"
+        raise NotExported(ExportFailure(what=what, limit=limit, remedy=remedy))
+
+
+def verify(run: Runner, samples: list[Sample], tolerance: float | None) -> tuple[ExportCheck, ...]:
+    """The file against the module on every sample, in order. Raises NotExported where one differs by too much."""
+    return tuple(_checked(run, sample, tolerance) for sample in samples)
+
+
+def _checked(run: Runner, sample: Sample, tolerance: float | None) -> ExportCheck:
+    call = copied(sample.example)
+    with _context(sample):
+        outputs = tuple(named_tensors(run(call.args, call.kwargs)))
+    if len(outputs) != len(sample.outputs):
+        raise NotExported(
+            _differs(sample, f"the file returns {len(outputs)} tensors, the module {len(sample.outputs)}")
+        )
+    largest_difference, largest_output, same = 0.0, 0.0, True
+    for (name, expected), (_, got) in zip(sample.outputs, outputs, strict=True):
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            kinds = f"{got.dtype} {list(got.shape)} for {expected.dtype} {list(expected.shape)}"
+            raise NotExported(_differs(sample, f"{name} is {kinds}"))
+        got = got.to(expected.device)
+        close, difference, largest, allowed = _close(expected, got, tolerance)
+        if not close:
+            what = f"{name} differs by {difference:.3g} where at most {allowed:.3g} is allowed"
+            raise NotExported(_differs(sample, what))
+        same = same and torch.equal(_bits(expected), _bits(got))
+        largest_difference, largest_output = max(largest_difference, difference), max(largest_output, largest)
+    return ExportCheck(
+        inputs=sample.kind,
+        batch=sample.example.batch,
+        length=sample.example.length,
+        bit_same=same,
+        largest_difference=largest_difference,
+        largest_output=largest_output,
+    )
+
+
+def _close(expected: Tensor, got: Tensor, tolerance: float | None) -> tuple[bool, float, float, float]:
+    """Is it close, the largest difference, the largest finite value expected, and the difference allowed."""
+    if expected.is_complex():
+        expected, got = torch.view_as_real(expected), torch.view_as_real(got)
+    share = (TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance) if _inexact(expected) else 0.0
+    a, b = expected.double(), got.double()
+    finite = a.isfinite()
+    largest = float(a[finite].abs().max()) if bool(finite.any()) else 0.0
+    allowed = share * max(1.0, largest)
+    if not torch.equal(finite, b.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+        return False, math.inf, largest, allowed
+    difference = float((a[finite] - b[finite]).abs().max()) if bool(finite.any()) else 0.0
+    return difference <= allowed and (_inexact(expected) or torch.equal(expected, got)), difference, largest, allowed
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _size_of(sample: Sample) -> str:
+    both = (("batch", sample.example.batch), ("length", sample.example.length))
+    sizes = [f"{name} {size}" for name, size in both if size is not None]
+    return f"on {'the example' if sample.kind == 'example' else 'fresh inputs'} of {', '.join(sizes) or 'one size'}"
+
+
+def _differs(sample: Sample, what: str) -> ExportFailure:
+    limit = "a file is only put in place when it gives what the module gives"
+    remedy = "see whether forward keeps state in Python, or decides by sizes or values; or allow more (tolerance)"
+    return ExportFailure(what=f"{_size_of(sample)}, {what}", limit=limit, remedy=remedy)
+
+
+@contextmanager
+def _context(sample: Sample) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the runtime's own kinds
+        failure = failure_of(error)
+        limit = "the file does not run where the module does"
+        what = f"{_size_of(sample)}, the file fails: {failure.what}"
+        raise NotExported(ExportFailure(what=what, limit=limit, remedy=failure.remedy)) from error

@@ -1,0 +1,294 @@
+"""Export a module to files that run without its source, each verified before it is put in place.
+
+A file that loads is not yet the model: a trace keeps one outcome of every Python decision, and one value of every
+Python number. So each file is run beside the module on the example and on fresh inputs of several sizes, and only
+one that gives the same outputs is renamed into its place.
+
+>>> import tempfile, torch
+>>> folder = tempfile.TemporaryDirectory()
+>>> report = export(torch.nn.Linear(4, 2), torch.zeros(3, 4), f"{folder.name}/linear.pt2")
+>>> report.ok, report.files[0].dynamic, report.files[0].largest_difference
+(True, ('batch',), 0.0)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from flatout.errors import UsageError
+from flatout.infer.exporting.check import (
+    TOLERANCES,
+    Sample,
+    check_same_twice,
+    copied,
+    first_sample,
+    run_module,
+    samples_of,
+    verify,
+)
+from flatout.infer.exporting.formats import EXPORTERS, Exporter, Job
+from flatout.infer.exporting.fresh_inputs import Example, embedding_limits, example_from
+from flatout.infer.exporting.left_unchanged import left_unchanged, weight_sizes
+from flatout.infer.exporting.plain_outputs import with_plain_outputs
+from flatout.infer.exporting.report import (
+    Dynamic,
+    ExportCheck,
+    ExportedFile,
+    ExportFailure,
+    ExportReport,
+    Format,
+    NotExported,
+)
+from flatout.infer.exporting.trace import BY_DATA, Traced, failure_of, quiet, trace
+
+FEWER: dict[Dynamic, tuple[Dynamic, ...]] = {"length": ("batch", "none"), "batch": ("none",), "none": ()}
+"""What is tried where fixed sizes are allowed, in this order."""
+
+
+def export(
+    model: nn.Module,
+    example_inputs: Any,
+    path: str | os.PathLike[str],
+    *,
+    format: Format | Sequence[Format] = "pt2",
+    dynamic: Dynamic = "batch",
+    allow_fixed: bool = False,
+    tolerance: float | None = None,
+) -> ExportReport:
+    """Export a module, in eval mode, to one format or several; every file is verified against the module itself.
+
+    example_inputs: a tensor, a tuple of positional inputs, or a dict of named ones, on the model's device. Whole
+    numbers stand for their range: fresh inputs stay between the example's least and greatest.
+    path: the file, or its name without a suffix, to which each format adds its own (.pt2, .aoti.pt2, .onnx,
+    .torchscript.pt). The folder exists. A file that is there is replaced, once the new one is verified.
+    format: 'pt2' (torch.export), 'aoti' (AOTInductor: machine code, needs a C++ compiler), 'onnx' (needs
+    flatout[export]), 'torchscript' (legacy). They share one trace.
+    dynamic: sizes that may differ from the example's: 'batch' = dimension 0, 'length' = that and dimension 1 of
+    sequences, 'none'.
+    allow_fixed: a module that cannot vary its sizes is exported with the example's, and the report says so.
+    tolerance: largest difference, as a share of the largest output (at least of 1); None = by dtype, 1e-4 in fp32.
+
+    The file's outputs are tensors in tuples, lists and dicts: named tuples, dataclasses and transformers' outputs
+    become dicts. The model is left as it was. A format that fails leaves no file, and stands in the report with its
+    reason: see `report.ok`. UsageError: a bad argument, or a module that fails on its own example.
+    """
+    began = time.perf_counter()
+    targets = _targets(Path(path), _formats(format))
+    _check_choices(model, dynamic, tolerance)
+    example = example_from(model, example_inputs, dynamic)
+    notes: list[str] = []
+    plain = with_plain_outputs(model, notes)
+    with left_unchanged(plain) as restore, torch.no_grad():
+        run = _Run(
+            model=plain, example=example, dynamic=dynamic, allow_fixed=allow_fixed, tolerance=tolerance,
+            restore=restore, notes=notes
+        )  # fmt: skip
+        run.look()
+        files = tuple(run.file(name, target) for name, target in targets.items())
+    parameters, weight_bytes = weight_sizes(model)
+    return ExportReport(
+        model=type(model).__name__,
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        torch_version=torch.__version__,
+        files=files,
+        seconds=time.perf_counter() - began,
+        notes=tuple(notes),
+    )
+
+
+def _formats(given: Format | Sequence[Format]) -> tuple[Format, ...]:
+    names: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(given)
+    wrong = [name for name in names if name not in EXPORTERS]
+    if wrong or not names:
+        limit = f"formats are {', '.join(EXPORTERS)}"
+        raise UsageError(f"format is {wrong[0]!r}" if wrong else "no format is given", limit=limit)
+    return tuple(dict.fromkeys(names))
+
+
+def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
+    """Where each format's file goes. Also refuses what could not be put there, before minutes are spent."""
+    if not path.parent.is_dir():
+        raise UsageError(f"no such folder: {path.parent}", limit="a file is put into a folder", remedy="make it first")
+    if path.is_dir() or not path.name:
+        raise UsageError(f"{path} is a folder", limit="an export is a file", remedy=f"name one: {path}/model")
+    suffix = EXPORTERS[formats[0]].suffix
+    last = f".{suffix.rpartition('.')[2]}"
+    if len(formats) == 1 and path.suffix in (".pt2", ".onnx", ".pt"):
+        if path.suffix != last:
+            what = f"{path.name} does not end in {last}"
+            raise UsageError(what, limit=f"a {formats[0]} file does", remedy=f"name it {path.stem}{suffix}")
+        return {formats[0]: path}
+    return {name: path.with_name(path.name + EXPORTERS[name].suffix) for name in formats}
+
+
+def _check_choices(model: Any, dynamic: Any, tolerance: float | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}", limit="it is an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        remedy = "export the module that it was made from"
+        raise UsageError("the model is TorchScript already", limit="an nn.Module in Python is exported", remedy=remedy)
+    if dynamic not in get_args(Dynamic):
+        raise UsageError(f"dynamic is {dynamic!r}", limit=f"it is one of {', '.join(get_args(Dynamic))}")
+    if tolerance is not None and not tolerance >= 0:
+        raise UsageError(f"tolerance is {tolerance}", limit="it is at least 0")
+    if any(torch.nn.parameter.is_lazy(one) for one in model.parameters()):
+        remedy = "run the module once before"
+        raise UsageError("the model has lazy layers without weights", limit="a file holds values", remedy=remedy)
+    if any(one.is_meta for one in model.parameters()):
+        raise UsageError("the model's weights are on the meta device", limit="a file holds values", remedy="load them")
+
+
+@dataclass(kw_only=True)
+class _Shared:
+    """What formats share at one choice of varying sizes."""
+
+    samples: list[Sample] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    traced: Traced | None = None
+    failure: ExportFailure | None = None
+    """Of the module, for every format."""
+    trace_failure: ExportFailure | None = None
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One export under way. The model is run from the state in which it was given: `restore` puts it back."""
+
+    model: nn.Module
+    example: Example
+    dynamic: Dynamic
+    allow_fixed: bool
+    tolerance: float | None
+    restore: Callable[[], None]
+    notes: list[str]
+    shared: dict[Dynamic, _Shared] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Run the module itself, on the example and on fresh inputs. UsageError: it fails on its own example."""
+        self._start()
+        try:
+            first = first_sample(self.model, self.example)
+            self._start()
+            check_same_twice(self.model, first)
+            self._start()
+            scratch = copied(self.example)
+            with embedding_limits(self.model, scratch) as limits:
+                run_module(self.model, scratch)
+            self.example = replace(self.example, limits=limits())
+        except NotExported as error:
+            for dynamic in (self.dynamic, *FEWER[self.dynamic]):
+                self.shared[dynamic] = _Shared(failure=error.failure)
+
+    def _start(self) -> None:
+        self.restore()
+        self.model.eval()
+
+    def file(self, name: Format, target: Path) -> ExportedFile:
+        """This format's verified file in its place, or the reason why there is none."""
+        began = time.perf_counter()
+        file = self._attempt(name, target, self.dynamic)
+        failure = file.failure
+        for fewer in FEWER[self.dynamic] if failure is not None and self.allow_fixed else ():
+            fixed = self._attempt(name, target, fewer)
+            if failure is not None and fixed.failure is None:
+                at = f", at {failure.line}" if failure.line else ""
+                sizes = "length is" if fewer == "batch" else "all sizes are"
+                file = replace(fixed, notes=(f"{sizes} fixed to the example's: {failure.what}{at}", *fixed.notes))
+                break
+        return replace(file, seconds=time.perf_counter() - began)
+
+    def _attempt(self, name: Format, target: Path, dynamic: Dynamic) -> ExportedFile:
+        exporter = EXPORTERS[name]
+        notes = list(exporter.notes)
+        try:
+            exporter.needs()
+            shared = self._shared(dynamic, needs_trace=exporter.shares_trace)
+            notes += shared.notes if exporter.shares_trace else []
+            job = self._job(shared, dynamic)
+            self._start()
+            with quiet(notes):
+                checks, size = _put_verified(job, exporter, target, shared.samples, self.tolerance)
+        except Exception as error:  # exporters and runtimes raise of many kinds
+            failure = failure_of(error)
+            return ExportedFile(format=name, path=None, bytes=None, failure=failure, notes=tuple(notes))
+        return ExportedFile(
+            format=name,
+            path=str(target),
+            bytes=size,
+            dynamic=job.varying,
+            checks=checks,
+            tolerance=self._tolerance(shared.samples[0]),
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    def _job(self, shared: _Shared, dynamic: Dynamic) -> Job:
+        return Job(
+            model=self.model,
+            example=self.example,
+            dynamic=dynamic,
+            traced=shared.traced,
+            outputs=shared.samples[0].outputs,
+            weight_bytes=weight_sizes(self.model)[1],
+        )
+
+    def _shared(self, dynamic: Dynamic, *, needs_trace: bool) -> _Shared:
+        """Samples and the trace, each made once. Raises NotExported, each time anew.
+
+        A format that needs no trace is refused by one where the module decides by its data: fresh inputs may all
+        take the path that the example took.
+        """
+        shared = self.shared.setdefault(dynamic, _Shared())
+        if not shared.samples and shared.failure is None:
+            self._start()
+            try:
+                shared.samples = samples_of(self.model, self.example, dynamic, self.notes)
+            except NotExported as error:
+                shared.failure = error.failure
+        if shared.failure is None and shared.traced is None and shared.trace_failure is None:
+            self._start()
+            try:
+                shared.traced = trace(self.model, self.example, dynamic, shared.notes)
+            except NotExported as error:
+                shared.trace_failure = error.failure
+        failure = shared.failure or shared.trace_failure
+        if failure is not None and (needs_trace or failure is shared.failure or failure.what == BY_DATA):
+            raise NotExported(failure)
+        return shared
+
+    def _tolerance(self, sample: Sample) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        return max(TOLERANCES.get(tensor.dtype, 0.0) for _, tensor in sample.outputs)
+
+
+def _put_verified(
+    job: Job, exporter: Exporter, target: Path, samples: list[Sample], tolerance: float | None
+) -> tuple[tuple[ExportCheck, ...], int]:
+    """Write beside the target, load, compare, and only then rename into place; returns the checks and the bytes."""
+    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        written = folder / target.name
+        exporter.write(job, written)
+        checks = verify(exporter.load(job, written), samples, tolerance)
+        # What a file refers to (large ONNX weights) is in place before it.
+        parts = sorted(folder.iterdir(), key=lambda part: part.name == target.name)
+        size = sum(part.stat().st_size for part in parts)
+        for part in parts:
+            with part.open("rb") as stream:
+                os.fsync(stream.fileno())
+            part.chmod(0o644)
+            part.replace(target.parent / part.name)
+        return checks, size
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

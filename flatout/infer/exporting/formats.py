@@ -1,0 +1,222 @@
+"""The formats: what each needs here, how its file is written, and how it is loaded and run for the check.
+
+pt2          torch.export's program; read by torch alone, in Python
+aoti         AOTInductor: that program compiled to machine code, for this kind of processor; Python or C++
+onnx         for onnxruntime and others; needs no torch
+torchscript  legacy: torch has deprecated it, and a trace of it does not notice Python decisions
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.environment import cpp_compiler
+from flatout.errors import MachineError, UsageError
+from flatout.infer.exporting.check import Runner
+from flatout.infer.exporting.fresh_inputs import Example
+from flatout.infer.exporting.plain_outputs import named_tensors
+from flatout.infer.exporting.report import Dynamic, Format
+from flatout.infer.exporting.trace import Traced
+
+ONNX_BYTES_IN_ONE_FILE = 2**31 - 2**26
+"""Weights above it stand in a second file: one ONNX file ends at 2 GiB, and the graph needs some of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every format is made from."""
+
+    model: nn.Module
+    """In eval mode, with plain outputs."""
+    example: Example
+    dynamic: Dynamic
+    traced: Traced | None
+    """None for a format that does its own tracing."""
+    outputs: tuple[tuple[str, Tensor], ...]
+    """The module's own on the example."""
+    weight_bytes: int
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """The sizes that may differ from the example's."""
+        sizes = [self.example.sizes_named(one, self.dynamic).values() for one in self.example.tensors.values()]
+        return tuple(name for name in ("batch", "length") if any(name in one for one in sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exporter:
+    """One format. `needs` raises MachineError where something is missing here."""
+
+    suffix: str
+    needs: Callable[[], None]
+    write: Callable[[Job, Path], None]
+    load: Callable[[Job, Path], Runner]
+    shares_trace: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def _torch_alone() -> None:
+    """Torch is enough."""
+
+
+def _write_pt2(job: Job, path: Path) -> None:
+    torch.export.save(_program(job).program, path)
+
+
+def _load_pt2(job: Job, path: Path) -> Runner:
+    module = torch.export.load(path).module()
+    return lambda args, kwargs: module(*args, **kwargs)
+
+
+def _program(job: Job) -> Traced:
+    assert job.traced is not None, "this format is made from a trace"
+    return job.traced
+
+
+def _needs_compiler() -> None:
+    wanted = cpp_compiler()
+    if not any(shutil.which(name) for name in (wanted, "g++", "clang++", "c++")):
+        limit = "AOTInductor compiles the C++ that it writes"
+        raise MachineError(f"no C++ compiler is here ({wanted})", limit=limit, remedy="install g++, or name one in CXX")
+
+
+def _write_aoti(job: Job, path: Path) -> None:
+    torch._inductor.aoti_compile_and_package(_program(job).program, package_path=str(path))
+
+
+def _load_aoti(job: Job, path: Path) -> Runner:
+    compiled = torch._inductor.aoti_load_package(str(path))
+    return lambda args, kwargs: compiled(*args, **kwargs)
+
+
+def _needs_onnx() -> None:
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        limit = "ONNX files are written with onnx and onnxscript and verified with onnxruntime"
+        raise MachineError(what, limit=limit, remedy="pip install 'flatout[export]'")
+
+
+def _write_onnx(job: Job, path: Path) -> None:
+    _check_onnx_kinds(job)
+    traced = _program(job)
+    # One for each tensor; constants are no inputs of an ONNX graph.
+    names = [traced.example.sizes_named(one, job.dynamic) for one in traced.example.tensors.values()]
+    program = torch.onnx.export(
+        traced.program,
+        dynamo=True,
+        verbose=False,
+        output_names=_output_names(job),
+        dynamic_shapes=names,
+    )
+    assert program is not None, "with dynamo=True and no file name the program is returned"
+    program.save(path, external_data=job.weight_bytes > ONNX_BYTES_IN_ONE_FILE)
+
+
+def _output_names(job: Job) -> list[str]:
+    """Of the outputs, none of them also an input's."""
+    taken = {name for name in _input_names(job) if name}
+    names: list[str] = []
+    for name, _ in job.outputs:
+        free = name
+        while free in taken:
+            free = f"output_{free}"
+        taken.add(free)
+        names.append(free)
+    return names
+
+
+def _input_names(job: Job) -> list[str | None]:
+    """The program's names of the call's leaves, in order; None for what is a constant of the file."""
+    names = _program(job).program.graph_signature.user_inputs
+    return [name if isinstance(name, str) else None for name in names]
+
+
+def _check_onnx_kinds(job: Job) -> None:
+    """onnxruntime is handed numpy arrays, which have no bfloat16."""
+    found = {*job.example.tensors.items(), *job.outputs}
+    wide = sorted(name for name, tensor in found if tensor.dtype is torch.bfloat16)
+    if wide:
+        limit = "onnxruntime is handed numpy arrays, which have no bfloat16, so the file could not be verified"
+        raise UsageError(f"{', '.join(wide[:3])} is bfloat16", limit=limit, remedy="export model.float()")
+
+
+def _load_onnx(job: Job, path: Path) -> Runner:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # what ends in an error is raised; the rest is for its makers
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    taken = [one.name for one in session.get_inputs()]
+    names = [name for name in _input_names(job) if name]
+    if len(taken) == len(names):  # the order is that of the call; a name changes where an input is an output too
+        names = taken
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        call = Example(args=args, kwargs=kwargs, batch=None, length=None)
+        arrays = [tensor.detach().cpu().numpy() for tensor in call.tensors.values()]
+        fed = {name: array for name, array in zip(names, arrays, strict=True) if name in taken}
+        return [torch.from_numpy(array) for array in session.run(None, fed)]
+
+    return run
+
+
+def _write_torchscript(job: Job, path: Path) -> None:
+    from torch.utils import _pytree as pytree
+
+    constants = [leaf for leaf in pytree.tree_leaves((job.example.args, job.example.kwargs)) if not _is_tensor(leaf)]
+    if any(leaf is not None for leaf in constants):
+        limit = "TorchScript's trace takes tensors only"
+        remedy = "use pt2, or fix the other inputs in a wrapper's forward"
+        raise UsageError(f"an input is {constants[0]!r}", limit=limit, remedy=remedy)
+    call: dict[str, Any] = {"example_inputs": job.example.args}
+    if job.example.kwargs:
+        call = {"example_kwarg_inputs": job.example.kwargs}
+    handle = job.model.register_forward_hook(lambda _module, _inputs, output: _one_level(output))
+    try:
+        traced = torch.jit.trace(job.model, **call, strict=False, check_trace=False)
+    finally:
+        handle.remove()
+    torch.jit.save(traced, str(path))
+
+
+def _one_level(output: Any) -> Any:
+    """TorchScript's dicts hold tensors alone: what is nested gets a longer name."""
+    return dict(named_tensors(output)) if isinstance(output, dict) else output
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _load_torchscript(job: Job, path: Path) -> Runner:
+    module = torch.jit.load(str(path))
+    return lambda args, kwargs: module(*args, **kwargs)
+
+
+LEGACY = "legacy: torch has deprecated TorchScript; use pt2 for Python, aoti or onnx elsewhere"
+HERE_ONLY = "machine code for this kind of processor, read by the torch release that made it"
+
+EXPORTERS: dict[Format, Exporter] = {
+    "pt2": Exporter(suffix=".pt2", needs=_torch_alone, write=_write_pt2, load=_load_pt2),
+    "aoti": Exporter(suffix=".aoti.pt2", needs=_needs_compiler, write=_write_aoti, load=_load_aoti, notes=(HERE_ONLY,)),
+    "onnx": Exporter(suffix=".onnx", needs=_needs_onnx, write=_write_onnx, load=_load_onnx),
+    "torchscript": Exporter(
+        suffix=".torchscript.pt",
+        needs=_torch_alone,
+        write=_write_torchscript,
+        load=_load_torchscript,
+        shares_trace=False,
+        notes=(LEGACY,),
+    ),
+}
+"""Every format, the plainest first."""

@@ -1,0 +1,238 @@
+"""The step that formats share: torch.export, with sizes that may vary, and what it says when it cannot.
+
+Each varying size is first let free from 1 on. Where the module holds it in narrower bounds (a table of positions),
+torch names them, and the second try is made with those; where it holds it at one value, it cannot vary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from flatout.data.nested import map_tensors
+from flatout.errors import FlatoutError
+from flatout.infer.exporting.fresh_inputs import Example, with_sizes
+from flatout.infer.exporting.report import Dynamic, ExportFailure, NotExported
+from flatout.infer.user_lines import is_users, place, user_line
+
+BY_DATA = "the module decides by the values of its data"
+WORDS = 300
+"""Characters of an exporter's own message that are passed on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """What torch.export made: the program and the call that it was traced with."""
+
+    program: ExportedProgram
+    example: Example
+
+
+def trace(model: nn.Module, example: Example, dynamic: Dynamic, notes: list[str]) -> Traced:
+    """One program for every size; raises NotExported. `notes` gets what torch warns of."""
+    used = traceable_example(example, dynamic)
+    shapes = dynamic_shapes(model, used, dynamic, lambda name: Dim(name, min=1))
+    with quiet(notes):
+        try:
+            program = _exported(model, used, shapes)
+        except Exception as error:  # torch raises of many kinds, and the user's forward whatever it likes
+            refined = _refined(error, shapes)
+            if refined is None:
+                raise NotExported(failure_of(error)) from error
+            if held := _held_sizes(shapes, refined):
+                raise NotExported(_held(model, held, error)) from error
+            try:
+                program = _exported(model, used, refined)
+            except Exception as second:
+                raise NotExported(failure_of(second)) from second
+    return Traced(program=program, example=used)
+
+
+def traceable_example(example: Example, dynamic: Dynamic) -> Example:
+    """The example, with a size of 1 that is to vary grown: torch takes a 1 for a size that stays.
+
+    Each tensor is a copy of its own: one that is given twice would be traced as one input.
+    """
+    sizes = {}
+    if dynamic != "none" and example.batch == 1:
+        sizes["batch"] = 2
+    if dynamic == "length" and example.length == 1:
+        sizes["length"] = 3
+    return with_sizes(example, sizes, dynamic if sizes else "none", "resampled", seed=0)
+
+
+def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], Any]) -> dict[str, Any]:
+    """Argument of `forward` -> the same nest with, for each tensor, dimension -> what `make` gives for its name."""
+    named: dict[str, Any] = {}
+
+    def dimensions(tensor: torch.Tensor) -> dict[int, Any] | None:
+        sizes = example.sizes_named(tensor, dynamic)
+        return {number: named.setdefault(name, make(name)) for number, name in sizes.items()} or None
+
+    bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
+    return {name: _nothing_but(map_tensors(dimensions, value)) for name, value in bound.items()}
+
+
+def _nothing_but(shapes: Any) -> Any:
+    """None for everything that is no tensor's dimensions: numbers and texts are constants of the file."""
+    if isinstance(shapes, dict):
+        return {key: value if isinstance(key, int) else _nothing_but(value) for key, value in shapes.items()}
+    if isinstance(shapes, tuple | list):
+        return type(shapes)(_nothing_but(one) for one in shapes)
+    return None
+
+
+def _exported(model: nn.Module, example: Example, shapes: dict[str, Any]) -> ExportedProgram:
+    with contextlib.redirect_stderr(io.StringIO()):  # there torch prints its graph where it fails
+        return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes)
+
+
+def _refined(error: Exception, shapes: dict[str, Any]) -> dict[str, Any] | None:
+    """The shapes with the bounds that torch suggests; None where it suggests none."""
+    if not isinstance(error, torch._dynamo.exc.UserError):
+        return None
+    try:
+        refined = refine_dynamic_shapes_from_suggested_fixes(error.msg, shapes)
+    except Exception:  # a message without suggestions, or one that its own parser does not take
+        return None
+    assert isinstance(refined, dict)
+    return None if repr(refined) == repr(shapes) else refined
+
+
+def _held_sizes(before: Any, after: Any) -> dict[str, int]:
+    """Names of the sizes that are one number after refinement."""
+    if isinstance(before, dict):
+        pairs = [(one, after[key]) for key, one in before.items()]
+    elif isinstance(before, tuple | list):
+        pairs = list(zip(before, after, strict=True))
+    else:
+        name = getattr(before, "__name__", "")
+        return {name: after} if name and isinstance(after, int) else {}
+    return {name: size for one, other in pairs for name, size in _held_sizes(one, other).items()}
+
+
+def _held(model: nn.Module, held: dict[str, int], error: Exception) -> ExportFailure:
+    if "length" in held and any(isinstance(one, nn.RNNBase) for one in model.modules()):
+        return ExportFailure(
+            what=f"the module works for length {held['length']} alone",
+            limit="torch.export writes a recurrent layer out step by step, as many as the example has",
+            remedy="pass dynamic='batch' with sequences of one length, or allow a fixed size (allow_fixed)",
+        )
+    sizes = ", ".join(f"{name} {size}" for name, size in held.items())
+    return ExportFailure(
+        what=f"the module works for {sizes} alone",
+        limit="its code takes the size of the example as a constant (a reshape, a loop over samples, a parameter)",
+        remedy="use sizes of the input, as in x.shape[0] or -1; or allow a fixed size (allow_fixed)",
+        line=user_line(error),
+    )
+
+
+def failure_of(error: BaseException) -> ExportFailure:
+    """What an exporter or a runtime said, in our words where we know better, with the user's line."""
+    if isinstance(error, NotExported):
+        return error.failure
+    line = user_line(error)
+    if isinstance(error, FlatoutError):
+        return ExportFailure(what=error.what, limit=error.limit, remedy=error.remedy, line=line)
+    if any(isinstance(one, GuardOnDataDependentSymNode) for one in _chain(error)):
+        return ExportFailure(
+            what=BY_DATA,
+            limit="a trace holds one path for all inputs",
+            remedy="use torch.where or torch.cond, or take the decision out of the module",
+            line=line,
+        )
+    if ".numpy()" in first_words(error):  # torch raises a plain RuntimeError for it
+        return ExportFailure(
+            what="the module leaves torch for numpy",
+            limit="a trace holds torch operations only",
+            remedy="use torch's own operation, or register the code with torch.library.custom_op",
+            line=line,
+        )
+    if isinstance(error, OSError) and error.strerror:
+        return ExportFailure(what=f"{error.strerror}: {error.filename}", remedy="free space or name another place")
+    what = f"{type(error).__name__}: {first_words(error)}".rstrip(": ")
+    remedy = "try another format; TORCH_LOGS=+export shows torch's own steps"
+    return ExportFailure(what=what, remedy=remedy, line=line)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def first_words(error: BaseException | str) -> str:
+    """The first paragraph of a message, on one line."""
+    paragraph = re.split(r"\n\s*\n", str(error).strip(), maxsplit=1)[0]
+    words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", paragraph).split())
+    return words if len(words) <= WORDS else words[: WORDS - 1] + "…"
+
+
+_ASSIGNED = r"The tensor attributes? (?P<names>.*) (was|were) assigned during export"
+_HARMLESS = (
+    # a size that two inputs share has one name: that is meant
+    (UserWarning, r"# The axis name: .* will not be used, since it shares the same shape constraints"),
+)
+
+
+@contextmanager
+def quiet(notes: list[str]) -> Iterator[None]:
+    """Torch's exporters say much on the way: what the user should know goes to `notes`, its own log is silent.
+
+    Warnings are sorted into the notes too: what is raised here must not cost a file that is good.
+    """
+    loggers = [one for one in logging.Logger.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    handlers = {handler for logger in (logging.root, *loggers) for handler in logger.handlers}
+    handlers |= {logging.lastResort} if logging.lastResort else set()
+    for handler in handlers:
+        handler.addFilter(_no_record)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_no_record)
+    for one in caught:
+        _sort(one, notes)
+
+
+def _no_record(record: logging.LogRecord) -> bool:
+    talkative = record.name.partition(".")[0] in ("torch", "onnxscript", "onnx_ir")
+    return not talkative or record.levelno > logging.ERROR
+
+
+def _sort(one: warnings.WarningMessage, notes: list[str]) -> None:
+    text = str(one.message)
+    assigned = re.match(_ASSIGNED, text)
+    if assigned:
+        # nn.LSTM refreshes its own list of weights on every access; it is the same list after the trace.
+        names = [name for name in assigned["names"].split(", ") if "._flat_weights[" not in name]
+        note = f"forward assigns {', '.join(names)}: the file does not keep it" if names else ""
+    elif issubclass(one.category, torch.jit.TracerWarning):
+        at = place(one.filename, one.lineno)
+        note = f"traced with one outcome of a Python decision: {at}" if is_users(one.filename) else ""
+    elif any(issubclass(one.category, kind) and re.match(pattern, text) for kind, pattern in _HARMLESS):
+        note = ""
+    elif issubclass(one.category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):
+        note = ""  # of a library's future, not of this file
+    else:
+        note = f"{one.category.__name__}: {first_words(text)}"
+    if note and note not in notes:
+        notes.append(note)

@@ -1,0 +1,234 @@
+"""Generates for many prompts with some slots: each free slot takes the next prompt, so none waits for the longest.
+
+Tokens stay on the device for some passes at a time (one on a CPU, where looking costs nothing); then the host looks
+for ends and stops, and hands on what was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flatout.errors import NumericsError
+from flatout.infer.generation.cache import KeyValueCache
+from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.generated import Piece, Reason
+from flatout.infer.generation.rows import Rows
+from flatout.infer.generation.sampling import Sampling, Uniforms
+from flatout.infer.generation.share import Work
+from flatout.infer.generation.span import Span
+from flatout.infer.generation.stopping import Watch
+from flatout.infer.generation.storage import Storage
+
+PASSES_BETWEEN_LOOKS = 16
+"""On a GPU: each look waits for it. What a text makes past its end is thrown away."""
+
+
+class Engine(Protocol):
+    """What runs passes: NativeDecoder, TorchDecoder."""
+
+    name: str
+    decoder: Decoder
+    storage: Storage
+    device: torch.device
+    weight_bytes: int
+    cache: KeyValueCache | None
+
+    def open(self, cache: KeyValueCache) -> None: ...
+
+    def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor: ...
+
+
+class Guesses(Protocol):
+    """Who guesses ahead: Guesser."""
+
+    proposed: int
+    accepted: int
+
+    def wants_to(self) -> bool: ...
+
+    def note_plain_pass(self, texts: int, seconds: float) -> None: ...
+
+    def advance(self, engine: Engine, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]: ...
+
+
+@dataclass(kw_only=True)
+class Text:
+    """One prompt and what was generated for it."""
+
+    index: int
+    prompt: list[int]
+    limit: int
+    """The most tokens to generate."""
+    at_limit: Reason
+    """What it is called when that ends it."""
+    watch: Watch
+    uniforms: Uniforms | None
+    """Of this prompt alone; None for greedy."""
+    slot: int = -1
+    made: list[int] = field(default_factory=list)
+    given: int = 0
+    """Tokens that were handed on in pieces."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.made]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.made)
+
+    @property
+    def ended(self) -> bool:
+        return self.watch.ending is not None
+
+    def uniform(self, use: str, step: int) -> Tensor:
+        """fp64 []: the number for `use` at the token `step` after the next one; the last again past the limit."""
+        table = getattr(self.uniforms, use)[0]
+        return table[min(len(self.made) + step, len(table) - 1)]
+
+    def add(self, tokens: Sequence[int]) -> int:
+        """Takes tokens until one ends the text; how many it took."""
+        for count, token in enumerate(tokens, 1):
+            self.made.append(token)
+            if self.watch.feed(token):
+                return count
+        return len(tokens)
+
+
+class BatchRun:
+    """One call of generate: `pieces` runs it."""
+
+    def __init__(
+        self, engine: Engine, sampling: Sampling, texts: Sequence[Text], guesser: Guesses | None = None
+    ) -> None:
+        self.engine, self.sampling, self.guesser = engine, sampling, guesser
+        cache = engine.cache
+        assert cache is not None, "the engine has a cache"
+        self._waiting = deque(texts)
+        self._free = list(range(min(cache.slots, len(texts))))[::-1]
+        self._active: list[Text] = []
+        element = cache.keys[0].element_size()
+        self.reading = Work(engine.decoder, engine.storage, engine.weight_bytes, element)
+        self.writing = Work(engine.decoder, engine.storage, engine.weight_bytes, element)
+        self.passes = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        """What the texts gained, as it becomes certain; each text's last piece has its reason."""
+        while self._waiting or self._active:
+            if self._waiting and self._free:
+                yield from self._admit()
+            elif self.guesser is not None and self.guesser.wants_to():
+                yield from self._guess_ahead()
+            else:
+                yield from self._advance()
+
+    # inside
+
+    def _admit(self) -> Iterator[Piece]:
+        """Read the prompts that free slots can take, all in one pass, and choose their first tokens."""
+        fresh = []
+        while self._waiting and self._free:
+            text = self._waiting.popleft()
+            text.slot = self._free.pop()
+            fresh.append(text)
+        began = time.perf_counter()
+        tokens = torch.tensor([token for text in fresh for token in text.prompt], device=self.engine.device)
+        spans = [Span(slot=text.slot, start=0, length=len(text.prompt)) for text in fresh]
+        logits = self.engine.advance(tokens, spans)
+        chosen, unusable = self._rows(fresh, 1).choose(logits)
+        firsts = self._to_host([chosen], [unusable], fresh)
+        self.reading.add([(0, span.length) for span in spans], len(fresh), time.perf_counter() - began)
+        self._active += fresh
+        yield from self._hand_on(fresh, firsts)
+
+    def _advance(self) -> Iterator[Piece]:
+        """Some passes of one token for every active text, then a look."""
+        texts = list(self._active)
+        count = 1 if self.engine.device.type == "cpu" else PASSES_BETWEEN_LOOKS
+        count = min(count, *(text.limit - len(text.made) for text in texts))
+        began = time.perf_counter()
+        rows = self._rows(texts, count)
+        tokens = torch.tensor([text.made[-1] for text in texts], device=self.engine.device)
+        starts = [text.length - 1 for text in texts]
+        chosen, unusable = [], []
+        for step in range(count):
+            spans = [Span(slot=text.slot, start=start + step) for text, start in zip(texts, starts, strict=True)]
+            tokens, bad = rows.choose(self.engine.advance(tokens, spans))
+            chosen.append(tokens)
+            unusable.append(bad)
+        found = self._to_host(chosen, unusable, texts)
+        self.passes += count
+        each = (time.perf_counter() - began) / count
+        for step in range(count):
+            self.writing.add([(start + step, 1) for start in starts], len(texts), each)
+            if self.guesser is not None:
+                self.guesser.note_plain_pass(len(texts), each)
+        yield from self._hand_on(texts, found)
+
+    def _guess_ahead(self) -> Iterator[Piece]:
+        """One pass over each text's last token and what was guessed to follow."""
+        assert self.guesser is not None
+        texts = list(self._active)
+        began = time.perf_counter()
+        found, spans = self.guesser.advance(self.engine, texts)
+        self.passes += 1
+        rows = sum(length for _, length in spans)
+        self.writing.add(spans, rows, time.perf_counter() - began)
+        yield from self._hand_on(texts, found)
+
+    def _rows(self, texts: Sequence[Text], ahead: int) -> Rows:
+        return Rows(
+            self.sampling,
+            [text.tokens for text in texts] if self.sampling.adjusts else [() for _ in texts],
+            [len(text.made) for text in texts],
+            [text.uniforms for text in texts],
+            device=self.engine.device,
+            ahead=ahead,
+        )
+
+    def _to_host(self, chosen: list[Tensor], unusable: list[Tensor], texts: Sequence[Text]) -> list[list[int]]:
+        """The one wait for the device: tokens of each text; NumericsError where logits were of no use."""
+        tokens, bad = torch.stack(chosen, 1).tolist(), torch.stack(unusable, 1).tolist()
+        for text, row in zip(texts, bad, strict=True):
+            if any(row):
+                raise no_usable_logits(text, row.index(True))
+        return tokens
+
+    def _hand_on(self, texts: Sequence[Text], found: Sequence[Sequence[int]]) -> Iterator[Piece]:
+        for text, tokens in zip(texts, found, strict=True):
+            text.add(tokens)
+            piece = piece_of(text)
+            if text.ended:
+                self._active.remove(text)
+                self._free.append(text.slot)
+            if piece is not None:
+                yield piece
+
+
+def piece_of(text: Text) -> Piece | None:
+    """What became certain since the last piece; None if that is nothing."""
+    ending = text.watch.ending
+    string = text.watch.take() if text.watch.makes_text else None
+    kept = text.watch.certain_tokens
+    tokens = tuple(text.made[text.given : kept])
+    text.given = max(text.given, kept)
+    reason: Reason | None = None
+    if ending is not None:
+        reason = text.at_limit if ending.reason == "length" else ending.reason
+    if not tokens and not string and reason is None:
+        return None
+    return Piece(prompt=text.index, tokens=tokens, text=string, reason=reason)
+
+
+def no_usable_logits(text: Text, step: int) -> NumericsError:
+    """The logits for this further token of the text are NaN, +inf or all -inf."""
+    what = f"the logits for token {len(text.made) + step} after prompt {text.index} are NaN, +inf or all -inf"
+    remedy = "look for NaN in the weights, or loosen no_repeat_ngram if it banned every token"
+    return NumericsError(what, limit="a next token needs one finite logit", remedy=remedy)

@@ -1,0 +1,252 @@
+"""Reads foreign models as a Decoder: GPT-2 and TransformerLM of flatout.models, GPT-2, Llama and Qwen2 of transformers.
+
+transformers is never imported: a model is known by its class's name and its config, and taken as it is, weights shared
+where their layout allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import UsageError
+from flatout.infer.generation.decoder import Activation, Block, Decoder, Linear, Norm
+from flatout.models.gpt2 import GPT2
+from flatout.models.transformer import TransformerLM
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+}
+
+
+def read_decoder(model: nn.Module) -> Decoder:
+    """The model's sizes and weights. UsageError for a family, or an option of one, that is not known here."""
+    if isinstance(model, GPT2):
+        return _own_gpt2(model)
+    if isinstance(model, TransformerLM):
+        return _own_transformer(model)
+    reader = _FOREIGN.get(type(model).__name__)
+    if reader is None or not hasattr(model, "config"):
+        known = ", ".join(["GPT2 and TransformerLM of flatout.models", *_FOREIGN])
+        raise UsageError(
+            f"the model is a {type(model).__name__}",
+            limit=f"generation with a cache knows {known}",
+            remedy="use the model's own generate()",
+        )
+    return reader(model)
+
+
+def _own_gpt2(model: GPT2) -> Decoder:
+    config = model.config
+    return Decoder(
+        family="GPT-2 of flatout.models",
+        positions=model.positions.weight,
+        tokens=model.tokens.weight,
+        head=_cut_head(model.head, config.vocab_size),
+        **_own(model, config.heads, config.width, config.activation, config.max_tokens),
+    )
+
+
+def _own_transformer(model: TransformerLM) -> Decoder:
+    config, embedding = model.config, model.embedding
+    if not config.causal:
+        what = "the TransformerLM is not causal"
+        raise UsageError(what, limit="a next token follows from those before it", remedy="train it with causal=True")
+    return Decoder(
+        family="TransformerLM of flatout.models",
+        positions=embedding.sines,
+        tokens=embedding.tokens.weight.detach() * embedding.scale,
+        head=_cut_head(model.head, config.vocab_size),
+        **_own(model, config.heads, config.width, "relu", config.max_tokens),
+    )
+
+
+def _own(model: Any, heads: int, width: int, activation: Any, max_tokens: int) -> dict[str, Any]:
+    """What the models of this house have in common: pre-norm blocks and a last norm."""
+    return {
+        "heads": heads,
+        "kv_heads": heads,
+        "head_width": width // heads,
+        "max_tokens": max_tokens,
+        "norm": "layer",
+        "norm_epsilon": model.norm.eps,
+        "activation": activation,
+        "attention_scale": (width // heads) ** -0.5,
+        "last_norm": _norm(model.norm),
+        "blocks": tuple(
+            Block(
+                norm1=_norm(block.norm1),
+                qkv=_linear(block.attention.qkv),
+                out=_linear(block.attention.out),
+                norm2=_norm(block.norm2),
+                up=_linear(block.feed_forward.up),
+                down=_linear(block.feed_forward.down),
+            )
+            for block in model.blocks
+        ),
+    }
+
+
+def _hugging_face_gpt2(model: Any) -> Decoder:
+    config = model.config
+    _require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    body = model.transformer
+    head_width = config.n_embd // config.n_head
+    return Decoder(
+        family="GPT-2 of transformers",
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        head_width=head_width,
+        max_tokens=config.n_positions,
+        norm="layer",
+        norm_epsilon=config.layer_norm_epsilon,
+        activation=_activation(config.activation_function),
+        attention_scale=head_width**-0.5,
+        tokens=body.wte.weight,
+        positions=body.wpe.weight,
+        blocks=tuple(
+            Block(
+                norm1=_norm(block.ln_1),
+                qkv=_transposed(block.attn.c_attn),
+                out=_transposed(block.attn.c_proj),
+                norm2=_norm(block.ln_2),
+                up=_transposed(block.mlp.c_fc),
+                down=_transposed(block.mlp.c_proj),
+            )
+            for block in body.h
+        ),
+        last_norm=_norm(body.ln_f),
+        head=_linear(model.lm_head),
+        end_tokens=_end_tokens(model),
+    )
+
+
+def _hugging_face_llama(model: Any) -> Decoder:
+    """Llama and what descends from it: rms norms, rotary positions, gated feed-forward, grouped kv heads."""
+    config, body = model.config, model.model
+    cosines, sines_ = _rotary(body.rotary_emb, config)
+    first = body.layers[0].self_attn
+    return Decoder(
+        family=f"{type(model).__name__.removesuffix('ForCausalLM')} of transformers",
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_width=first.head_dim,
+        max_tokens=config.max_position_embeddings,
+        norm="rms",
+        norm_epsilon=config.rms_norm_eps,
+        activation=_activation(config.hidden_act),
+        attention_scale=float(first.scaling),
+        tokens=body.embed_tokens.weight,
+        cosines=cosines,
+        sines=sines_,
+        blocks=tuple(_llama_block(layer, config) for layer in body.layers),
+        last_norm=_norm(body.norm),
+        head=_linear(model.lm_head),
+        end_tokens=_end_tokens(model),
+    )
+
+
+def _llama_block(layer: Any, config: Any) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    window = getattr(attention, "sliding_window", None)
+    if window is None and type(layer).__name__.startswith("Mistral"):
+        window = config.sliding_window  # in every layer, and written in the config alone
+    norms = {
+        ours: getattr(attention, theirs).weight
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm"))
+        if hasattr(attention, theirs)
+    }
+    return Block(
+        norm1=_norm(layer.input_layernorm),
+        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=_linear(attention.o_proj),
+        norm2=_norm(layer.post_attention_layernorm),
+        up=_linear(mlp.up_proj),
+        gate=_linear(mlp.gate_proj),
+        down=_linear(mlp.down_proj),
+        window=window,
+        **norms,
+    )
+
+
+_FOREIGN: dict[str, Callable[[Any], Decoder]] = {
+    "GPT2LMHeadModel": _hugging_face_gpt2,
+    "LlamaForCausalLM": _hugging_face_llama,
+    "MistralForCausalLM": _hugging_face_llama,
+    "Qwen2ForCausalLM": _hugging_face_llama,
+    "Qwen3ForCausalLM": _hugging_face_llama,
+}
+
+
+def _rotary(module: Any, config: Any) -> tuple[Tensor, Tensor]:
+    """The model's own angles for every position, computed by itself: cosines and sines [max_tokens, half]."""
+    kind = getattr(module, "rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        limit = "they must be the same for a text of any length"
+        raise UsageError(f"the model's rotary positions are {kind!r}", limit=limit, remedy="use its own generate()")
+    places = torch.arange(config.max_position_embeddings, device=module.inv_freq.device)
+    with torch.no_grad():
+        cosines, sines_ = module(torch.zeros(1, device=places.device), places[None])
+    half = cosines.shape[-1] // 2
+    return cosines[0, :, :half].contiguous(), sines_[0, :, :half].contiguous()
+
+
+def _require(config: Any, **values: Any) -> None:
+    for name, wanted in values.items():
+        if getattr(config, name, wanted) != wanted:
+            what = f"the config's {name} is {getattr(config, name)!r}"
+            raise UsageError(what, limit=f"generation here knows {wanted!r}", remedy="use the model's own generate()")
+
+
+def _activation(name: Any) -> Activation:
+    if name not in _ACTIVATIONS:
+        limit = f"generation here knows {', '.join(_ACTIVATIONS)}"
+        raise UsageError(f"the config's activation is {name!r}", limit=limit, remedy="use the model's own generate()")
+    return _ACTIVATIONS[name]
+
+
+def _end_tokens(model: Any) -> tuple[int, ...]:
+    settings = getattr(model, "generation_config", None) or model.config
+    found = getattr(settings, "eos_token_id", None)
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(weight=module.weight, bias=getattr(module, "bias", None))
+
+
+def _linear(module: Any) -> Linear:
+    return Linear(weight=module.weight, bias=module.bias)
+
+
+def _cut_head(module: Any, vocabulary: int) -> Linear:
+    return Linear(weight=module.weight[:vocabulary])
+
+
+def _transposed(module: Any) -> Linear:
+    """transformers' Conv1D holds [inputs, outputs]."""
+    return Linear(weight=module.weight.t(), bias=module.bias)
+
+
+def _joined(*modules: Any) -> Linear:
+    biases = [module.bias for module in modules]
+    bias = None
+    if any(one is not None for one in biases):
+        bias = torch.cat(
+            [
+                torch.zeros(module.weight.shape[0], dtype=module.weight.dtype, device=module.weight.device)
+                if one is None
+                else one.detach()
+                for module, one in zip(modules, biases, strict=True)
+            ]
+        )
+    return Linear(weight=torch.cat([module.weight.detach() for module in modules]), bias=bias)

@@ -1,0 +1,163 @@
+"""A private copy of the user's model, made as a plan says: dtype, bits, layout, folded norms.
+
+The user's model is read and never changed. Weights are converted while they are copied, so a copy in bf16 costs half
+the memory of the model and nothing besides; what needs no change is shared on request only (`share`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatout.errors import PlanError, UsageError
+from flatout.infer.prediction.folding import fold_batch_norms
+from flatout.infer.prediction.linear import Int8Linear, PackedLinear, RoundedLinear, packs, swap_linears
+from flatout.plan import Plan
+from flatout.precision.quantize import INT4_GROUP
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Placed:
+    """The copy, and what was done to it."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    """Of its weights, and of the floating-point inputs it is given."""
+    result_dtype: torch.dtype
+    """Of the user's model, which results get back."""
+    device: torch.device
+    rate: str
+    """Whose ceiling binds: fp32, bf16, fp16 or int8."""
+    channels_last: bool
+    notes: list[str] = field(default_factory=list)
+    """What was done, and what could not be done and why."""
+
+
+def place(model: nn.Module, plan: Plan, device: Any = None) -> Placed:
+    """The copy in evaluation mode on `device` (None: where the model is), without gradients.
+
+    Raises PlanError for choices that contradict one another, UsageError for what is no module.
+    """
+    _check(model, plan)
+    first = next((one for one in model.parameters() if one.is_floating_point()), None)
+    result_dtype = torch.float32 if first is None else first.dtype
+    dtype = DTYPES[plan.precision] if plan.precision else result_dtype
+    target = _device(device, torch.device("cpu") if first is None else first.device)
+    made = _converted(model, dtype, target)
+    channels_last = plan.memory_format == "channels_last"
+    if channels_last:
+        made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    name = {one: name for name, one in DTYPES.items()}.get(dtype, "fp32")
+    rate = "int8" if plan.activations == "int8" else name
+    return Placed(made, dtype, result_dtype, target, rate, channels_last)
+
+
+def fold(placed: Placed, run: Callable[[], Any]) -> None:
+    """Plan.fold_batch_norm; `run` calls the copy once."""
+    count = fold_batch_norms(placed.model, run)
+    placed.notes.append(f"{count} batch norms folded into convolutions")
+
+
+def round_and_pack(placed: Placed, plan: Plan) -> None:
+    """Linear layers in the plan's bits; those of full bits in oneDNN's layout, where the processor has one."""
+    on_cpu = placed.device.type == "cpu"
+    if plan.activations == "int8":
+        count = swap_linears(placed.model, Int8Linear)
+        placed.notes.append(f"{count} linear layers multiply 8-bit inputs by 8-bit weights")
+    elif plan.weights is not None:
+        left = []
+
+        def make(layer: nn.Linear) -> nn.Module | None:
+            if plan.weights == "int4" and layer.in_features % INT4_GROUP:
+                left.append(layer)
+                return None
+            return RoundedLinear(layer, bits=8 if plan.weights == "int8" else 4)
+
+        count = swap_linears(placed.model, make)
+        skipped = f"; {len(left)} left, whose inputs are no multiple of {INT4_GROUP}" if left else ""
+        placed.notes.append(f"{count} linear layers hold {plan.weights} weights{skipped}")
+    elif on_cpu and plan.compile is None and packs(placed.dtype):
+        count = swap_linears(placed.model, lambda layer: PackedLinear(layer) if _packable(layer, placed) else None)
+        if count:
+            placed.notes.append(f"{count} linear layers hold weights in oneDNN's layout")
+
+
+def _packable(layer: nn.Linear, placed: Placed) -> bool:
+    return layer.weight.dtype is placed.dtype
+
+
+def _check(model: Any, plan: Plan) -> None:
+    if not isinstance(model, nn.Module):
+        limit = "predict takes a torch.nn.Module, a Hugging Face model among them"
+        raise UsageError(f"the model is {type(model).__name__}", limit=limit)
+    if plan.activations == "int8" and plan.weights != "int8":
+        what = f"activations is 'int8' while weights is {plan.weights!r}"
+        raise PlanError(what, limit="products of whole numbers need both in 8 bits", remedy="set weights = 'int8'")
+    if plan.speculation is not None:
+        remedy = "drop it, or call flatout.generate"
+        raise PlanError(f"speculation is {plan.speculation!r}", limit="predict generates nothing", remedy=remedy)
+
+
+def _device(asked: Any, here: torch.device) -> torch.device:
+    if asked is None:
+        return here
+    try:
+        found = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        limit = "it is what torch.device takes"
+        raise UsageError(f"device is {asked!r}", limit=limit, remedy="for example 'cpu' or 'cuda:0'") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        limit = f"torch sees {count} CUDA devices"
+        raise UsageError(f"device is {asked!r}", limit=limit, remedy="see which and why with: flatout check")
+    return found
+
+
+def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A deep copy whose tensors are already in their new dtype and place when they are made."""
+    memo: dict[int, Any] = {}
+    kept = _kept_in_their_dtype(model)
+    copies: dict[int, Tensor] = {}
+
+    def converted(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() and id(tensor) not in kept else tensor.dtype
+        return tensor.detach().to(device=device, dtype=wanted, copy=True)
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            copies[id(parameter)] = nn.Parameter(converted(parameter), requires_grad=False)
+        for buffer in model.buffers():
+            copies[id(buffer)] = converted(buffer)
+    memo.update(copies)
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        remedy = "keep files, locks and generators out of the model"
+        what = f"the model cannot be copied: {type(error).__name__}: {error}"
+        raise UsageError(what, limit="predict works on a copy of it", remedy=remedy) from error
+    config = getattr(made, "config", None)
+    if hasattr(model, "main_input_name") and hasattr(config, "dtype"):  # Hugging Face models may ask their config
+        config.dtype = dtype  # type: ignore[union-attr]
+    return made.eval()
+
+
+def _kept_in_their_dtype(model: nn.Module) -> set[int]:
+    """Batch norms' statistics (their kernels take inputs of another dtype), and what a Hugging Face model computes
+    anew and keeps out of its state dict: rotary frequencies lose their meaning in 8 bits of mantissa."""
+    kept: set[int] = set()
+    foreign = hasattr(model, "main_input_name")
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            kept |= {id(one) for one in (*module.parameters(False), *module.buffers(False))}
+        if foreign:
+            names = module._non_persistent_buffers_set
+            kept |= {id(buffer) for name, buffer in module.named_buffers(recurse=False) if name in names}
+    return kept

@@ -1,0 +1,238 @@
+"""Any number of inputs through a model: ragged, streamed, in order, near what the machine can do.
+
+    for output in flatout.predict(model, inputs, flatout.Plan(precision="bf16")):
+        ...                                               # in the order of the inputs, as they are ready
+
+    predictions = flatout.predict(model, inputs)
+    outputs = predictions.collect()                       # a list
+    predictions.figures.share_of_ceiling                  # and padding_share, tokens_per_second, ...
+
+Inputs are read ahead by a bounded window, sorted by length and put into batches of so many tokens, without padding
+where the model is found to allow it (packing.py). An input that cannot be used gives a `Failed` in its place, and the
+rest goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.errors import UsageError
+from flatout.infer.prediction.batching import WINDOW_BATCHES, WINDOW_ITEMS, Bounds, windows
+from flatout.infer.prediction.placed import place
+from flatout.infer.prediction.predicted import Failed, Figures
+from flatout.infer.prediction.samples import Sample, read_sample
+from flatout.infer.prediction.window_run import WindowRun
+from flatout.levers.applied import Applied
+from flatout.levers.catalogue import LEVERS
+from flatout.levers.lever import choices_of_plan
+from flatout.levers.subject import Subject
+from flatout.machine.detect import detect
+from flatout.plan import Plan
+
+BATCH_TOKENS_CPU = 2048
+"""Beyond it products get no faster on a CPU, and what lies between them falls out of the cache."""
+BATCH_TOKENS_CUDA = 16384
+BATCH_SIZE = 32
+"""Inputs of fixed size, such as images, in one batch."""
+_WHILE_RUNNING = ("threads", "flush_denormals", "cudnn_benchmark", "matmul_precision")
+"""Choices that act on the process; put back before a result is handed out."""
+
+
+def predict(
+    model: nn.Module,
+    inputs: Iterable[Any],
+    plan: Plan | None = None,
+    *,
+    batch_size: int | None = None,
+    look_ahead: int | None = None,
+    device: Any = None,
+    check_finite: bool = False,
+    on_error: str = "mark",
+) -> Predictions:
+    """Run `model` on every input; iterate over the outputs, or `collect()` them.
+
+    inputs: tensors, arrays, lists of token ids, dicts (keywords) or tuples (arguments), without a batch dimension;
+    any iterable, read as it goes. An output is what the model returns for that input without the batch dimension, on
+    the CPU, in the dtype of the model's weights. The model itself is not changed: a copy runs, as the plan says.
+
+    plan: precision, weights, activations, batching, batch_tokens (2048 on a CPU, 16384 on a GPU), memory_format,
+    fold_batch_norm, compile, threads; choices of training are left aside. batch_size: of inputs of fixed size (32).
+    look_ahead: inputs that are held at most with their outputs (4096, and no more than 16 batches' tokens, or 2 batches
+    of inputs of fixed size).
+    check_finite: an output with inf or NaN counts as failed. on_error: "mark" puts a `Failed` in the place of a
+    result, "raise" ends the run with a UsageError that names the input.
+
+    Raises UsageError for what is no module or cannot be iterated, PlanError for a plan that contradicts itself.
+    """
+    predictor = Predictor(
+        model, plan, batch_size=batch_size, look_ahead=look_ahead, device=device, check_finite=check_finite
+    )
+    return predictor(inputs, on_error=on_error)
+
+
+class Predictor:
+    """A model made ready once, for several runs: the same arguments as `predict`; call it with inputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None = None,
+        *,
+        batch_size: int | None = None,
+        look_ahead: int | None = None,
+        device: Any = None,
+        check_finite: bool = False,
+    ) -> None:
+        if plan is not None and not isinstance(plan, Plan):
+            remedy = "for example Plan(precision='bf16')"
+            raise UsageError(f"plan is {plan!r}", limit="it is a flatout.Plan or None", remedy=remedy)
+        for name, value in (("batch_size", batch_size), ("look_ahead", look_ahead)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} is {value!r}", limit="it must be a whole number of at least 1")
+        self.plan = plan or Plan()
+        placed = place(model, self.plan, device)
+        usual = BATCH_TOKENS_CUDA if placed.device.type == "cuda" else BATCH_TOKENS_CPU
+        batch_tokens = self.plan.batch_tokens or usual
+        self.bounds = Bounds(
+            batch_tokens=batch_tokens,
+            batch_size=batch_size or BATCH_SIZE,
+            window_tokens=batch_tokens * WINDOW_BATCHES,
+            window_items=look_ahead or WINDOW_ITEMS,
+        )
+        self.ceilings = detect().ceilings
+        """Measured on this machine before; None: never."""
+        self.run = WindowRun(placed, self.plan, self.bounds, check_finite=check_finite)
+
+    def __call__(self, inputs: Iterable[Any], *, on_error: str = "mark", first_index: int = 0) -> Predictions:
+        """Outputs of these inputs. `first_index`: the number of the first, where earlier ones were done before."""
+        dataset = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
+        if isinstance(inputs, str | bytes) or not (hasattr(inputs, "__iter__") or dataset):
+            limit = "predict takes an iterable of inputs, each without a batch dimension"
+            raise UsageError(f"inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")
+        if not hasattr(inputs, "__iter__"):
+            inputs = _of_dataset(inputs)
+        if on_error not in ("mark", "raise"):
+            raise UsageError(f"on_error is {on_error!r}", limit="it is 'mark' or 'raise'")
+        return Predictions(self, inputs, on_error=on_error, first_index=first_index)
+
+
+class Predictions:
+    """Outputs in the order of the inputs; an iterator, so each is given once. `figures` says how far it is."""
+
+    def __init__(self, predictor: Predictor, inputs: Iterable[Any], *, on_error: str, first_index: int) -> None:
+        self._predictor, self._run = predictor, predictor.run
+        self._on_error, self._next = on_error, first_index
+        self._source = iter(inputs)
+        self._items = self._failed = 0
+        self._seconds = 0.0
+        self._begun = _Counts.of(self._run)
+        self._ready = self._in_order()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._ready)
+
+    def collect(self) -> list[Any]:
+        """The outputs that are left, as a list: they all must fit into the memory."""
+        return list(self)
+
+    @property
+    def figures(self) -> Figures:
+        """Of what was done so far."""
+        run, begun = self._run, self._begun
+        rate = run.runner.placed.rate
+        ceilings = self._predictor.ceilings
+        peak = ceilings.gemm_flops_per_second.get(rate) if ceilings is not None else None
+        return Figures(
+            items=self._items,
+            failed=self._failed,
+            tokens=run.tokens - begun.tokens,
+            computed_tokens=run.computed_tokens - begun.computed_tokens,
+            batches={name: count - begun.batches.get(name, 0) for name, count in run.batches.items() if count > 0},
+            seconds=self._seconds,
+            flops=None if run.flops is None or begun.flops is None else run.flops - begun.flops,
+            ceiling_flops_per_second=None if peak is None else peak.value,
+            ceiling_dtype=rate,
+            splits=run.splits - begun.splits,
+            graphs=None if run.compiled is None else run.compiled.versions,
+            notes=tuple(run.notes),
+        )
+
+    def _in_order(self) -> Iterator[Any]:
+        bounds = self._predictor.bounds
+        for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
+            start = time.perf_counter()
+            samples = [one for one in window if isinstance(one, Sample)]
+            with self._as_planned(), torch.no_grad():
+                results = self._run.run(samples)
+            results |= {one.index: one for one in window if isinstance(one, Failed)}
+            self._seconds += time.perf_counter() - start
+            for one in window:
+                result = results.pop(one.index)
+                self._items += 1
+                if isinstance(result, Failed):
+                    self._failed += 1
+                    if self._on_error == "raise":
+                        what = f"input {result.index}: {result.what}"
+                        raise UsageError(what, limit=result.limit, remedy=result.remedy)
+                yield result
+
+    def _read(self) -> Iterator[Sample | Failed]:
+        calling = self._run.runner.calling
+        while True:
+            start = time.perf_counter()
+            try:
+                value = next(self._source)
+            except StopIteration:
+                return
+            index, self._next = self._next, self._next + 1
+            try:
+                found: Sample | Failed = read_sample(index, value, calling)
+            except UsageError as error:
+                found = Failed.by(index, error)
+            self._seconds += time.perf_counter() - start
+            yield found
+
+    @contextlib.contextmanager
+    def _as_planned(self) -> Iterator[None]:
+        plan = self._predictor.plan
+        wanted = {name: getattr(plan, name) for name in _WHILE_RUNNING if getattr(plan, name) is not None}
+        applied = Applied(Subject())
+        applied.set(choices_of_plan(wanted, LEVERS))
+        try:
+            yield
+        finally:
+            applied.set([])
+
+
+class _Counts:
+    """Where a run stood when these predictions began: a Predictor may be called several times."""
+
+    def __init__(self, run: WindowRun) -> None:
+        self.tokens, self.computed_tokens, self.splits = run.tokens, run.computed_tokens, run.splits
+        self.batches, self.flops = dict(run.batches), run.flops
+
+    @classmethod
+    def of(cls, run: WindowRun) -> _Counts:
+        return cls(run)
+
+
+def _of_dataset(dataset: Any) -> Iterator[Any]:
+    """A map-style dataset, which has a length and no iterator of its own."""
+    return (dataset[place] for place in range(len(dataset)))
+
+
+def _weight(one: Sample | Failed, bounds: Bounds) -> int:
+    """What a sample takes of the window's tokens. Two batches of a fixed size (images) fill it: nothing is gained by
+    sorting them, and each may be large."""
+    if isinstance(one, Failed):
+        return 0
+    return one.length if one.length is not None else -(-bounds.window_tokens // (2 * bounds.batch_size))

@@ -1,0 +1,226 @@
+"""Results on the disk as they come, so that a run that was killed goes on where it was.
+
+    NAME.jsonl    a line for each input: {"index": 3, "output": [...]} or {"index": 3, "failed": "why"}
+    a folder      files of 1024 results each, results-00000000.safetensors: tensors "3" or "3.last_hidden_state"
+
+A line that was cut off by a kill is taken away when the run goes on; a file in a folder is there whole or not at all.
+Beside them lies what the results are of (`run.json`): another model, plan or input file is never mixed in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from flatout.data.nested import leaves_in
+from flatout.errors import UsageError
+from flatout.infer.prediction.predicted import Failed
+
+RESULTS_A_FILE = 1024
+LINES_A_FLUSH = 64
+
+
+class Results(Protocol):
+    """Where results go."""
+
+    done: int
+    """How many were there already, or are now safe."""
+    failed: int
+    """How many of all are failures, earlier runs included."""
+
+    def add(self, index: int, result: Any) -> None:
+        """The result of input `index`; they come in order."""
+
+    def close(self) -> None:
+        """Everything that was added is on the disk."""
+
+
+def open_results(path: Path, of: Mapping[str, Any], *, restart: bool, keep: str = "") -> Results:
+    """`of` says what the results are of. UsageError where the place holds other results, or anything else."""
+    lines = path.suffix == ".jsonl"
+    note = path.with_name(f"{path.name}.run.json") if lines else path / "run.json"
+    if restart:
+        _forget(path, note, lines)
+    expected = json.loads(json.dumps(dict(of)))
+    if path.exists() and (lines or not path.is_dir() or any(path.iterdir())):
+        _check_same(path, note, expected)
+    try:
+        if not lines:
+            path.mkdir(parents=True, exist_ok=True)
+        if not note.exists():
+            _write_whole(note, lambda temporary: temporary.write_text(json.dumps(expected, indent=1) + "\n"))
+        return _Lines(path, keep) if lines else _Folder(path, keep)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
+
+
+def _check_same(path: Path, note: Path, expected: dict[str, Any]) -> None:
+    try:
+        known = json.loads(note.read_text())
+    except (OSError, ValueError):
+        raise UsageError(
+            f"{path} is there already", limit="it holds no results of predict", remedy="name another place"
+        ) from None
+    for name in sorted({*known, *expected}):
+        if known.get(name) != expected.get(name):
+            what = f"{path} holds results with {name} {known.get(name)!r}"
+            remedy = "name another place, or start anew with --restart"
+            raise UsageError(what, limit=f"this run has {expected.get(name)!r}", remedy=remedy)
+
+
+def _forget(path: Path, note: Path, lines: bool) -> None:
+    """Only what predict wrote."""
+    if not note.exists():
+        return
+    if lines:
+        path.unlink(missing_ok=True)
+        note.unlink()
+        return
+    for file in path.glob("results-*.safetensors"):
+        file.unlink()
+    note.unlink()
+
+
+class _Lines:
+    def __init__(self, path: Path, keep: str) -> None:
+        self.done = self.failed = 0
+        self._keep = keep
+        path.touch()
+        self._file = open(path, "r+b")  # noqa: SIM115
+        whole = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            self.done += 1
+            self.failed += b'"failed": ' in line[:40]
+        self._file.seek(whole)
+        self._file.truncate()
+        self._unsaved = 0
+
+    def add(self, index: int, result: Any) -> None:
+        line: dict[str, Any] = {"index": index}
+        if isinstance(result, Failed):
+            self.failed += 1
+            line["failed"] = str(result).partition(": ")[2]
+        else:
+            line["output"] = _plain(kept(result, self._keep))
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._unsaved += 1
+        if self._unsaved >= LINES_A_FLUSH:
+            self._save()
+
+    def close(self) -> None:
+        self._save()
+        self._file.close()
+
+    def _save(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done, self._unsaved = self.done + self._unsaved, 0
+
+
+class _Folder:
+    def __init__(self, path: Path, keep: str) -> None:
+        from safetensors import safe_open
+
+        self.done = self.failed = 0
+        self._path, self._keep = path, keep
+        self._tensors: dict[str, Any] = {}
+        self._failures: dict[int, str] = {}
+        self._added = 0
+        while (file := self._name()).exists():
+            with safe_open(file, "pt") as known:
+                about = known.metadata()
+            self.done += int(about["count"])
+            self.failed += len(json.loads(about["failed"]))
+        for left in path.glob("*.tmp"):
+            left.unlink()
+
+    def add(self, index: int, result: Any) -> None:
+        if isinstance(result, Failed):
+            self.failed += 1
+            self._failures[index] = str(result).partition(": ")[2]
+        else:
+            for name, tensor in named_tensors(kept(result, self._keep)).items():
+                self._tensors[f"{index}.{name}" if name else str(index)] = tensor
+        self._added += 1
+        if self._added == RESULTS_A_FILE:
+            self._save()
+
+    def close(self) -> None:
+        if self._added:
+            self._save()
+
+    def _name(self) -> Path:
+        return self._path / f"results-{self.done:08d}.safetensors"
+
+    def _save(self) -> None:
+        from safetensors.torch import save_file
+
+        about = {"first": str(self.done), "count": str(self._added), "failed": json.dumps(self._failures)}
+        tensors = {name: tensor.contiguous() for name, tensor in self._tensors.items()}
+        _write_whole(self._name(), lambda temporary: save_file(tensors, temporary, about))
+        self.done, self._added = self.done + self._added, 0
+        self._tensors, self._failures = {}, {}
+
+
+def kept(result: Any, name: str) -> Any:
+    """The part of a result with this name (a key, an attribute or a place); all of it for ''."""
+    if not name:
+        return result
+    if isinstance(result, Mapping) and name in result:
+        return result[name]
+    if isinstance(result, list | tuple) and name.isdecimal() and int(name) < len(result):
+        return result[int(name)]
+    if name.isidentifier() and hasattr(result, name) and not hasattr(result, "device"):
+        return getattr(result, name)
+    there = ", ".join(named_tensors(result)) or "one tensor without a name"
+    raise UsageError(f"the output has no {name!r}", limit=f"it has {there}", remedy="name another with --keep")
+
+
+def named_tensors(result: Any) -> dict[str, Any]:
+    """The tensors of a result by name: '' for a single one, else 'pooled', '0', 'a.b'."""
+    found = {}
+    if hasattr(result, "_asdict"):  # a named tuple
+        result = result._asdict()
+    for path, leaf in leaves_in(result, "", lambda one: hasattr(one, "device")):
+        words = path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+        found[words.strip(".")] = leaf
+    return found
+
+
+def _plain(result: Any) -> Any:
+    tensors = named_tensors(result)
+    if set(tensors) == {""}:
+        return _numbers(tensors[""].tolist())
+    return {name: _numbers(tensor.tolist()) for name, tensor in tensors.items()}
+
+
+def _numbers(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)  # safetensors makes its files private, results are not
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+        remedy = "free some space" if free < 1 << 20 else "name a place you may write"
+        raise UsageError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error

@@ -1,0 +1,131 @@
+"""One input as a person gives it, read into tensors: what it is, how long, and with which others it can share a batch.
+
+    tensor, array, list of numbers    [tokens] or [tokens, features], or of fixed size, as an image [3, 224, 224]
+    dict                              keywords of the model's call: {"input_ids": [...], "token_type_ids": [...]}
+    tuple                             arguments of the model's call
+
+No input has a batch dimension. The first size of a tensor with one or two dimensions is its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.errors import UsageError
+from flatout.infer.prediction.calling import Calling
+
+KINDS = "an input is a tensor, an array, a list of numbers, or a dict or tuple of these, without a batch dimension"
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Tensors by keyword or place (an int), on the CPU."""
+
+    index: int
+    tensors: dict[str | int, Tensor]
+    length: int | None
+    """Tokens; None: of fixed size."""
+    kind: Hashable
+    """Equal for samples that may share a padded batch: names, dtypes and all sizes but the length."""
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for samples that may be stacked as they are."""
+        return self.kind, self.length
+
+    @property
+    def tokens(self) -> int:
+        """What it counts towards a budget of tokens."""
+        return 1 if self.length is None else self.length
+
+
+def read_sample(index: int, value: Any, calling: Calling) -> Sample:
+    """The sample; UsageError says what is wrong with the input."""
+    if isinstance(value, UsageError):  # whoever made the inputs could not read this one
+        raise value
+    named = _named(value, calling)
+    if not named:
+        raise UsageError(f"the input is an empty {type(value).__name__}", limit=KINDS)
+    tensors = {name: _tensor(name, part) for name, part in named.items()}
+    if all(one.dim() == 2 and one.shape[0] == 1 and not one.is_floating_point() for one in tensors.values()):
+        tensors = {name: one[0] for name, one in tensors.items()}  # as tokenisers give it: [1, tokens]
+    _drop_useless_mask(tensors, calling)
+    length = _length(tensors)
+    _check(tensors, length, calling)
+    kind = tuple(
+        (name, one.dtype, one.dim(), tuple(one.shape[1:]) if _is_sequence(one, length) else tuple(one.shape))
+        for name, one in tensors.items()
+    )
+    return Sample(index, tensors, length, kind)
+
+
+def _named(value: Any, calling: Calling) -> dict[str | int, Any]:
+    if isinstance(value, Mapping):
+        return {str(name): part for name, part in value.items() if part is not None}
+    if isinstance(value, tuple):
+        return dict(enumerate(value))
+    if value is None:
+        raise UsageError("the input is None", limit=KINDS)
+    return {0 if calling.input_name is None else calling.input_name: value}
+
+
+def _tensor(name: str | int, part: Any) -> Tensor:
+    try:
+        tensor = part.detach() if isinstance(part, Tensor) else torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"input {name!r} is {_shown(part)}" if not isinstance(name, int) else f"the input is {_shown(part)}"
+        remedy = "tokenise texts first" if isinstance(part, str) else ""
+        raise UsageError(what, limit=KINDS, remedy=remedy) from error
+    if tensor.dtype in (torch.uint8, torch.uint16, torch.int8, torch.int16, torch.uint32) and tensor.dim() == 1:
+        tensor = tensor.long()  # tokens as files hold them
+    if tensor.dtype is torch.float64:
+        tensor = tensor.float()  # numpy's default, never a network's
+    return tensor
+
+
+def _shown(part: Any) -> str:
+    text = repr(part)
+    return f"{type(part).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def _drop_useless_mask(tensors: dict[str | int, Tensor], calling: Calling) -> None:
+    """A mask that marks every token as real says nothing; ours will be made for the batch."""
+    given = tensors.get(calling.mask_name) if calling.mask_name is not None else None
+    if given is not None and calling.mask_style != "padding" and len(tensors) > 1 and bool((given != 0).all()):
+        del tensors[calling.mask_name]  # type: ignore[arg-type]
+
+
+def _length(tensors: dict[str | int, Tensor]) -> int | None:
+    lengths = [one.shape[0] for one in tensors.values() if 1 <= one.dim() <= 2]
+    return lengths[0] if lengths else None
+
+
+def _is_sequence(tensor: Tensor, length: int | None) -> bool:
+    return length is not None and 1 <= tensor.dim() <= 2 and tensor.shape[0] == length
+
+
+def _check(tensors: dict[str | int, Tensor], length: int | None, calling: Calling) -> None:
+    main = next(iter(tensors.values()))
+    if length == 0 or main.numel() == 0:
+        raise UsageError(f"the input is {list(main.shape)}", limit="it must hold at least 1 token")
+    if length is not None and calling.longest is not None and length > calling.longest:
+        limit = f"the model has positions for {calling.longest}"
+        raise UsageError(f"the input has {length} tokens", limit=limit, remedy="cut it, or split it into parts")
+    name = calling.input_name
+    tokens = tensors.get(name, main) if name is not None else main
+    if calling.vocabulary is None or (name is not None and name not in tensors):
+        return
+    if tokens.is_floating_point() or tokens.dtype is torch.bool:
+        remedy = "pass whole numbers, as with .long()"
+        raise UsageError(f"the input is {tokens.dtype} {list(tokens.shape)}", limit="tokens are ids", remedy=remedy)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= calling.vocabulary:
+        wrong = low if low < 0 else high
+        place = int((tokens == wrong).nonzero()[0][0])
+        limit = f"ids are 0 to {calling.vocabulary - 1}"
+        raise UsageError(f"token {place} is {wrong}", limit=limit, remedy="use the tokeniser of this model")

@@ -1,0 +1,284 @@
+"""Generation end to end on small models: the texts are the model's own, whatever the batch, stops and guesses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flatout
+from flatout.errors import NumericsError, PlanError, UsageError
+from flatout.infer.generation.generated import Piece
+from flatout.infer.generation.token_generator import TokenGenerator
+from flatout.infer.generation.torch_decoder import TorchDecoder
+from flatout.plan import Plan
+from tests.infer.generation.tiny import CONTEXT, END, FAMILIES, greedy, model, prompts
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 65 for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+
+@pytest.fixture(params=["native", "torch"])
+def own(request: pytest.FixtureRequest) -> Any:
+    """A generator for the house's GPT-2, by either engine, with fewer slots than the tests have prompts."""
+    generator = TokenGenerator(model("own GPT-2"), slots=3)
+    if request.param == "torch":
+        generator.engine = TorchDecoder(generator.decoder, storage="fp32")
+    return generator
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_the_models_own_text(family: str) -> None:
+    network = model(family)
+    made = TokenGenerator(network, slots=2).generate(prompts(5), max_new_tokens=12, ignore_end=True)
+    assert made.tokens == [greedy(network, prompt, 12) for prompt in prompts(5)]
+    assert made.reasons == ["length"] * 5
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_token_for_token_what_transformers_generates(family: str) -> None:
+    network = model(family)
+    made = TokenGenerator(network).generate(prompts(6), max_new_tokens=40)
+    for prompt, tokens, reason in zip(prompts(6), made.tokens, made.reasons, strict=True):
+        whole = network.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)
+        theirs = whole[0].tolist()[len(prompt) :]
+        assert tokens == (theirs[:-1] if reason == "eos" else theirs)
+        assert (reason == "eos") == (theirs[-1] == END)
+
+
+def test_the_order_and_the_company_change_nothing(own: Any) -> None:
+    several = own.generate(prompts(7), max_new_tokens=9, temperature=0.9, top_p=0.95, seed=4)
+    assert several.seed == 4
+    for index in (0, 6):
+        again = own.generate(prompts(7)[: index + 1], max_new_tokens=9, temperature=0.9, top_p=0.95, seed=4)
+        assert again.tokens[index] == several.tokens[index]
+    other = own.generate(prompts(7), max_new_tokens=9, temperature=0.9, top_p=0.95, seed=5)
+    assert other.tokens != several.tokens
+
+
+def test_a_fresh_seed_is_reported_and_gives_the_text_again(own: Any) -> None:
+    first = own.generate([[1, 2]], max_new_tokens=8, temperature=1.0)
+    assert first.seed is not None
+    assert own.generate([[1, 2]], max_new_tokens=8, temperature=1.0, seed=first.seed).tokens == first.tokens
+    assert own.generate([[1, 2]], max_new_tokens=8).seed is None
+
+
+def test_repetition_control_sees_prompt_and_text(own: Any) -> None:
+    made = own.generate(prompts(4), max_new_tokens=30, no_repeat_ngram=1)
+    for prompt, tokens in zip(prompts(4), made.tokens, strict=True):
+        assert len(set(tokens)) == len(tokens)
+        assert not set(tokens) & set(prompt)
+    punished = own.generate(prompts(4), max_new_tokens=30, repetition_penalty=2.0)
+    assert punished.tokens != own.generate(prompts(4), max_new_tokens=30).tokens
+
+
+def test_stops_end_a_text_and_are_no_part_of_it(own: Any) -> None:
+    plain = own.generate([[9, 8, 7]], max_new_tokens=20).tokens[0]
+    by_id = own.generate([[9, 8, 7]], max_new_tokens=20, stop=plain[6])
+    at = plain.index(plain[6])
+    assert (by_id.tokens[0], by_id.reasons[0]) == (plain[:at], "stop")
+    by_run = own.generate([[9, 8, 7]], max_new_tokens=20, stop=[plain[4:7]])
+    assert (by_run.tokens[0], by_run.reasons[0]) == (plain[:4], "stop")
+    assert by_run.generated_tokens == 7
+
+
+def test_texts_with_a_tokenizer() -> None:
+    generator = TokenGenerator(model("own GPT-2"), tokenizer=Letters())
+    made = generator.generate(["HELLO", "A"], max_new_tokens=10)
+    assert made.texts is not None
+    assert made.texts[0] == Letters().decode(made.tokens[0])
+    stop = made.texts[0][3:5]
+    cut = generator.generate(["HELLO", "A"], max_new_tokens=10, stop=[stop])
+    assert cut.texts is not None
+    assert cut.texts[0] == made.texts[0][: made.texts[0].index(stop)]
+    pieces = list(generator.stream("HELLO", max_new_tokens=10, stop=[stop]))
+    assert "".join(piece.text or "" for piece in pieces) == cut.texts[0]
+
+
+def test_pieces_are_the_whole(own: Any) -> None:
+    whole = own.generate(prompts(5), max_new_tokens=11, stop=[[1, 2], 7])
+    pieces: list[Piece] = list(own.stream(prompts(5), max_new_tokens=11, stop=[[1, 2], 7]))
+    for index in range(5):
+        mine = [piece for piece in pieces if piece.prompt == index]
+        assert [token for piece in mine for token in piece.tokens] == whole.tokens[index]
+        assert [piece.reason for piece in mine][-1] == whole.reasons[index]
+        assert all(piece.reason is None for piece in mine[:-1])
+
+
+def test_the_context_ends_a_text(own: Any) -> None:
+    made = own.generate([[3] * (CONTEXT - 4), [3]], max_new_tokens=10)
+    assert [len(tokens) for tokens in made.tokens] == [4, 10]
+    assert made.reasons == ["context", "length"]
+
+
+@pytest.mark.parametrize("repeats", [1, 12])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 20, "seed": 2, "repetition_penalty": 1.1}])
+def test_guesses_from_the_text_change_no_token(repeats: int, settings: dict[str, Any], always_guessing: None) -> None:
+    texts = [(prompt[:8] * repeats)[:90] for prompt in prompts(4)]
+    network = model("own GPT-2")
+    plain = TokenGenerator(network, slots=3).generate(texts, max_new_tokens=30, **settings)
+    guessed = TokenGenerator(network, Plan(speculation="lookup"), slots=3).generate(
+        texts, max_new_tokens=30, **settings
+    )
+    assert guessed.tokens == plain.tokens
+    assert guessed.speculation is not None
+    if repeats > 1 and not settings:  # a sampled text seldom comes back to what it said
+        assert guessed.speculation.proposed > 0
+
+
+def test_greedy_text_with_a_draft_is_the_models_own(always_guessing: None) -> None:
+    network, draft = model("gpt2"), model("llama")
+    plain = TokenGenerator(network, slots=2).generate(prompts(4), max_new_tokens=25)
+    for helper in (network, draft):
+        guessed = TokenGenerator(network, draft=helper, slots=2).generate(prompts(4), max_new_tokens=25)
+        assert guessed.tokens == plain.tokens
+    assert guessed.speculation is not None
+    assert guessed.speculation.proposed > 0
+
+
+def test_the_model_as_its_own_draft_is_always_right(always_guessing: None) -> None:
+    network = model("own GPT-2")
+    made = TokenGenerator(network, draft=network).generate(prompts(3), max_new_tokens=30, temperature=0.8, seed=1)
+    assert made.speculation is not None
+    assert made.speculation.accepted == made.speculation.proposed > 20
+
+
+def test_sampling_with_a_draft_has_the_models_distribution(always_guessing: None) -> None:
+    """First two tokens of 3,000 texts with and without a draft: chi-square over the commonest pairs."""
+    network, draft = model("own GPT-2"), model("own Transformer")
+    texts = [[11, 12, 13]] * 1500
+    settings: dict[str, Any] = {"temperature": 0.6, "top_k": 4, "max_new_tokens": 3}
+    counts = []
+    for generator in (TokenGenerator(network, slots=500), TokenGenerator(network, draft=draft, slots=500)):
+        tokens = generator.generate(texts, seed=9 + len(counts), **settings).tokens
+        found: dict[tuple[int, ...], int] = {}
+        for one in tokens:
+            found[tuple(one[1:])] = found.get(tuple(one[1:]), 0) + 1
+        counts.append(found)
+    plain, guessed = counts
+    common = [pair for pair in plain if plain[pair] + guessed.get(pair, 0) >= 40]
+    square = sum((plain[pair] - guessed.get(pair, 0)) ** 2 / (plain[pair] + guessed.get(pair, 0)) for pair in common)
+    assert len(common) >= 4
+    assert square < 2.5 * len(common) + 15, "far beyond what chance explains"
+
+
+@pytest.fixture
+def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guess in every pass: whether it pays depends on time, and tests must not."""
+    monkeypatch.setattr("flatout.infer.generation.guesser.Throttle.choose", lambda self: 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ([[]], "prompt 0 is empty; a text goes on from at least one token"),
+        ([[1], [2] * CONTEXT], f"prompt 1 has {CONTEXT} tokens; the model reads {CONTEXT}"),
+        ([[1, 211]], "prompt 0 holds token 211 at place 1; the model's ids are 0 to 210"),
+        ([[1, -1]], "prompt 0 holds token -1 at place 1"),
+        (["text"], "prompt 0 is a text; without a tokenizer a prompt is a list of token ids"),
+        ([[1.5]], "prompt 0 is of type list; a prompt is"),
+        (torch.ones(1, 3), r"prompt 0 is torch.float32 \[3\]; token ids are whole numbers"),
+        ([], "there are no prompts"),
+        (7, "the prompts are of type int"),
+        ([None], "prompt 0 is of type NoneType"),
+    ],
+)
+def test_bad_prompts_are_named_before_anything_runs(bad: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        TokenGenerator(model("own GPT-2")).generate(bad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it is a whole number of at least 1"),
+        ({"temprature": 1.0}, "no setting 'temprature'; .* did you mean temperature"),
+        ({"stop": 3.5}, "stop is 3.5"),
+        ({"stop": "text"}, "stop text 'text' without a tokenizer"),
+        ({"stop": 500}, "stop token 500"),
+        ({"top_p": 1.5, "temperature": 1.0}, "top_p is 1.5"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        TokenGenerator(model("own GPT-2")).generate([[1]], **settings)
+
+
+def test_a_prompt_is_what_users_have() -> None:
+    generator = TokenGenerator(model("own GPT-2"))
+    expected = generator.generate([[1, 2, 3]], max_new_tokens=4).tokens
+    for form in (
+        [1, 2, 3],
+        torch.tensor([1, 2, 3]),
+        torch.tensor([[1, 2, 3]]),
+        [torch.tensor([1, 2, 3])],
+        ((1, 2, 3),),
+    ):
+        assert generator.generate(form, max_new_tokens=4).tokens == expected
+
+
+def test_nan_in_the_weights_is_an_error_and_not_a_text(own: Any) -> None:
+    broken = model("own GPT-2")
+    with torch.no_grad():
+        broken.blocks[1].feed_forward.down.weight[3, 3] = float("nan")
+    kind = type(own.engine)
+    generator = TokenGenerator(broken)
+    if kind is TorchDecoder:
+        generator.engine = TorchDecoder(generator.decoder, storage="fp32")
+    with pytest.raises(
+        NumericsError, match=r"the logits for token 0 after prompt 1|the logits for token 0 after prompt 0"
+    ):
+        generator.generate([[1], [2]], max_new_tokens=3)
+
+
+def test_plans_that_cannot_be_carried_out() -> None:
+    network = model("own GPT-2")
+    with pytest.raises(PlanError, match="precision is 'fp16'; generation holds weights in fp32, bf16, int8 or int4"):
+        TokenGenerator(network, Plan(precision="fp16"))
+    with pytest.raises(PlanError, match="the plan's accumulate is 2; generating carries out precision, weights"):
+        TokenGenerator(network, Plan(accumulate=2))
+    with pytest.raises(UsageError, match="slots is 0"):
+        TokenGenerator(network, slots=0)
+
+
+def test_a_draft_of_another_vocabulary() -> None:
+    from flatout.models import GPT2, GPT2Config
+
+    small = GPT2(GPT2Config(vocab_size=50, max_tokens=CONTEXT, width=48, heads=3, layers=1))
+    with pytest.raises(UsageError, match="the draft's vocabulary has 50 tokens; the model's has 211"):
+        TokenGenerator(model("own GPT-2"), draft=small)
+
+
+def test_weights_on_no_device_and_whole_number_weights() -> None:
+    from flatout.models import GPT2, GPT2Config
+
+    with torch.device("meta"):
+        nowhere = GPT2(GPT2Config(vocab_size=50, max_tokens=16, width=48, heads=3, layers=1))
+    with pytest.raises(UsageError, match="the model's weights are on meta"):
+        TokenGenerator(nowhere)
+
+
+def test_the_model_is_left_alone() -> None:
+    network = model("own GPT-2").train()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    flatout.generate(network, [[1, 2]], max_new_tokens=3, plan=Plan(weights="int4"))
+    assert network.training
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+
+
+def test_figures_and_json(own: Any) -> None:
+    made = own.generate(prompts(4), max_new_tokens=6)
+    assert made.prompt_tokens == sum(map(len, prompts(4)))
+    assert made.generated_tokens == 24
+    assert made.tokens_per_second is not None
+    assert made.to_json()["tokens_per_second"] == made.tokens_per_second
+    assert "24 tokens for 4 prompts" in made.summary()
+    assert made.decode_share.share is None or made.decode_share.share > 0

@@ -1,0 +1,172 @@
+"""A private copy in other bits: linear layers as oneDNN holds them, in 8 and 4 bits; batch norms folded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.errors import PlanError, UsageError
+from flatout.infer.prediction.folding import fold_batch_norms
+from flatout.infer.prediction.linear import (
+    Int8Linear,
+    PackedLinear,
+    RoundedLinear,
+    multiplies_int8,
+    packs,
+    swap_linears,
+)
+from flatout.infer.prediction.placed import place, round_and_pack
+from flatout.plan import Plan
+
+
+def layer(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(96, 160, bias=bias).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("kind", "tolerance"), [("packed", 0.004), ("8 bits", 0.012), ("4 bits", 0.1), ("int8", 0.02)])
+def test_linear_layers_in_other_forms(kind: str, tolerance: float, bias: bool, dtype: torch.dtype) -> None:
+    if kind == "packed" and not packs(dtype):
+        pytest.skip("oneDNN has no layout for it here")
+    plain = layer(bias).to(dtype)
+    make = {
+        "packed": PackedLinear,
+        "8 bits": lambda one: RoundedLinear(one, bits=8),
+        "4 bits": lambda one: RoundedLinear(one, bits=4),
+        "int8": Int8Linear,
+    }
+    x = torch.randn(3, 5, 96).to(dtype)
+    right, found = plain(x).float(), make[kind](plain)(x)
+    assert found.dtype is dtype
+    assert found.shape == right.shape
+    assert (found.float() - right).norm() <= tolerance * right.norm()
+
+
+def test_without_instructions_for_it_8_bits_give_the_same() -> None:
+    plain, x = layer(), torch.randn(7, 96)
+    by_torch, here = Int8Linear(plain), Int8Linear(plain)
+    if not here.onednn:
+        pytest.skip("this processor multiplies no whole numbers")
+    from flatout.precision.quantize import quantize_rows_int8
+
+    by_torch.onednn, by_torch.values = False, quantize_rows_int8(plain.weight)[0]
+    torch.testing.assert_close(by_torch(x), here(x))
+
+
+def test_8_bit_inputs_with_nan_give_nan() -> None:
+    x = torch.randn(2, 96)
+    x[1, 3] = float("nan")
+    y = Int8Linear(layer())(x)
+    assert y[0].isfinite().all()
+    assert y[1].isnan().all()
+
+
+def test_one_token_does_not_change_with_the_others() -> None:
+    """A scale for each token: what shares the batch cannot be felt."""
+    one, x = Int8Linear(layer()), torch.randn(4, 96)
+    loud = x.clone()
+    loud[1:] *= 1000
+    assert torch.equal(one(x)[0], one(loud)[0])
+
+
+def test_only_plain_layers_are_swapped() -> None:
+    class Own(nn.Linear):
+        pass
+
+    hooked = nn.Linear(96, 96)
+    hooked.register_forward_hook(lambda *_: None)
+    shared = nn.Linear(96, 96)
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Linear(96, 96),
+            "own": Own(96, 96),
+            "small": nn.Linear(4, 4),
+            "hooked": hooked,
+            "attention": nn.MultiheadAttention(96, 2),
+            "fused": nn.TransformerEncoderLayer(96, 2, 96),
+            "shared": shared,
+            "again": shared,
+        }
+    )
+    assert swap_linears(model, Int8Linear) == 2
+    assert isinstance(model["plain"], Int8Linear)
+    assert model["shared"] is model["again"]
+    assert type(model["own"]) is Own
+
+
+def test_weights_are_converted_in_the_copy_and_statistics_are_not() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8))
+    placed = place(model, Plan(precision="bf16", memory_format="channels_last"))
+    assert placed.model[0].weight.dtype is torch.bfloat16  # type: ignore[index]
+    assert placed.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
+    assert placed.model[1].running_var.dtype is torch.float32  # type: ignore[index]
+    assert not placed.model.training
+    assert model.training
+    assert placed.result_dtype is torch.float32
+    mine = {one.data_ptr() for one in (*model.parameters(), *model.buffers())}
+    assert not mine & {one.data_ptr() for one in (*placed.model.parameters(), *placed.model.buffers())}
+
+
+def test_tied_weights_stay_tied() -> None:
+    words, head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+    head.weight = words.weight
+    copied = place(nn.ModuleList([words, head]), Plan(precision="bf16")).model
+    assert copied[0].weight is copied[1].weight  # type: ignore[index]
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    model = nn.Linear(2, 2)
+    model.file = (one for one in ())  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"cannot be copied: TypeError.*predict works on a copy"):
+        place(model, Plan())
+
+
+def test_contradictions_are_named() -> None:
+    with pytest.raises(PlanError, match="activations is 'int8' while weights is 'int4'"):
+        place(nn.Linear(2, 2), Plan(weights="int4", activations="int8"))
+
+
+def test_groups_that_do_not_divide_are_left_and_said() -> None:
+    placed = place(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 100), nn.Linear(100, 96)), Plan(weights="int4"))
+    round_and_pack(placed, Plan(weights="int4"))
+    assert placed.notes == ["2 linear layers hold int4 weights; 1 left, whose inputs are no multiple of 32"]
+
+
+class Branches(nn.Module):
+    """A norm that may be folded, and three that may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, bias=number != 1) for number in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(4))
+        for norm in self.norms:
+            norm.running_mean.normal_()  # type: ignore[union-attr, operator]
+            norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr, operator]
+            nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+            nn.init.normal_(norm.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norms[0](self.convs[0](x)).relu()
+        x = self.norms[1](self.convs[1](x)).relu()
+        y = self.convs[2](x)
+        x = self.norms[2](y) + y  # the convolution's output is needed as it is
+        x = self.convs[3](x)
+        return self.norms[3](self.norms[3](x.relu()))  # behind something else, and twice
+
+
+def test_norms_are_folded_only_where_that_is_right() -> None:
+    model, x = Branches().eval(), torch.randn(2, 4, 6, 6)
+    with torch.no_grad():
+        right = model(x)
+        assert fold_batch_norms(model, lambda: model(x)) == 2
+        torch.testing.assert_close(model(x), right, atol=1e-4, rtol=1e-4)
+    assert [type(norm) for norm in model.norms] == [nn.Identity, nn.Identity, nn.BatchNorm2d, nn.BatchNorm2d]
+    assert not model.convs[0]._forward_hooks
+
+
+def test_int8_is_known_from_the_processor() -> None:
+    assert isinstance(multiplies_int8(), bool)

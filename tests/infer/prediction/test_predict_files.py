@@ -1,0 +1,186 @@
+"""Inputs from files, results on the disk, and a run that goes on after SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flatout.cli.main import main
+from flatout.errors import UsageError
+from flatout.infer.input_files import open_inputs
+from flatout.infer.prediction.predicted import Failed
+from flatout.infer.prediction.result_files import kept, named_tensors, open_results
+
+
+def listed(path: Path, start: int = 0, **options: Any) -> list[Any]:
+    return [np.asarray(one).tolist() for one in open_inputs(path, **options).begin(start)]
+
+
+def test_arrays(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(6).reshape(3, 2))
+    assert listed(tmp_path / "a.npy") == [[0, 1], [2, 3], [4, 5]]
+    assert listed(tmp_path / "a.npy", start=2) == [[4, 5]]
+    np.savez(tmp_path / "b.npz", tokens=np.arange(6), lengths=np.array([1, 3, 2]))
+    assert listed(tmp_path / "b.npz") == [[0], [1, 2, 3], [4, 5]]
+    assert listed(tmp_path / "b.npz", start=1) == [[1, 2, 3], [4, 5]]
+    save_file({"x": torch.arange(4).view(2, 2), "y": torch.ones(2)}, tmp_path / "c.safetensors")
+    rows = list(open_inputs(tmp_path / "c.safetensors").begin(0))
+    assert rows[1]["x"].tolist() == [2, 3]
+    assert float(rows[1]["y"]) == 1
+
+
+def test_lines_and_texts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'[1, 2]\n{"text": "ab"}\n"b"\nnonsense\n\xff\n{"tokens": [3]}\n')
+    source = open_inputs(path, encode=lambda text: [ord(letter) for letter in text])
+    assert source.count == 6
+    one, text, other, bad, worse, named = source.begin(0)
+    assert (one, text, other, named) == ([1, 2], [97, 98], [98], {"tokens": [3]})
+    assert "not JSON" in str(bad)
+    assert "not UTF-8" in str(worse)
+    assert "name a tokenizer" in str(next(open_inputs(path).begin(1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", b"", "they end in .npy"),
+        ("none.npy", None, "cannot read"),
+        ("a.npy", b"nonsense", "cannot read"),
+    ],
+)
+def test_files_that_are_no_inputs(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        open_inputs(tmp_path / name)
+
+
+def test_arrays_that_do_not_belong_together(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 3)), y=np.zeros((3, 3)))
+    with pytest.raises(UsageError, match=r"x is \[2, 3\], y is \[3, 3\]"):
+        open_inputs(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", x=np.zeros(5), lengths=np.array([2, 2]))
+    with pytest.raises(UsageError, match="x holds 5 tokens; lengths add up to 4"):
+        open_inputs(tmp_path / "b.npz")
+
+
+def test_lines_go_on_behind_the_last_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = open_results(path, {"model": "a"}, restart=False)
+    results.add(0, torch.tensor([1.0, float("nan")]))
+    results.add(1, Failed(index=1, what="bad"))
+    results.add(2, {"x": torch.tensor(3)})
+    results.close()
+    text = path.read_bytes()
+    path.write_bytes(text[:-4])  # a kill in the middle of a line
+    again = open_results(path, {"model": "a"}, restart=False)
+    assert (again.done, again.failed) == (2, 1)
+    again.add(2, {"x": torch.tensor(3)})
+    again.close()
+    assert path.read_bytes() == text
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines == [
+        {"index": 0, "output": [1.0, None]},
+        {"index": 1, "failed": "bad"},
+        {"index": 2, "output": {"x": 3}},
+    ]
+
+
+def test_a_folder_goes_on_behind_the_last_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.infer.prediction.result_files.RESULTS_A_FILE", 3)
+    results = open_results(tmp_path / "out", {"model": "a"}, restart=False)
+    for index in range(5):  # killed: never closed
+        results.add(index, Failed(index=index, what="bad") if index == 1 else {"x": torch.full((2,), index)})
+    (tmp_path / "out" / "results-00000003.safetensors.1.tmp").write_bytes(b"torn")
+    again = open_results(tmp_path / "out", {"model": "a"}, restart=False)
+    assert (again.done, again.failed) == (3, 1)
+    for index in range(3, 5):
+        again.add(index, {"x": torch.full((2,), index)})
+    again.close()
+    found = {}
+    for file in sorted((tmp_path / "out").glob("results-*")):
+        found |= load_file(file)
+    assert {name: one.tolist() for name, one in found.items()} == {f"{i}.x": [i, i] for i in (0, 2, 3, 4)}
+
+
+def test_other_results_are_not_mixed_in(tmp_path: Path) -> None:
+    for name in ("out.jsonl", "out"):
+        open_results(tmp_path / name, {"model": "a"}, restart=False).close()
+        with pytest.raises(UsageError, match=r"results with model 'a'; this run has 'b'; .* --restart"):
+            open_results(tmp_path / name, {"model": "b"}, restart=False)
+        results = open_results(tmp_path / name, {"model": "b"}, restart=True)
+        assert results.done == 0
+        results.close()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    for restart in (False, True):
+        with pytest.raises(UsageError, match="is there already"):
+            open_results(tmp_path / "mine", {"model": "a"}, restart=restart)
+    assert (tmp_path / "mine" / "letter.txt").exists()
+
+
+def test_parts_of_an_output_by_name() -> None:
+    output = {"a": torch.ones(2), "b": (torch.ones(1), torch.ones(3))}
+    assert sorted(named_tensors(output)) == ["a", "b.0", "b.1"]
+    assert kept(output, "a").shape == (2,)
+    assert kept((torch.ones(2), torch.ones(3)), "1").shape == (3,)
+    with pytest.raises(UsageError, match=r"the output has no 'c'; it has a, b\.0, b\.1"):
+        kept(output, "c")
+
+
+MODEL = """
+import time, torch
+from torch import nn
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out = nn.Embedding(30, 8), nn.Linear(8, 3)
+    def forward(self, tokens):
+        time.sleep(0.003)
+        return self.out(self.words(tokens).cumsum(1))[:, -1]
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    draw = np.random.default_rng(0)
+    lines = [json.dumps(draw.integers(0, 30, draw.integers(1, 9)).tolist()) for _ in range(900)]
+    lines[700] = "[30]"
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["predict", "net.py:Slow", "in.jsonl", "--batch-tokens", "16", "--out"]
+    assert main([*words, "whole.jsonl"]) == 1
+    assert "input 700: token 0 is 30; ids are 0 to 29" in capsys.readouterr().err
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "flatout", *words, "cut.jsonl"], env=environment)
+    out = tmp_path / "cut.jsonl"
+    while not out.exists() or not out.stat().st_size:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 0 < out.read_bytes().count(b"\n") < 900
+    assert main([*words, "cut.jsonl"]) == 1
+    assert "more were there from before" in capsys.readouterr().out
+    results, whole = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (out, Path("whole.jsonl"))
+    )
+    assert [one["index"] for one in results] == list(range(900))
+    for a, b in zip(results, whole, strict=True):
+        assert a.get("failed") == b.get("failed")
+        assert a.get("output") == pytest.approx(b.get("output"), abs=1e-5)
