@@ -51,7 +51,7 @@ class Guesses(Protocol):
     proposed: int
     accepted: int
 
-    def wants_to(self) -> bool: ...
+    def finds_guesses(self, texts: Sequence[Text]) -> bool: ...
 
     def note_plain_pass(self, texts: int, seconds: float) -> None: ...
 
@@ -124,7 +124,7 @@ class BatchRun:
         while self._waiting or self._active:
             if self._waiting and self._free:
                 yield from self._admit()
-            elif self.guesser is not None and self.guesser.wants_to():
+            elif self.guesser is not None and self.guesser.finds_guesses(self._active):
                 yield from self._guess_ahead()
             else:
                 yield from self._advance()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -99,7 +100,7 @@ class Decoder:
         """Width in the middle of the feed-forward."""
         return self.blocks[0].up.weight.shape[0]
 
-    @property
+    @cached_property
     def matrix_weights(self) -> int:
         """Weights that each token is multiplied with: the linear layers and the head."""
         linears = [one for block in self.blocks for one in (block.qkv, block.out, block.up, block.gate, block.down)]

@@ -31,22 +31,31 @@ class Guesser:
         """Text -> how many of its tokens its lookup knows."""
         self._drafted: dict[int, int] = {}
         """Text -> how many of its tokens the draft's cache holds."""
+        self._room: list[int] = []
+        """Guesses that each text may have in the pass to come."""
+        self._looked: list[list[int]] = []
+        self._began = 0.0
         self.proposed = self.accepted = 0
 
-    def wants_to(self) -> bool:
-        """Whether the next pass should try guesses."""
-        return self._throttle.choose() > 0
+    def finds_guesses(self, texts: Sequence[Text]) -> bool:
+        """Whether the next pass should try guesses, and there are any: else a plain pass is cheaper."""
+        self._began = time.perf_counter()
+        size = self._throttle.choose()
+        self._room = [min(size, text.limit - len(text.made) - 1) for text in texts]
+        if max(self._room) < 1:
+            return False
+        if self._draft is not None:
+            return True
+        self._looked = self._lookups_of(texts, self._room)
+        return any(self._looked)
 
     def note_plain_pass(self, texts: int, seconds: float) -> None:
         """A pass without guesses over so many texts took `seconds`."""
         self._throttle.observe(0, [0] * texts, seconds)
 
     def advance(self, engine: Engine, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """One pass: the new tokens of each text, at least one, and the spans (start, length) that were read."""
-        began = time.perf_counter()
-        size = self._throttle.choose()
-        room = [min(size, text.limit - len(text.made) - 1) for text in texts]
-        guesses, chances = self._drafts(texts, room) if self._draft else (self._lookups_of(texts, room), None)
+        """One pass, where guesses were found: new tokens of each text, and the spans (start, length) that were read."""
+        guesses, chances = self._drafts(texts, self._room) if self._draft else (self._looked, None)
         spans = [
             Span(slot=text.slot, start=text.length - 1, length=1 + len(guess))
             for text, guess in zip(texts, guesses, strict=True)
@@ -55,7 +64,7 @@ class Guesser:
         logits = engine.advance(torch.tensor(read, device=engine.device), spans, every=True)
         found, counts = self._judged(self._adjusted(logits, texts, guesses), texts, guesses, chances)
         self._note(texts, guesses, counts)
-        self._throttle.observe(max(map(len, guesses)), counts, time.perf_counter() - began)
+        self._throttle.observe(max(map(len, guesses)), counts, time.perf_counter() - self._began)
         return found, [(span.start, span.length) for span in spans]
 
     # guesses

@@ -49,4 +49,4 @@ class Rows:
             self._history.scatter_(1, self._lengths[:, None], tokens[:, None])
             self._lengths = self._lengths + 1
         self._step += 1
-        return tokens, unusable(logits)
+        return tokens, unusable(logits, tokens if self._sampling.greedy else None)

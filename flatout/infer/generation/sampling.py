@@ -215,7 +215,9 @@ def _first_above(sums: Tensor, targets: Tensor, possible: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """The most probable token of each row, the lowest of equals: int64 [rows]."""
+    """The most probable token of each row, the lowest of equals; the first NaN, if there is one: int64 [rows]."""
+    if logits.device.type == "cpu":  # numpy looks with vector instructions: 2 us against torch's 27 at 50,257
+        return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 
 
@@ -277,9 +279,14 @@ def fresh_seed() -> int:
     return secrets.randbits(32)
 
 
-def unusable(logits: Tensor) -> Tensor:
-    """bool [rows]: rows with NaN or +inf, or of -inf alone. Does not wait for the device; one pass over the logits."""
-    return ~logits.amax(-1).isfinite()  # NaN is passed on by amax, and so is +inf
+def unusable(logits: Tensor, greatest: Tensor | None = None) -> Tensor:
+    """bool [rows]: rows with NaN or +inf, or of -inf alone. Does not wait for the device.
+
+    `greatest`: int64 [rows], where each row is greatest, if that is known (greedy tokens are); else one more pass finds
+    it: NaN counts as greater than all.
+    """
+    places = greedy_tokens(logits) if greatest is None else greatest
+    return ~logits.gather(-1, places[..., None])[..., 0].isfinite()
 
 
 def check_logits(logits: Tensor, *, prompts: Sequence[int], positions: int | Sequence[int]) -> None:

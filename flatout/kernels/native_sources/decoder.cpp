@@ -87,18 +87,17 @@ inline void activate(float* x, int64_t count, int64_t kind) {
 
 inline void normalise(const float* x, float* y, int64_t width, int64_t kind, const float* scale, const float* shift,
                       float epsilon) {
-  double mean = 0.0, squares = 0.0;
+  float mean = 0.0f, squares = 0.0f;  // added up in as many parts as a register has places
   if (kind == kLayerNorm) {
 #pragma omp simd reduction(+ : mean)
     for (int64_t i = 0; i < width; ++i) mean += x[i];
-    mean /= static_cast<double>(width);
+    mean /= static_cast<float>(width);
   }
 #pragma omp simd reduction(+ : squares)
   for (int64_t i = 0; i < width; ++i) squares += (x[i] - mean) * (x[i] - mean);
-  const float centre = static_cast<float>(mean);
-  const float factor = static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(width) + epsilon));
+  const float factor = 1.0f / std::sqrt(squares / static_cast<float>(width) + epsilon);
 #pragma omp simd
-  for (int64_t i = 0; i < width; ++i) y[i] = (x[i] - centre) * factor * scale[i];
+  for (int64_t i = 0; i < width; ++i) y[i] = (x[i] - mean) * factor * scale[i];
   if (shift == nullptr) return;
 #pragma omp simd
   for (int64_t i = 0; i < width; ++i) y[i] += shift[i];

@@ -28,10 +28,17 @@
 #define FLATOUT_BF16 1
 #endif
 
+// Sums are in registers only if every loop over them is written out.
+#define FLATOUT_UNROLL _Pragma("GCC unroll 16")
+
 namespace flatout {
 
 constexpr int kPanel = 16;
-constexpr int kTile = 8;  // input rows at a time: their sums stay in registers
+constexpr int kTile = 8;  // input rows at a time at most: their sums stay in registers
+
+// Each floating-point sum is kept in two parts, every other column in each: in one, each addition would wait for the one
+// before. The same two for any number of rows, so that a row comes out the same to the bit in any company.
+constexpr int kParts = 2;
 
 enum Format : int64_t { kFloat = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
 
@@ -74,7 +81,14 @@ struct Inputs {
 inline void prepare(Inputs& in, int64_t format) {
   const int64_t count = in.rows * in.columns;
   if (format == kBfloat16) {
-    for (int64_t i = 0; i < count; ++i) in.halves[i] = to_bf16(in.floats[i]);
+    int64_t i = 0;
+#ifdef FLATOUT_BF16
+    for (; i + 16 <= count; i += 16) {
+      const __m256bh narrow = _mm512_cvtneps_pbh(_mm512_loadu_ps(in.floats + i));
+      std::memcpy(in.halves + i, &narrow, sizeof narrow);
+    }
+#endif
+    for (; i < count; ++i) in.halves[i] = to_bf16(in.floats[i]);
     return;
   }
   if (format != kInt8 && format != kInt4) return;
@@ -107,21 +121,29 @@ inline void prepare(Inputs& in, int64_t format) {
 
 // Sums of one panel for `M` input rows from `row`, without bias: sums[m * 16 + lane].
 
+#ifdef FLATOUT_AVX512
+template <int M>
+inline void put_parts(const __m512 (*parts)[M], float* sums) {
+  FLATOUT_UNROLL for (int m = 0; m < M; ++m)
+    _mm512_storeu_ps(sums + m * kPanel, _mm512_add_ps(parts[0][m], parts[1][m]));
+}
+#endif
+
 template <int M>
 inline void panel_float(const Inputs& in, int64_t row, const Weight& w, int64_t panel, float* sums) {
   const float* data = static_cast<const float*>(w.data) + panel * w.columns * kPanel;
   const float* x = in.floats + row * in.columns;
 #ifdef FLATOUT_AVX512
-  __m512 even[M], odd[M];
-  for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < w.columns; k += 2) {
-    const __m512 a = _mm512_loadu_ps(data + k * kPanel), b = _mm512_loadu_ps(data + (k + 1) * kPanel);
-    for (int m = 0; m < M; ++m) {
-      even[m] = _mm512_fmadd_ps(a, _mm512_set1_ps(x[m * in.columns + k]), even[m]);
-      odd[m] = _mm512_fmadd_ps(b, _mm512_set1_ps(x[m * in.columns + k + 1]), odd[m]);
+  __m512 parts[kParts][M];
+  FLATOUT_UNROLL for (int p = 0; p < kParts; ++p)
+    FLATOUT_UNROLL for (int m = 0; m < M; ++m) parts[p][m] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < w.columns; k += kParts)
+    FLATOUT_UNROLL for (int p = 0; p < kParts; ++p) {
+      const __m512 a = _mm512_loadu_ps(data + (k + p) * kPanel);
+      FLATOUT_UNROLL for (int m = 0; m < M; ++m)
+        parts[p][m] = _mm512_fmadd_ps(a, _mm512_set1_ps(x[m * in.columns + k + p]), parts[p][m]);
     }
-  }
-  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * kPanel, _mm512_add_ps(even[m], odd[m]));
+  put_parts<M>(parts, sums);
 #else
   for (int m = 0; m < M; ++m) {
     float total[kPanel] = {};
@@ -137,29 +159,27 @@ inline void panel_bf16(const Inputs& in, int64_t row, const Weight& w, int64_t p
   const uint16_t* data = static_cast<const uint16_t*>(w.data) + panel * w.columns * kPanel;
   const uint16_t* x = in.halves + row * in.columns;
 #ifdef FLATOUT_BF16
-  __m512 even[M], odd[M];
-  for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();
   const auto pair = [&](int m, int64_t k) {
     int32_t bits;
     std::memcpy(&bits, x + m * in.columns + k, 4);
     return (__m512bh)_mm512_set1_epi32(bits);
   };
+  __m512 parts[kParts][M];
+  FLATOUT_UNROLL for (int p = 0; p < kParts; ++p)
+    FLATOUT_UNROLL for (int m = 0; m < M; ++m) parts[p][m] = _mm512_setzero_ps();
   int64_t k = 0;
-  for (; k + 4 <= w.columns; k += 4) {
-    _mm_prefetch(reinterpret_cast<const char*>(data + k * kPanel) + 2048, _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(data + k * kPanel) + 2112, _MM_HINT_T0);
-    const __m512bh a = (__m512bh)_mm512_loadu_si512(data + k * kPanel);
-    const __m512bh b = (__m512bh)_mm512_loadu_si512(data + (k + 2) * kPanel);
-    for (int m = 0; m < M; ++m) {
-      even[m] = _mm512_dpbf16_ps(even[m], a, pair(m, k));
-      odd[m] = _mm512_dpbf16_ps(odd[m], b, pair(m, k + 2));
+  for (; k + 2 * kParts <= w.columns; k += 2 * kParts)
+    FLATOUT_UNROLL for (int p = 0; p < kParts; ++p) {
+      const uint16_t* here = data + (k + 2 * p) * kPanel;
+      _mm_prefetch(reinterpret_cast<const char*>(here) + 2048, _MM_HINT_T0);
+      const __m512bh a = (__m512bh)_mm512_loadu_si512(here);
+      FLATOUT_UNROLL for (int m = 0; m < M; ++m) parts[p][m] = _mm512_dpbf16_ps(parts[p][m], a, pair(m, k + 2 * p));
     }
-  }
-  for (; k < w.columns; k += 2) {
+  for (; k < w.columns; k += 2) {  // a last pair of columns without a partner
     const __m512bh a = (__m512bh)_mm512_loadu_si512(data + k * kPanel);
-    for (int m = 0; m < M; ++m) even[m] = _mm512_dpbf16_ps(even[m], a, pair(m, k));
+    FLATOUT_UNROLL for (int m = 0; m < M; ++m) parts[0][m] = _mm512_dpbf16_ps(parts[0][m], a, pair(m, k));
   }
-  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * kPanel, _mm512_add_ps(even[m], odd[m]));
+  put_parts<M>(parts, sums);
 #else
   for (int m = 0; m < M; ++m) {
     float total[kPanel] = {};
@@ -180,7 +200,7 @@ inline __m512i four(const int8_t* x) {
   return _mm512_set1_epi32(bits);
 }
 
-// Sums of few input rows are kept in two halves: one after the other they would wait for each other's additions.
+// Whole numbers add up to the same in any order: for few rows in two halves, which do not wait for each other.
 template <int M>
 constexpr int kHalves = M <= 4 ? 2 : 1;
 
@@ -203,29 +223,29 @@ inline void panel_int8(const Inputs& in, int64_t row, const Weight& w, int64_t p
   const int64_t groups = w.columns / 64;
 #ifdef FLATOUT_VNNI
   __m512 total[M];
-  for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
+  FLATOUT_UNROLL for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; ++g) {
     __m512i high[kHalves<M>][M], low[kHalves<M>][M];
-    for (int h = 0; h < kHalves<M>; ++h)
-      for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
+    FLATOUT_UNROLL for (int h = 0; h < kHalves<M>; ++h)
+      FLATOUT_UNROLL for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
     const uint8_t* here = data + g * 64 * kPanel;
-    for (int t = 0; t < 16; ++t) {
+    FLATOUT_UNROLL for (int t = 0; t < 16; ++t) {
       _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + 2048, _MM_HINT_T0);
       const __m512i a = _mm512_loadu_si512(here + t * 64);
-      for (int m = 0; m < M; ++m) {
+      FLATOUT_UNROLL for (int m = 0; m < M; ++m) {
         const int64_t at = (row + m) * in.columns + g * 64 + 4 * t;
         const int h = t % kHalves<M>;
         high[h][m] = _mm512_dpbusd_epi32(high[h][m], a, four(in.high + at));
         low[h][m] = _mm512_dpbusd_epi32(low[h][m], a, four(in.low + at));
       }
     }
-    for (int m = 0; m < M; ++m) {
+    FLATOUT_UNROLL for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + g;
       total[m] = _mm512_fmadd_ps(group_sum(joined<M>(high, m), joined<M>(low, m), 128 * in.sums[at]), _mm512_set1_ps(in.scales[at]), total[m]);
     }
   }
   const __m512 scale = _mm512_loadu_ps(scales);
-  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * kPanel, _mm512_mul_ps(total[m], scale));
+  FLATOUT_UNROLL for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * kPanel, _mm512_mul_ps(total[m], scale));
 #else
   for (int m = 0; m < M; ++m) {
     float total[kPanel] = {};
@@ -252,18 +272,18 @@ inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t p
   const uint16_t* scales = static_cast<const uint16_t*>(w.scales) + panel * groups * kPanel;
 #ifdef FLATOUT_VNNI
   __m512 total[M];
-  for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
+  FLATOUT_UNROLL for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
   const __m512i half = _mm512_set1_epi8(15);
   for (int64_t g = 0; g < groups; ++g) {
     __m512i high[kHalves<M>][M], low[kHalves<M>][M];
-    for (int h = 0; h < kHalves<M>; ++h)
-      for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
+    FLATOUT_UNROLL for (int h = 0; h < kHalves<M>; ++h)
+      FLATOUT_UNROLL for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
     const uint8_t* here = data + g * 16 * kPanel;
-    for (int t = 0; t < 4; ++t) {
+    FLATOUT_UNROLL for (int t = 0; t < 4; ++t) {
       _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + 2048, _MM_HINT_T0);
       const __m512i both = _mm512_loadu_si512(here + t * 64);
       const __m512i a = _mm512_and_si512(both, half), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
-      for (int m = 0; m < M; ++m) {
+      FLATOUT_UNROLL for (int m = 0; m < M; ++m) {
         const int64_t at = (row + m) * in.columns + g * 32 + 8 * t;
         constexpr int last = kHalves<M> - 1;
         high[0][m] = _mm512_dpbusd_epi32(high[0][m], a, four(in.high + at));
@@ -274,13 +294,13 @@ inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t p
     }
     const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + g * kPanel));
     const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-    for (int m = 0; m < M; ++m) {
+    FLATOUT_UNROLL for (int m = 0; m < M; ++m) {
       const int64_t at = (row + m) * groups + g;
       const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(in.scales[at]));
       total[m] = _mm512_fmadd_ps(group_sum(joined<M>(high, m), joined<M>(low, m), 8 * in.sums[at]), factor, total[m]);
     }
   }
-  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * kPanel, total[m]);
+  FLATOUT_UNROLL for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * kPanel, total[m]);
 #else
   for (int m = 0; m < M; ++m) {
     float total[kPanel] = {};
