@@ -53,6 +53,10 @@ struct Weight {
 
 inline int64_t group_of(int64_t format) { return format == kInt8 ? 64 : format == kInt4 ? 32 : 2; }
 
+inline int64_t bits_of(int64_t format) {
+  return format == kFloat ? 32 : format == kBfloat16 ? 16 : format == kInt8 ? 8 : 4;
+}
+
 inline float from_bf16(uint16_t bits) {
   uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float value;
@@ -130,7 +134,7 @@ inline void put_parts(const __m512 (*parts)[M], float* sums) {
 #endif
 
 template <int M>
-inline void panel_float(const Inputs& in, int64_t row, const Weight& w, int64_t panel, float* sums) {
+inline void panel_float(const Inputs& in, int64_t row, const Weight& w, int64_t panel, int64_t ahead, float* sums) {
   const float* data = static_cast<const float*>(w.data) + panel * w.columns * kPanel;
   const float* x = in.floats + row * in.columns;
 #ifdef FLATOUT_AVX512
@@ -139,7 +143,9 @@ inline void panel_float(const Inputs& in, int64_t row, const Weight& w, int64_t 
     FLATOUT_UNROLL for (int m = 0; m < M; ++m) parts[p][m] = _mm512_setzero_ps();
   for (int64_t k = 0; k < w.columns; k += kParts)
     FLATOUT_UNROLL for (int p = 0; p < kParts; ++p) {
-      const __m512 a = _mm512_loadu_ps(data + (k + p) * kPanel);
+      const float* here = data + (k + p) * kPanel;
+      _mm_prefetch(reinterpret_cast<const char*>(here) + ahead, _MM_HINT_T0);
+      const __m512 a = _mm512_loadu_ps(here);
       FLATOUT_UNROLL for (int m = 0; m < M; ++m)
         parts[p][m] = _mm512_fmadd_ps(a, _mm512_set1_ps(x[m * in.columns + k + p]), parts[p][m]);
     }
@@ -155,7 +161,7 @@ inline void panel_float(const Inputs& in, int64_t row, const Weight& w, int64_t 
 }
 
 template <int M>
-inline void panel_bf16(const Inputs& in, int64_t row, const Weight& w, int64_t panel, float* sums) {
+inline void panel_bf16(const Inputs& in, int64_t row, const Weight& w, int64_t panel, int64_t ahead, float* sums) {
   const uint16_t* data = static_cast<const uint16_t*>(w.data) + panel * w.columns * kPanel;
   const uint16_t* x = in.halves + row * in.columns;
 #ifdef FLATOUT_BF16
@@ -171,7 +177,7 @@ inline void panel_bf16(const Inputs& in, int64_t row, const Weight& w, int64_t p
   for (; k + 2 * kParts <= w.columns; k += 2 * kParts)
     FLATOUT_UNROLL for (int p = 0; p < kParts; ++p) {
       const uint16_t* here = data + (k + 2 * p) * kPanel;
-      _mm_prefetch(reinterpret_cast<const char*>(here) + 2048, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(here) + ahead, _MM_HINT_T0);
       const __m512bh a = (__m512bh)_mm512_loadu_si512(here);
       FLATOUT_UNROLL for (int m = 0; m < M; ++m) parts[p][m] = _mm512_dpbf16_ps(parts[p][m], a, pair(m, k + 2 * p));
     }
@@ -217,7 +223,7 @@ inline __m512 group_sum(__m512i high, __m512i low, int32_t offset) {
 #endif
 
 template <int M>
-inline void panel_int8(const Inputs& in, int64_t row, const Weight& w, int64_t panel, float* sums) {
+inline void panel_int8(const Inputs& in, int64_t row, const Weight& w, int64_t panel, int64_t ahead, float* sums) {
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * w.columns * kPanel;
   const float* scales = static_cast<const float*>(w.scales) + panel * kPanel;
   const int64_t groups = w.columns / 64;
@@ -230,7 +236,7 @@ inline void panel_int8(const Inputs& in, int64_t row, const Weight& w, int64_t p
       FLATOUT_UNROLL for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
     const uint8_t* here = data + g * 64 * kPanel;
     FLATOUT_UNROLL for (int t = 0; t < 16; ++t) {
-      _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + 2048, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + ahead, _MM_HINT_T0);
       const __m512i a = _mm512_loadu_si512(here + t * 64);
       FLATOUT_UNROLL for (int m = 0; m < M; ++m) {
         const int64_t at = (row + m) * in.columns + g * 64 + 4 * t;
@@ -266,7 +272,7 @@ inline void panel_int8(const Inputs& in, int64_t row, const Weight& w, int64_t p
 }
 
 template <int M>
-inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t panel, float* sums) {
+inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t panel, int64_t ahead, float* sums) {
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * w.columns * kPanel / 2;
   const int64_t groups = w.columns / 32;
   const uint16_t* scales = static_cast<const uint16_t*>(w.scales) + panel * groups * kPanel;
@@ -280,7 +286,7 @@ inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t p
       FLATOUT_UNROLL for (int m = 0; m < M; ++m) high[h][m] = low[h][m] = _mm512_setzero_si512();
     const uint8_t* here = data + g * 16 * kPanel;
     FLATOUT_UNROLL for (int t = 0; t < 4; ++t) {
-      _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + 2048, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(here + t * 64) + ahead, _MM_HINT_T0);
       const __m512i both = _mm512_loadu_si512(here + t * 64);
       const __m512i a = _mm512_and_si512(both, half), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
       FLATOUT_UNROLL for (int m = 0; m < M; ++m) {
@@ -323,26 +329,31 @@ inline void panel_int4(const Inputs& in, int64_t row, const Weight& w, int64_t p
 }
 
 template <int M>
-inline void panel_of(const Inputs& in, int64_t row, const Weight& w, int64_t panel, float* sums) {
+inline void panel_of(const Inputs& in, int64_t row, const Weight& w, int64_t panel, int64_t ahead, float* sums) {
   switch (w.format) {
-    case kFloat: return panel_float<M>(in, row, w, panel, sums);
-    case kBfloat16: return panel_bf16<M>(in, row, w, panel, sums);
-    case kInt8: return panel_int8<M>(in, row, w, panel, sums);
-    default: return panel_int4<M>(in, row, w, panel, sums);
+    case kFloat: return panel_float<M>(in, row, w, panel, ahead, sums);
+    case kBfloat16: return panel_bf16<M>(in, row, w, panel, ahead, sums);
+    case kInt8: return panel_int8<M>(in, row, w, panel, ahead, sums);
+    default: return panel_int4<M>(in, row, w, panel, ahead, sums);
   }
 }
 
 // Sums of one panel for `count` <= kTile input rows from `row`, bias added.
+//
+// What is to be read next is fetched meanwhile: a little ahead; or, while the last of several tiles goes through a panel
+// that is in the cache, the panel after it.
 inline void panel_sums(const Inputs& in, int64_t row, int64_t count, const Weight& w, int64_t panel, float* sums) {
+  const bool again = row > 0 && row + count == in.rows;
+  const int64_t ahead = again ? w.columns * kPanel * bits_of(w.format) / 8 : 2048;
   switch (count) {
-    case 1: panel_of<1>(in, row, w, panel, sums); break;
-    case 2: panel_of<2>(in, row, w, panel, sums); break;
-    case 3: panel_of<3>(in, row, w, panel, sums); break;
-    case 4: panel_of<4>(in, row, w, panel, sums); break;
-    case 5: panel_of<5>(in, row, w, panel, sums); break;
-    case 6: panel_of<6>(in, row, w, panel, sums); break;
-    case 7: panel_of<7>(in, row, w, panel, sums); break;
-    default: panel_of<8>(in, row, w, panel, sums); break;
+    case 1: panel_of<1>(in, row, w, panel, ahead, sums); break;
+    case 2: panel_of<2>(in, row, w, panel, ahead, sums); break;
+    case 3: panel_of<3>(in, row, w, panel, ahead, sums); break;
+    case 4: panel_of<4>(in, row, w, panel, ahead, sums); break;
+    case 5: panel_of<5>(in, row, w, panel, ahead, sums); break;
+    case 6: panel_of<6>(in, row, w, panel, ahead, sums); break;
+    case 7: panel_of<7>(in, row, w, panel, ahead, sums); break;
+    default: panel_of<8>(in, row, w, panel, ahead, sums); break;
   }
   if (w.bias == nullptr) return;
   for (int64_t m = 0; m < count; ++m)
