@@ -22,7 +22,7 @@ from flatout.kernels.decoder_pass import ACTIVATIONS, NORMS, DecoderStruct, Laye
 from flatout.kernels.panels import Panels, WeightStruct, pack_dense, pack_int4, pack_int8, pointer
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
 
-ROWS_PER_PASS = 64
+ROWS_PER_PASS = 128
 """A longer prompt goes through in parts: the inputs of one stay in the processor's caches."""
 
 BYTES_PER_THREAD = 2**20
