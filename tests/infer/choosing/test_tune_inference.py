@@ -21,7 +21,7 @@ from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import Bert, BertConfig, ResNet, ResNetConfig
 from flatout.plan import read_plan, write_plan
 from flatout.statistics import compare_paired
-from tests.infer import tiny
+from tests.infer.generation import tiny
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from flatout.infer.exporting import export as export_module
 from flatout.infer.exporting import formats as export_formats
 from flatout.infer.exporting.export import export
 from flatout.report.export_text import export_text
-from tests.infer import exportable
+from tests.infer.exporting import exportable
 
 ALL = ("pt2", "onnx", "torchscript")
 
