@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from flatout.cli.plan_option import plan_with
 
 ModelArgument = Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")]
 PromptsFile = Annotated[
@@ -58,9 +59,11 @@ def generate(
     used.
     """
     from flatout.report.document import to_text
-    from flatout.report.generation_text import generation_document, generation_text, write_lines
+    from flatout.report.generation_text import generation_document, write_lines
 
-    generator = _generator(model, tokenizer, _plan(plan, precision, weights, lookup=lookup), draft, slots)
+    guesses = "lookup" if lookup else None
+    chosen = plan_with(plan, precision=precision, weights=weights, speculation=guesses)
+    generator = _generator(model, tokenizer, chosen, draft, slots)
     has_words = generator.tokenizer is not None
     given = _prompts(prompt or [], prompts, has_tokenizer=has_words)
     settings: dict[str, Any] = {
@@ -73,20 +76,31 @@ def generate(
         "no_repeat_ngram": no_repeat_ngram,
         "seed": seed,
     }
-    as_it_comes = len(given) == 1 and not json and out is None
-    with _progress(len(given), shown=len(given) > 1) as progress:
-        show = _shown_as_it_comes if as_it_comes else None
-        made = generator.generate(given, **settings, progress=progress, pieces=show)
-    if as_it_comes:
-        print()
-    elif json:
+    made = _made(generator, given, settings, shown=not json and out is None)
+    if json:
         print(to_text(generation_document(made)))
-    elif out is None:
-        print(generation_text(made))
     if out is not None:
         write_lines(out, made)
     print(made.summary(), file=sys.stderr)
     return 0
+
+
+def _made(generator: Any, given: list[Any], settings: dict[str, Any], *, shown: bool) -> Any:
+    """The texts; one alone is shown as it comes, several when all are there, with a bar meanwhile."""
+    from flatout.infer.progress_bar import progress_bar
+    from flatout.report.generation_text import generation_text
+
+    alone = len(given) == 1
+    with progress_bar(len(given), shown=not alone) as bar:
+        made = generator.generate(
+            given,
+            **settings,
+            progress=lambda ended, tokens: bar(ended, f"{tokens} tokens"),
+            pieces=_shown_as_it_comes if alone and shown else None,
+        )
+    if shown:
+        print("" if alone else generation_text(made))
+    return made
 
 
 def _generator(model: str, tokenizer: str | None, plan: Any, draft: str | None, slots: int | None) -> Any:
@@ -104,17 +118,6 @@ def _model(spec: str, tokenizer: str | None) -> tuple[Any, Any]:
 
     network, _ = load_model(spec)
     return network, tokenizer_beside(spec) if tokenizer is None else load_tokenizer(tokenizer)
-
-
-def _plan(path: Path | None, precision: str | None, weights: str | None, *, lookup: bool) -> Any:
-    from flatout.plan import Plan, read_plan
-
-    plan = Plan() if path is None else read_plan(path)
-    chosen = {"precision": precision, "weights": weights, "speculation": "lookup" if lookup else None}
-    for name, value in chosen.items():
-        if value is not None:
-            plan = plan.with_choice(name, value, "given on the command line")
-    return plan
 
 
 def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> list[Any]:
@@ -160,18 +163,3 @@ def _text_or_ids(text: str, has_tokenizer: bool) -> Any:
 def _shown_as_it_comes(piece: Any) -> None:
     text = piece.text if piece.text is not None else "".join(f"{token} " for token in piece.tokens)
     print(text, end="", flush=True)
-
-
-@contextlib.contextmanager
-def _progress(prompts: int, *, shown: bool) -> Iterator[Any]:
-    """A bar on a terminal's stderr: prompts ended, tokens so far."""
-    if not shown or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=prompts)
-        yield lambda ended, tokens: bar.update(task, completed=ended, description=f"{tokens} tokens")

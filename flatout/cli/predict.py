@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from flatout.cli.plan_option import plan_with
 
 FAILURES_SHOWN = 5
 
@@ -41,7 +43,7 @@ def predict(
     cannot be used.
     """
     options = {"precision": precision, "weights": weights, "activations": activations}
-    chosen = _plan(plan, **options, batching=batching, batch_tokens=batch_tokens)
+    chosen = plan_with(plan, **options, batching=batching, batch_tokens=batch_tokens)
     made = {"batch_size": batch_size, "device": device, "check_finite": check_finite}
     return _run(model, inputs, out, chosen, made, tokenizer=tokenizer, keep=keep, restart=restart, as_json=json)
 
@@ -73,9 +75,9 @@ def _run(
         results = open_results(out, _described(model, inputs, plan, keep), restart=restart, keep=keep)
         before = results.done
         failures: list[str] = []
-        predictions = predictor(source.begin(before), first_index=before)
+        predictions = predictor(source.begin(before), first_index=before, progress=True, total=source.count - before)
         try:
-            for index, result in enumerate(_shown(predictions, source.count - before), start=before):
+            for index, result in enumerate(predictions, start=before):
                 results.add(index, result)
                 if isinstance(result, Failed) and len(failures) < FAILURES_SHOWN:
                     failures.append(str(result))
@@ -87,16 +89,6 @@ def _run(
     figures = predictions.figures
     print(to_text(predict_document(figures, first=failures, **told)) if as_json else predict_text(figures, **told))
     return 1 if results.failed else 0
-
-
-def _plan(path: Path | None, **options: Any) -> Any:
-    from flatout.plan import Plan, read_plan
-
-    plan = read_plan(path) if path is not None else Plan()
-    for name, value in options.items():
-        if value is not None:
-            plan = plan.with_choice(name, value, "asked for on the command line")
-    return plan
 
 
 def _encode(model: str, tokenizer: str | None) -> Callable[[str], Any] | None:
@@ -115,26 +107,3 @@ def _described(model: str, inputs: Path, plan: Any, keep: str) -> dict[str, Any]
         "plan": plan.choices(),
         "keep": keep,
     }
-
-
-def _shown(predictions: Any, total: int) -> Iterator[Any]:
-    """With a bar on the terminal."""
-    if not sys.stderr.isatty():
-        yield from predictions
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
-        task = bar.add_task("", total=total)
-        for number, result in enumerate(predictions):
-            if number % 64 == 0:
-                figures = predictions.figures
-                share = figures.share_of_ceiling
-                text = f"{figures.tokens_per_second or 0:,.0f} tokens/s"
-                text += f" · {share:.0%} of the {figures.ceiling_dtype} ceiling" if share is not None else ""
-                text += f" · {figures.failed} failed" if figures.failed else ""
-                bar.update(task, completed=number, description=text)
-            yield result
-        bar.update(task, completed=total)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from flatout.infer.prediction.placed import place
 from flatout.infer.prediction.predicted import Failed, Figures
 from flatout.infer.prediction.samples import Sample, read_sample
 from flatout.infer.prediction.window_run import WindowRun
+from flatout.infer.progress_bar import progress_bar
 from flatout.levers.applied import Applied
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
@@ -40,6 +41,8 @@ BATCH_TOKENS_CPU = 2048
 BATCH_TOKENS_CUDA = 16384
 BATCH_SIZE = 32
 """Inputs of fixed size, such as images, in one batch."""
+RESULTS_PER_LOOK = 64
+"""Between two looks at the figures for the bar."""
 _WHILE_RUNNING = ("threads", "flush_denormals", "cudnn_benchmark", "matmul_precision")
 """Choices that act on the process; put back before a result is handed out."""
 
@@ -54,6 +57,7 @@ def predict(
     device: Any = None,
     check_finite: bool = False,
     on_error: str = "mark",
+    progress: bool = False,
 ) -> Predictions:
     """Run `model` on every input; iterate over the outputs, or `collect()` them.
 
@@ -66,14 +70,14 @@ def predict(
     look_ahead: inputs that are held at most with their outputs (4096, and no more than 16 batches' tokens, or 2 batches
     of inputs of fixed size).
     check_finite: an output with inf or NaN counts as failed. on_error: "mark" puts a `Failed` in the place of a
-    result, "raise" ends the run with a UsageError that names the input.
+    result, "raise" ends the run with a UsageError that names the input. progress: a bar on the terminal's stderr.
 
     Raises UsageError for what is no module or cannot be iterated, PlanError for a plan that contradicts itself.
     """
     predictor = Predictor(
         model, plan, batch_size=batch_size, look_ahead=look_ahead, device=device, check_finite=check_finite
     )
-    return predictor(inputs, on_error=on_error)
+    return predictor(inputs, on_error=on_error, progress=progress)
 
 
 class Predictor:
@@ -109,8 +113,19 @@ class Predictor:
         """Measured on this machine before; None: never."""
         self.run = WindowRun(placed, self.plan, self.bounds, check_finite=check_finite)
 
-    def __call__(self, inputs: Iterable[Any], *, on_error: str = "mark", first_index: int = 0) -> Predictions:
-        """Outputs of these inputs. `first_index`: the number of the first, where earlier ones were done before."""
+    def __call__(
+        self,
+        inputs: Iterable[Any],
+        *,
+        on_error: str = "mark",
+        first_index: int = 0,
+        progress: bool = False,
+        total: int | None = None,
+    ) -> Predictions:
+        """Outputs of these inputs. `first_index`: the number of the first, where earlier ones were done before.
+
+        `progress`: with a bar on the terminal's stderr; `total`: how many inputs there are, if they do not say.
+        """
         dataset = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
         if isinstance(inputs, str | bytes) or not (hasattr(inputs, "__iter__") or dataset):
             limit = "predict takes an iterable of inputs, each without a batch dimension"
@@ -119,7 +134,10 @@ class Predictor:
             inputs = _of_dataset(inputs)
         if on_error not in ("mark", "raise"):
             raise UsageError(f"on_error is {on_error!r}", limit="it is 'mark' or 'raise'")
-        return Predictions(self, inputs, on_error=on_error, first_index=first_index)
+        predictions = Predictions(self, inputs, on_error=on_error, first_index=first_index)
+        if progress:
+            predictions.show_progress(len(inputs) if total is None and isinstance(inputs, Sized) else total)
+        return predictions
 
 
 class Predictions:
@@ -139,6 +157,10 @@ class Predictions:
 
     def __next__(self) -> Any:
         return next(self._ready)
+
+    def show_progress(self, total: int | None) -> None:
+        """From now on with a bar on the terminal's stderr, of `total` inputs (None: unknown)."""
+        self._ready = self._with_bar(self._ready, total)
 
     def collect(self) -> list[Any]:
         """The outputs that are left, as a list: they all must fit into the memory."""
@@ -183,6 +205,13 @@ class Predictions:
                     if self._on_error == "raise":
                         what = f"input {result.index}: {result.what}"
                         raise UsageError(what, limit=result.limit, remedy=result.remedy)
+                yield result
+
+    def _with_bar(self, results: Iterator[Any], total: int | None) -> Iterator[Any]:
+        with progress_bar(total) as show:
+            for number, result in enumerate(results):
+                if number % RESULTS_PER_LOOK == 0:
+                    show(number, self.figures.in_short())
                 yield result
 
     def _read(self) -> Iterator[Sample | Failed]:

@@ -77,6 +77,15 @@ class Figures:
             return None
         return self.flops / self.seconds / self.ceiling_flops_per_second
 
+    def in_short(self) -> str:
+        """A few words for a progress bar."""
+        parts = [] if self.tokens_per_second is None else [f"{self.tokens_per_second:,.0f} tokens/s"]
+        if self.share_of_ceiling is not None:
+            parts.append(f"{self.share_of_ceiling:.0%} of the {self.ceiling_dtype} ceiling")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        return " · ".join(parts)
+
     def to_json(self) -> dict[str, Any]:
         derived = ("padding_share", "items_per_second", "tokens_per_second", "share_of_ceiling")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}

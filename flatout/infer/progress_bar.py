@@ -1,0 +1,25 @@
+"""A bar on a terminal's stderr for work of many items; off a terminal nothing is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+Show = Callable[[int, str], None]
+"""Takes how many items are done, and a few words."""
+
+
+@contextlib.contextmanager
+def progress_bar(total: int | None, *, shown: bool = True) -> Iterator[Show]:
+    """Gives a function that draws the bar; one that does nothing where it is not shown. total: None = unknown."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda done, words: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done, words: bar.update(task, completed=done, description=words)
