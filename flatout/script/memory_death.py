@@ -148,10 +148,10 @@ def _take(tensors: Iterator[Any], seen: set[int]) -> int:
 
 
 def _storage(tensor: Any) -> Any:
-    """What holds its bytes; None where there is nothing: sparse layouts, and fake tensors left by a compiler."""
+    """What holds its bytes; None where nothing does: sparse layouts, fake tensors, lazy layers' weights before a call."""
     try:
         storage = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError, AttributeError):
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError):
         return None
     return None if storage.device.type == "meta" else storage
 

@@ -70,6 +70,13 @@ def test_a_tensor_larger_than_everything_is_named_as_such() -> None:
     assert "larger than all that was held" in death.advice[0]
 
 
+def test_a_lazy_layer_that_was_never_called_holds_nothing() -> None:
+    lazy = torch.nn.LazyLinear(3)
+    death = inspect_death(died("", Subject()), Subject(), HERE)
+    assert death is not None
+    assert lazy.has_uninitialized_params()
+
+
 def test_without_a_size_in_the_message() -> None:
     subject = Subject()
     death = inspect_death(died("", subject), subject, HERE)
