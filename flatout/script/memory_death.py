@@ -148,7 +148,7 @@ def _take(tensors: Iterator[Any], seen: set[int]) -> int:
 
 
 def _storage(tensor: Any) -> Any:
-    """What holds its bytes; None where nothing does: sparse layouts, fake tensors, lazy layers' weights before a call."""
+    """What holds its bytes; None where nothing does: sparse layouts, fake tensors, weights of lazy layers."""
     try:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError, AttributeError, ValueError):

@@ -15,12 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flatout.errors import NumericsError
 from flatout.infer.generation.cache import KeyValueCache
 from flatout.infer.generation.decoder import Decoder
 from flatout.infer.generation.generated import Piece, Reason
 from flatout.infer.generation.rows import Rows
-from flatout.infer.generation.sampling import Sampling, Uniforms
+from flatout.infer.generation.sampling import Sampling, Uniforms, no_usable_logits
 from flatout.infer.generation.share import Work
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.stopping import Watch
@@ -198,7 +197,7 @@ class BatchRun:
         tokens, bad = torch.stack(chosen, 1).tolist(), torch.stack(unusable, 1).tolist()
         for text, row in zip(texts, bad, strict=True):
             if any(row):
-                raise no_usable_logits(text, row.index(True))
+                raise no_usable_logits(text.index, len(text.made) + row.index(True))
         return tokens
 
     def _hand_on(self, texts: Sequence[Text], found: Sequence[Sequence[int]]) -> Iterator[Piece]:
@@ -225,10 +224,3 @@ def piece_of(text: Text) -> Piece | None:
     if not tokens and not string and reason is None:
         return None
     return Piece(prompt=text.index, tokens=tokens, text=string, reason=reason)
-
-
-def no_usable_logits(text: Text, step: int) -> NumericsError:
-    """The logits for this further token of the text are NaN, +inf or all -inf."""
-    what = f"the logits for token {len(text.made) + step} after prompt {text.index} are NaN, +inf or all -inf"
-    remedy = "look for NaN in the weights, or loosen no_repeat_ngram if it banned every token"
-    return NumericsError(what, limit="a next token needs one finite logit", remedy=remedy)

@@ -13,8 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flatout.infer.generation.batch_run import Engine, Text, no_usable_logits
-from flatout.infer.generation.sampling import Sampling, adjusted, next_tokens, probabilities, unusable
+from flatout.infer.generation.batch_run import Engine, Text
+from flatout.infer.generation.sampling import Sampling, adjusted, next_tokens, no_usable_logits, probabilities, unusable
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.speculation import Lookup, accept, accept_equal
 from flatout.infer.generation.throttle import Throttle
@@ -138,7 +138,7 @@ class Guesser:
         for index, (text, guess) in enumerate(zip(texts, guesses, strict=True)):
             rows = logits[ends[index] - len(guess) - 1 : ends[index]]
             if bool(unusable(rows[:1])):  # a row behind a wrong guess may be what it likes
-                raise no_usable_logits(text, 0)
+                raise no_usable_logits(text.index, len(text.made))
             proposed = torch.tensor(guess, dtype=torch.int64, device=rows.device)
             draws = None
             if not self._sampling.greedy:

@@ -3,7 +3,7 @@
 A sampled text should be the same whether its prompt is alone or among others, on whatever step it finished and on
 whatever device. So no generator runs along here: the uniform number for generated token `position` of prompt `index`
 is a function of (seed, index, position), from a counter-based generator (Salmon et al., "Parallel Random Numbers: As
-Easy as 1, 2, 3", 2011). Nothing here waits for the device, but for `check_logits`.
+Easy as 1, 2, 3", 2011). Nothing here waits for the device.
 
 Logits are [rows, vocabulary] on any device; a row is one position of one prompt.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,7 +112,7 @@ def adjusted(logits: Tensor, sampling: Sampling, history: Tensor, lengths: Tenso
     `history` is int64 [rows, columns]: each row's prompt and what was generated so far, from column 0 on. `lengths`
     is int64 [rows]: how many of its columns count (None = all); what stands behind them is not looked at. The logits
     given are not written to; with neither penalty nor ban they are returned as they are. The repetition penalty is
-    that of Keskar et al., "CTRL" (2019). A ban may leave a row without any token, which `check_logits` finds.
+    that of Keskar et al., "CTRL" (2019). A ban may leave a row without any token, which `unusable` finds.
     """
     if history.shape[1] == 0 or not sampling.adjusts:
         return logits
@@ -289,30 +289,11 @@ def unusable(logits: Tensor, greatest: Tensor | None = None) -> Tensor:
     return ~logits.gather(-1, places[..., None])[..., 0].isfinite()
 
 
-def check_logits(logits: Tensor, *, prompts: Sequence[int], positions: int | Sequence[int]) -> None:
-    """NumericsError for the first row that no token can be taken from. Waits for the device.
-
-    `prompts` says for each row which prompt it is of; `positions` which generated token was to come, 0 the first.
-    """
-    bad = unusable(logits).nonzero()
-    if not len(bad):
-        return
-    row = int(bad[0])
-    position = positions if isinstance(positions, int) else positions[row]
-    what = f"the logits for generated token {position} of prompt {prompts[row]} {_flaw(logits[row])}"
-    more = len({prompts[int(index)] for index in bad}) - 1
-    what += f" (and so for {more} more prompt{'s' * (more > 1)})" if more else ""
-    raise NumericsError(
-        what,
+def no_usable_logits(prompt: int, position: int) -> NumericsError:
+    """For a row that `unusable` found: which prompt it is of, and which generated token was to come, 0 the first."""
+    return NumericsError(
+        f"the logits for generated token {position} of prompt {prompt} are NaN, +inf or all -inf",
         limit="a next token needs at least one finite logit, no NaN and no +inf",
         remedy="if fp32 gives finite ones, use precision='fp32'; else look for NaN in the weights, "
         "or loosen no_repeat_ngram if it banned every token",
     )
-
-
-def _flaw(row: Tensor) -> str:
-    tests: list[tuple[str, Callable[[Tensor], Tensor]]] = [("NaN", torch.isnan), ("+inf", torch.isposinf)]
-    for name, test in tests:
-        if count := int(test(row).sum()):
-            return f"hold {count} {name} among {row.numel()}"
-    return f"are all -inf ({row.numel()})"

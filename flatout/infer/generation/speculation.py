@@ -62,15 +62,6 @@ class Lookup:
         return []
 
 
-def uniforms_at(table: Tensor, starts: Tensor, count: int) -> Tensor:
-    """Of a table of Uniforms, fp64 [rows, length], the numbers from column `starts` [rows] on: [rows, count].
-
-    Past the last column the last number is repeated: a guess beyond the limit of tokens is never kept.
-    """
-    columns = starts[:, None] + torch.arange(count, device=table.device)
-    return table.gather(1, columns.clamp(max=table.shape[1] - 1))
-
-
 def accept_equal(own: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
     """How many guesses are what the model itself says, and the token after them. Waits for no device.
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from flatout.errors import UsageError
 from flatout.infer.generation.sampling import Sampling, Uniforms, draw, next_tokens, probabilities
-from flatout.infer.generation.speculation import NOTHING, Lookup, accept, accept_equal, uniforms_at
+from flatout.infer.generation.speculation import NOTHING, Lookup, accept, accept_equal
 
 VOCABULARY = 6
 
@@ -167,7 +167,8 @@ def test_the_text_is_that_without_guessing(choice: dict[str, Any], data: st.Data
     while len(text) <= length:
         wild = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=3))
         proposed = plain[len(text) :][: data.draw(st.integers(0, 4))] + wild
-        uniforms = uniforms_at(draws, torch.tensor([len(text) - 1]), len(proposed) + 1)[0]
+        places = torch.arange(len(text) - 1, len(text) + len(proposed)).clamp(max=draws.shape[1] - 1)
+        uniforms = draws[0, places]
         own = next_tokens(logits[[text[-1], *proposed]], sampling, uniforms)
         accepted, last = accept_equal(own, torch.tensor(proposed, dtype=torch.int64))
         text += [*proposed[: int(accepted)], int(last)]
@@ -216,10 +217,3 @@ def test_refusal_by_rounding_alone_still_draws_what_is_possible() -> None:
         acceptances=torch.tensor([1 - 2**-53], dtype=torch.float64),
     )
     assert (int(accepted), int(last)) == (0, 1)
-
-
-def test_uniforms_of_rows_at_different_positions() -> None:
-    numbers = Uniforms(0, range(2), 6).draws
-    window = uniforms_at(numbers, torch.tensor([0, 4]), 3)
-    assert torch.equal(window[0], numbers[0, :3])
-    assert window[1].tolist() == [*numbers[1, 4:].tolist(), float(numbers[1, 5])]
