@@ -67,8 +67,8 @@ class TokenGenerator:
             raise UsageError(f"slots is {slots!r}", limit="it is a whole number of at least 1")
         self.tokenizer = tokenizer
         self._decode = None if tokenizer is None else decode_of(tokenizer)
-        self.decoder = read_decoder(model)
         self.engine, self.engine_reason = _engine(model, self.plan)
+        self.decoder = self.engine.decoder
         self._draft: Engine | None = None
         if draft is not None:
             self._draft = _engine(draft, self.plan)[0]

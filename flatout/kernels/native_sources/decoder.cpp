@@ -333,19 +333,4 @@ void flatout_product(const flatout::Weight* weight, const float* x, int64_t rows
     });
   }
 }
-
-// Which instructions the products use: bit 0 = 512-bit floats, 1 = bf16 products, 2 = int8 products.
-int64_t flatout_instructions() {
-  int64_t found = 0;
-#ifdef FLATOUT_AVX512
-  found |= 1;
-#endif
-#ifdef FLATOUT_BF16
-  found |= 2;
-#endif
-#ifdef FLATOUT_VNNI
-  found |= 4;
-#endif
-  return found;
-}
 }
