@@ -17,6 +17,7 @@ import contextlib
 import difflib
 import errno
 import functools
+import inspect
 import math
 import os
 import reprlib
@@ -32,8 +33,14 @@ import tomli_w
 from flatout import __version__
 from flatout.errors import PlanError, UsageError
 
-SCHEMA = 1
-"""The layout of the TOML document; a file with a higher number was written by a newer Flatout."""
+SCHEMA = 2
+"""The layout of the TOML document; a file with a higher number was written by a newer Flatout.
+
+In schema 1 `micro_batches` was called `accumulate`. Such files are read, and written in the layout of today.
+"""
+
+_RENAMED = {"accumulate": "micro_batches"}
+"""Choices of schema 1 -> their names since schema 2."""
 
 Exactness = Literal["bit-same", "rounding", "reduced"]
 """What a choice does to the numbers: nothing, another order of summation, or fewer bits."""
@@ -46,7 +53,10 @@ def _choice(meaning: str, *, low: int | None = None, high: int | None = None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to run a script. Choices come first, each documented by its meaning; then where the plan is from."""
+    """How to run a script, a training step or a model: choices, each with its reason, and where they are from.
+
+    Raises PlanError for a choice that is unknown, malformed, or contradicts another.
+    """
 
     precision: Literal["fp32", "bf16", "fp16"] | None = _choice(
         "dtype of autocast regions; fp16 also scales the loss, so that small gradients do not vanish"
@@ -89,8 +99,8 @@ class Plan:
     )
     cudnn_benchmark: bool | None = _choice("let cuDNN time its algorithms once per input shape and keep the fastest")
 
-    accumulate: int | None = _choice(
-        "micro-batches that each batch is split into; their gradients add up to the batch's", low=1, high=65536
+    micro_batches: int | None = _choice(
+        "parts that each batch is split into, for one optimizer step; the batch does not grow", low=1, high=65536
     )
     activation_checkpointing: Literal["block", "selective"] | None = _choice(
         "recompute activations in backward: block = of each repeated block, selective = all but matrix products"
@@ -319,7 +329,7 @@ def _check_memory_choices(plan: Plan) -> None:
     if not plan.optimizer_in_backward:
         return
     needs_all = {
-        "accumulate": (plan.accumulate or 1) > 1,
+        "micro_batches": (plan.micro_batches or 1) > 1,
         "nonfinite": plan.nonfinite is not None,
         "precision": plan.precision == "fp16",
     }
@@ -362,8 +372,16 @@ def _check_provenance(plan: Plan) -> None:
 
 def _check_name(name: Any) -> None:
     if name not in choice_names():
-        limit = f"there are {', '.join(choice_names())}"
-        raise PlanError(f"a plan has no choice {name!r}", limit=limit, remedy=_nearest(name, choice_names()))
+        raise _unknown(name)
+
+
+def _unknown(name: Any) -> PlanError:
+    what = f"a plan has no choice {_short(name)}"
+    if isinstance(name, str) and name in _RENAMED:
+        limit = "it splits a batch, where accumulation elsewhere often multiplies it"
+        return PlanError(what, limit=limit, remedy=f"its name is {_RENAMED[name]!r}")
+    limit = f"there are {', '.join(choice_names())}"
+    return PlanError(what, limit=limit, remedy=_nearest(name, choice_names()))
 
 
 def _positive(name: str, value: Any) -> float:
@@ -381,18 +399,36 @@ def _parse(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # tomllib's own error is a ValueError; so is a number of 5000 digits
         raise PlanError(f"not TOML: {error}", remedy="correct that line, or tune again") from None
     schema = document.pop("schema", SCHEMA)
-    if type(schema) is not int or schema < 1:
-        raise PlanError(f"schema is {_short(schema)}", limit=f"it must be a whole number from 1 to {SCHEMA}")
-    if schema > SCHEMA:
-        limit = f"Flatout {__version__} reads up to {SCHEMA}"
-        raise PlanError(f"schema is {schema}", limit=limit, remedy="update Flatout, or tune again")
+    _check_schema(schema)
     for name, table in document.items():
         if name not in _TABLES:
             remedy = _home(name) or _nearest(name, (*_TABLES, "schema"))
             raise PlanError(f"unknown key {name!r} at the top level", remedy=remedy)
         if not isinstance(table, dict):
             raise PlanError(f"{name} is {_short(table)}", limit="it must be a table", remedy=f"write [{name}]")
-    return document
+    return _migrated(document) if schema == 1 else document
+
+
+def _check_schema(schema: Any) -> None:
+    if type(schema) is not int or schema < 1:
+        raise PlanError(f"schema is {_short(schema)}", limit=f"it must be a whole number from 1 to {SCHEMA}")
+    if schema > SCHEMA:
+        limit = f"Flatout {__version__} reads up to {SCHEMA}"
+        raise PlanError(f"schema is {schema}", limit=limit, remedy="update Flatout, or tune again")
+
+
+def _migrated(document: dict[str, Any]) -> dict[str, Any]:
+    """A document of schema 1 with the names of schema 2."""
+    for table in ("plan", "reasons"):
+        for old, new in _RENAMED.items():
+            if new in document.get(table, {}):
+                limit = f"schema 1 called it {old!r}"
+                raise PlanError(f"unknown key {new!r} in [{table}]", limit=limit, remedy=f"write schema = {SCHEMA}")
+    return document | {
+        table: {_RENAMED.get(name, name): value for name, value in document[table].items()}
+        for table in ("plan", "reasons")
+        if table in document
+    }
 
 
 def _keywords(document: dict[str, Any]) -> dict[str, Any]:
@@ -400,8 +436,10 @@ def _keywords(document: dict[str, Any]) -> dict[str, Any]:
     for table, known in (("plan", choice_names()), ("reasons", choice_names()), ("provenance", PROVENANCE)):
         for name in document.get(table, {}):
             if name not in known:
-                remedy = _home(name) or _nearest(name, known)
-                raise PlanError(f"unknown key {name!r} in [{table}]", remedy=remedy)
+                limit = f"since schema {SCHEMA} it is {_RENAMED[name]!r}" if name in _RENAMED else ""
+                remedy = "rename it, or write schema = 1 if the file is that old" if limit else ""
+                remedy = remedy or _home(name) or _nearest(name, known)
+                raise PlanError(f"unknown key {name!r} in [{table}]", limit=limit, remedy=remedy)
     lists = {
         name: tuple(value)
         for name, value in document.get("provenance", {}).items()
@@ -464,3 +502,35 @@ def _short(value: Any) -> str:
         return reprlib.repr(value)
     except ValueError:  # Python prints no integer of more than 4300 digits
         return f"a very large {type(value).__name__}"
+
+
+def _allowed(name: str) -> str:
+    """The values of a choice, in words."""
+    kind, metadata = _kinds()[name], _choice_fields()[name].metadata
+    if isinstance(kind, tuple):
+        return _one_of(kind)
+    return "True or False" if kind is bool else f"a whole number from {metadata['low']} to {metadata['high']}"
+
+
+def _document(plan: type[Plan]) -> None:
+    """Give `help(Plan)` every choice with its meaning, and a wrong argument an error that names the right one."""
+    choices = "\n\n".join(
+        f"{name}: {_allowed(name)}\n    {one.metadata['meaning']}" for name, one in _choice_fields().items()
+    )
+    plan.__doc__ = f"{inspect.cleandoc(plan.__doc__ or '')}\n\nA choice that is None is left as it is:\n\n{choices}"
+    known, initialise = {one.name for one in fields(plan)}, plan.__init__
+
+    @functools.wraps(initialise)
+    def checked(self: Plan, *values: Any, **named: Any) -> None:
+        if values:
+            remedy = "write Plan(precision='bf16'), or read a file with flatout.plan.read_plan(path)"
+            raise PlanError(f"Plan got {_short(values[0])}", limit="choices are given by name", remedy=remedy)
+        for name in named:
+            if name not in known:
+                raise _unknown(name)
+        initialise(self, **named)
+
+    plan.__init__ = checked  # type: ignore[method-assign]
+
+
+_document(Plan)

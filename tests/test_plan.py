@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import tomllib
 from pathlib import Path
@@ -89,7 +90,7 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
         fields |= {"data_device": None}
     if fields["activation_checkpointing"] is None:
         fields |= {"checkpointed_blocks": None}
-    if (fields["accumulate"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16":
+    if (fields["micro_batches"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16":
         fields |= {"optimizer_in_backward": None}
     return Plan(**fields, reasons={name: reason for name in choice_names() if fields[name] is not None})
 
@@ -177,7 +178,7 @@ def test_a_wrong_value_is_named_with_limit_and_remedy(choices: dict[str, Any], m
         {"fetch": "batched", "loader_workers": 1},
         {"data_device": "cuda"},
         {"checkpointed_blocks": 2},
-        {"optimizer_in_backward": True, "accumulate": 2},
+        {"optimizer_in_backward": True, "micro_batches": 2},
         {"data_device": "cuda", "fetch": "cached", "pin_memory": True},
     ],
 )
@@ -258,6 +259,54 @@ def test_a_name_that_is_not_unicode_does_not_stop_the_writing() -> None:
 )
 def test_a_slip_in_the_file_is_named(text: str, message: str) -> None:
     assert refused_toml(text).startswith(f"mine.toml: {message}")
+
+
+OLD = """
+schema = 1
+[plan]
+precision = "bf16"
+accumulate = 4
+[reasons]
+accumulate = "memory"
+"""
+
+
+def test_a_file_of_schema_1_is_migrated() -> None:
+    plan = Plan.from_toml(OLD)
+    assert plan.choices() == {"precision": "bf16", "micro_batches": 4}
+    assert plan.reasons == {"micro_batches": "memory"}
+    assert tomllib.loads(plan.to_toml())["schema"] == 2
+    assert Plan.from_toml(plan.to_toml()) == plan
+    assert Plan.from_toml("schema = 1\n[plan]\nthreads = 2").threads == 2
+
+
+@pytest.mark.parametrize("table", ["plan", "reasons"])
+def test_a_name_of_another_schema_is_refused(table: str) -> None:
+    new = f"schema = 1\n[{table}]\nmicro_batches = 4"
+    assert refused_toml(new) == (
+        f"mine.toml: unknown key 'micro_batches' in [{table}]; schema 1 called it 'accumulate'; write schema = 2"
+    )
+    for old in (f"schema = 2\n[{table}]\naccumulate = 4", f"[{table}]\naccumulate = 4"):
+        assert refused_toml(old) == (
+            f"mine.toml: unknown key 'accumulate' in [{table}]; since schema 2 it is 'micro_batches'; "
+            "rename it, or write schema = 1 if the file is that old"
+        )
+
+
+def test_an_unknown_argument_names_the_right_one() -> None:
+    assert str(refused(accumulate=4)).endswith("its name is 'micro_batches'")
+    assert str(refused(precison="bf16")).endswith("did you mean 'precision'?")
+    with pytest.raises(PlanError, match=r"Plan got 'flatout.toml'; choices are given by name; .*read_plan"):
+        Plan("flatout.toml")  # type: ignore[misc]
+
+
+def test_help_explains_every_choice() -> None:
+    text = inspect.getdoc(Plan) or ""
+    for name in choice_names():
+        assert f"\n{name}: " in text
+        assert _choice_fields()[name].metadata["meaning"] in text
+    assert "micro_batches: a whole number from 1 to 65536\n" in text
+    assert "precision" in inspect.signature(Plan).parameters
 
 
 def test_files_are_written_whole_and_read_back(tmp_path: Path) -> None:

@@ -92,4 +92,4 @@ SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
 
 
 def parts(count: int) -> dict[str, Any]:
-    return {"accumulate": count}
+    return {"micro_batches": count}

@@ -34,7 +34,7 @@ def train(folder: Path | None) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=EPOCHS * SAMPLES // BATCH)
     x = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(2))
-    plan = Plan(precision="fp16", accumulate=2)
+    plan = Plan(precision="fp16", micro_batches=2)
     loss_fn = supervised(nn.CrossEntropyLoss())
     step = TrainStep(model, optimizer, loss_fn, plan, clip_norm=1.0, scheduler=scheduler)
     source = batches((x, x[:, :4].argmax(1)), BATCH, seed=3)

@@ -102,7 +102,7 @@ def batch_length(batch: Any) -> int:
         raise UsageError(
             f"the batch's tensors differ in their first size: {listed}",
             limit="it is the number of samples, along which a batch is split",
-            remedy="put what is not per sample elsewhere, or train with accumulate = 1 and out_of_memory = 'raise'",
+            remedy="put what is not per sample elsewhere, or train with micro_batches = 1 and out_of_memory = 'raise'",
         )
     return next(iter(sizes.values()))
 

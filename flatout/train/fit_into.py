@@ -276,8 +276,8 @@ class _Problem:
         """Median of some real steps after a first; None where they do not fit. The user's state is put back."""
         import torch
 
-        if choices.get("accumulate", 1) > size:
-            size = choices["accumulate"]
+        if choices.get("micro_batches", 1) > size:
+            size = choices["micro_batches"]
         tried = self._with(choices)
         batch = repeated(tried.batch, tried.samples, size)
         plan = tried.plan.without("compile") if tried.plan.compile is not None else tried.plan

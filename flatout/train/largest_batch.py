@@ -96,12 +96,12 @@ def largest_batch(
     tell = progress or tell_terminal
     limit = limit_bytes if limit_bytes is not None else _available(model)
     cap = min(at_most or LARGEST_SIZE, global_batch or LARGEST_SIZE) // multiple_of
-    search = _Search(training.under(training.plan.without("accumulate")), limit, multiple_of, tell)
+    search = _Search(training.under(training.plan.without("micro_batches")), limit, multiple_of, tell)
     found = search.run(max(1, cap))
     plan = training.plan
     if global_batch is not None:
         parts = -(-global_batch // found.batch_size)
-        plan = plan.with_choice("accumulate", parts, f"{found.batch_size} samples are the most that fit in one part")
+        plan = plan.with_choice("micro_batches", parts, f"{found.batch_size} samples are the most that fit in one part")
     return LargestBatch(
         batch_size=found.batch_size,
         peak_bytes=found.peak_bytes,

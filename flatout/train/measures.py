@@ -25,7 +25,7 @@ EXACTNESS_OF: dict[str, Exactness] = {
     "checkpointed_blocks": "bit-same",
     "activation_offload": "bit-same",
     "optimizer_in_backward": "bit-same",
-    "accumulate": "rounding",
+    "micro_batches": "rounding",
     CHUNKED: "rounding",
     "precision": "reduced",
     "optimizer_state": "reduced",
@@ -60,9 +60,9 @@ def measures_of(training: Training, target: Target, samples: int, exactness: Exa
         kinds.append([{CHUNKED: CHUNK_BYTES}])
     if plan.precision is None:
         kinds.append([{"precision": "bf16"}])
-    if plan.accumulate is None and samples > 1:
+    if plan.micro_batches is None and samples > 1:
         parts = [count for count in (2, 4, 8, 16, 32) if count <= samples]
-        kinds.append([{"accumulate": count} for count in parts])
+        kinds.append([{"micro_batches": count} for count in parts])
     if plan.optimizer_in_backward is None and plan.nonfinite is None and plan.precision != "fp16":
         kinds.append([{"optimizer_in_backward": True}])
     allowed = EXACTNESS_ORDER[: EXACTNESS_ORDER.index(exactness) + 1]
@@ -97,7 +97,7 @@ def strongest(kinds: list[list[Choices]]) -> Iterator[Choices]:
     for parts in itertools.product(*(_highest(kind) for kind in degrees)):
         choices = {name: value for part in parts for name, value in part.items()}
         if contradict(choices):
-            yield {name: value for name, value in choices.items() if name != "accumulate"}
+            yield {name: value for name, value in choices.items() if name != "micro_batches"}
             yield {name: value for name, value in choices.items() if name != "optimizer_in_backward"}
         else:
             yield choices
@@ -110,7 +110,7 @@ def _highest(kind: list[Choices]) -> list[Choices]:
 
 
 def contradict(choices: Choices) -> bool:
-    return bool(choices.get("optimizer_in_backward")) and choices.get("accumulate", 1) > 1
+    return bool(choices.get("optimizer_in_backward")) and choices.get("micro_batches", 1) > 1
 
 
 def key_of(choices: Choices) -> tuple[Any, ...]:

@@ -49,7 +49,7 @@ def forecast_from_real_steps(
     def of(timeline: Timeline) -> MemoryForecast:
         return forecast_of(timeline, target, batch_size=batch_size, uncertainty=uncertainty, not_covered=not_covered)
 
-    found = extended(timelines, Sizes(taken=sizes, wanted=batch_size, parts=training.plan.accumulate or 1))
+    found = extended(timelines, Sizes(taken=sizes, wanted=batch_size, parts=training.plan.micro_batches or 1))
     if found is not None:
         made, high = of(found.expected), of(found.high).peak_bytes
         least = UNCERTAINTY_EXTENDED if len(sizes) == SIZES else UNCERTAINTY_OTHER_COURSE
@@ -78,7 +78,7 @@ def _sizes(training: Training, batch_size: int, error: Exception) -> list[int]:
             remedy="give an example batch of at least 2 samples, better of as many as you train with",
         ) from error
     count = min(SIZES, training.samples)
-    least = training.plan.accumulate or 1  # fewer samples would be split into fewer parts
+    least = training.plan.micro_batches or 1  # fewer samples would be split into fewer parts
     small = max(1, min(training.samples // count, max(least, batch_size // SMALLEST_SHARE)))
     return [small * number for number in range(1, count + 1)]
 

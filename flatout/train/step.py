@@ -1,10 +1,10 @@
 """One training step: forward, backward, clip, optimizer, schedule. The loop around it stays the user's.
 
-    step = TrainStep(model, optimizer, loss_fn, Plan(precision="bf16", accumulate=4), clip_norm=1.0)
+    step = TrainStep(model, optimizer, loss_fn, Plan(precision="bf16", micro_batches=4), clip_norm=1.0)
     for batch in batches:
         loss = step(batch)                   # a device tensor: reading it is the only thing that waits
 
-One call is one step of the optimizer, whatever the plan does inside: `accumulate` splits the batch, and a batch that
+One call is one step of the optimizer, whatever the plan does inside: `micro_batches` splits the batch, and a batch that
 does not fit into the memory is split further and tried again. The gradient is that of the mean loss over the whole
 batch all the same, each part weighted by how many terms its mean had (see `flatout.train.loss`).
 
@@ -79,7 +79,7 @@ class TrainStep:
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
         """Optimizer steps taken, those included that were skipped."""
-        self.micro_batches = self.plan.accumulate or 1
+        self.micro_batches = self.plan.micro_batches or 1
         """Parts that a batch is split into; more than the plan says once a batch did not fit."""
         self._weigh: Weigh = weigh or getattr(loss_fn, "weigh", None) or batch_length
         self._subject = Subject()
@@ -162,7 +162,7 @@ class TrainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave."""
-        self.steps, self.micro_batches = state["steps"], max(state["micro_batches"], self.plan.accumulate or 1)
+        self.steps, self.micro_batches = state["steps"], max(state["micro_batches"], self.plan.micro_batches or 1)
         self._update.set_skipped(state["skipped"])
         if self._update.scaler is not None and state["scaler"]:
             self._update.scaler.load_state_dict(state["scaler"])
@@ -297,7 +297,7 @@ class TrainStep:
             raise MachineError(
                 "out of memory on one rank",
                 limit=f"it cannot begin its share of a step again by itself: {obstacle}",
-                remedy="use a smaller batch or a larger accumulate: parts before the last can be tried again",
+                remedy="use a smaller batch or a larger micro_batches: parts before the last can be tried again",
             ) from error
 
     def _split_further(self, batch: Any) -> None:

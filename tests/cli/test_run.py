@@ -460,6 +460,6 @@ def test_quiet_is_quiet_on_a_terminal_too(session: Callable[..., Session], tmp_p
 
 
 def test_choices_that_only_the_library_carries_out_are_named(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "flatout.toml").write_text(Plan(optimizer="fused", accumulate=4, nonfinite="skip").to_toml())
+    (tmp_path / "flatout.toml").write_text(Plan(optimizer="fused", micro_batches=4, nonfinite="skip").to_toml())
     assert run(TRAIN, "--trust-plan").returncode == 0
-    assert any("TrainStep and batches: accumulate, nonfinite" in note for note in document(tmp_path)["plan_notes"])
+    assert any("TrainStep and batches: micro_batches, nonfinite" in note for note in document(tmp_path)["plan_notes"])

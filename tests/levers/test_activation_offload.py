@@ -68,7 +68,7 @@ def trained(plan: Plan) -> tuple[list[torch.Tensor], TrainStep]:
 
 
 @pytest.mark.parametrize(
-    "choices", [{}, {"accumulate": 2}, {"precision": "bf16"}, {"activation_checkpointing": "block"}]
+    "choices", [{}, {"micro_batches": 2}, {"precision": "bf16"}, {"activation_checkpointing": "block"}]
 )
 def test_the_same_bits(choices: dict[str, Any]) -> None:
     plainly, _ = trained(Plan(**choices))

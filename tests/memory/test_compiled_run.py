@@ -124,7 +124,7 @@ def test_buffers_shared_weights_and_other_batch_sizes() -> None:
     assert small.uncertainty == large.uncertainty == 0.15
     assert small.categories["weights"] == large.categories["weights"]
     assert large.peak_bytes > small.peak_bytes
-    assert flatout.forecast(model, optimizer, LOSS, batch, Plan(compile="default", accumulate=3)).uncertainty == 0.15
+    assert flatout.forecast(model, optimizer, LOSS, batch, Plan(compile="default", micro_batches=3)).uncertainty == 0.15
 
 
 def test_where_the_graphs_cannot_be_had_the_uncompiled_model_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def measured(make: Any, optimizer_of: Any, plan: Plan, data: Any) -> int:
     ("make", "data", "optimizer_of", "plan"),
     [
         (mlp, batch(512), torch.optim.Adam, Plan()),
-        (mlp, batch(512), torch.optim.Adafactor, Plan(accumulate=2)),
+        (mlp, batch(512), torch.optim.Adafactor, Plan(micro_batches=2)),
         (convnet, (torch.randn(32, 3, 20, 20), torch.randint(10, (32,))), torch.optim.SGD, Plan()),
         (convnet, (torch.randn(32, 3, 20, 20), torch.randint(10, (32,))), torch.optim.Adam, Plan(precision="bf16")),
         (Reader, (torch.randint(50, (32, 30)), torch.randint(10, (32,))), torch.optim.Adam, Plan()),
@@ -117,7 +117,7 @@ def test_nothing_of_the_users_is_changed() -> None:
     model.eval()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [one.grad for one in model.parameters()], data))
     random = torch.get_rng_state()
-    forecast(model, optimizer, LOSS, data, Plan(precision="bf16", accumulate=2), batch_size=64)
+    forecast(model, optimizer, LOSS, data, Plan(precision="bf16", micro_batches=2), batch_size=64)
     after = model.state_dict(), optimizer.state_dict(), [one.grad for one in model.parameters()], data
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert torch.equal(random, torch.get_rng_state())
@@ -205,7 +205,9 @@ def test_where_the_data_decides_two_real_steps_are_extended() -> None:
         forecast(model, optimizer, LOSS, batch(1))
 
 
-@pytest.mark.parametrize("plan", [Plan(precision="fp16"), Plan(nonfinite="skip"), Plan(precision="fp16", accumulate=2)])
+@pytest.mark.parametrize(
+    "plan", [Plan(precision="fp16"), Plan(nonfinite="skip"), Plan(precision="fp16", micro_batches=2)]
+)
 def test_plans_that_look_at_values_are_still_run_on_fake_tensors(plan: Plan) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
     batch = (torch.randn(8, 16), torch.randint(0, 3, (8,)))

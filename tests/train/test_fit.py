@@ -38,7 +38,7 @@ def parts(batch_size: int = 8, plan: Plan | None = None) -> tuple[TrainStep, Any
         model,
         optimizer,
         supervised(nn.CrossEntropyLoss()),
-        plan or Plan(precision="fp16", accumulate=2),
+        plan or Plan(precision="fp16", micro_batches=2),
         clip_norm=1.0,
         scheduler=scheduler,
     )

@@ -88,7 +88,7 @@ def test_another_gpu_is_timed_by_operations() -> None:
         optimizer,
         LOSS,
         batch,
-        Plan(accumulate=1),
+        Plan(micro_batches=1),
         device="rtx-4090",
         batch_size=512,
         progress=lambda line: None,
@@ -123,7 +123,7 @@ def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
     given = flatout.forecast(model, optimizer, LOSS, batch).peak_bytes
     found = fit_into(given - 1, model, optimizer, LOSS, batch, progress=told.append)  # parts of 1 sample: no variance
     assert found.forecast.peak_bytes < given
-    assert any(line.startswith("left out accumulate=16: ValueError") for line in told)
+    assert any(line.startswith("left out micro_batches=16: ValueError") for line in told)
 
 
 @pytest.mark.parametrize("words", [{"exactness": "exact"}, {"batch_size": 0}, {"batch_size": "8"}, {"device": 3}])
@@ -170,7 +170,7 @@ def test_activations_may_wait_on_the_host_of_a_gpu() -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())), nn.Linear(256, 5))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batch = torch.randn(64, 256), torch.randint(0, 5, (64,))
-    plan = Plan(accumulate=1)
+    plan = Plan(micro_batches=1)
     given = flatout.forecast(model, optimizer, LOSS, batch, plan, device="rtx-4090", batch_size=65536)
     budget = given.peak_bytes // 2
     words: dict[str, Any] = {"batch_size": 65536, "exactness": "rounding", "progress": lambda line: None}

@@ -66,7 +66,7 @@ def test_what_cannot_be_had_with_it() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"clip_norm is 1\.0"):
         TrainStep(net, optimizer, LOSS, PLAN, clip_norm=1.0)
-    for choices in ({"accumulate": 2}, {"nonfinite": "skip"}, {"precision": "fp16"}):
+    for choices in ({"micro_batches": 2}, {"nonfinite": "skip"}, {"precision": "fp16"}):
         with pytest.raises(PlanError, match="optimizer_in_backward is true"):
             Plan(optimizer_in_backward=True, **choices)  # type: ignore[arg-type]
 

@@ -104,7 +104,7 @@ def test_sizes_asked_for() -> None:
     assert capped.batch_size == 24
     lines: list[str] = []
     split = largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=800_000, global_batch=4096, progress=lines.append)
-    assert split.plan.accumulate == -(-4096 // split.batch_size)
+    assert split.plan.micro_batches == -(-4096 // split.batch_size)
     assert any(line.startswith("forecasting") for line in lines)
     assert any(line.startswith("trying") for line in lines)
     assert str(split.batch_size) in str(split)

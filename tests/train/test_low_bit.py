@@ -148,10 +148,10 @@ def test_the_forecast_is_what_torch_then_records(plan: Plan) -> None:
 
 
 def test_accumulation_clipping_and_scaling_go_with_it() -> None:
-    for choices in ({"accumulate": 2}, {"nonfinite": "skip"}, {"precision": "bf16"}, {"optimizer": "fused"}):
+    for choices in ({"micro_batches": 2}, {"nonfinite": "skip"}, {"precision": "bf16"}, {"optimizer": "fused"}):
         net = model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        in_backward = {} if "accumulate" in choices else {"clip_norm": 1.0}
+        in_backward = {} if "micro_batches" in choices else {"clip_norm": 1.0}
         step = TrainStep(net, optimizer, LOSS, Plan(optimizer_state="8bit", **choices), **in_backward)  # type: ignore[arg-type]
         first, *_, last = [float(step(batch())) for _ in range(10)]
         assert last < 0.5 * first

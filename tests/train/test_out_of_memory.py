@@ -82,7 +82,7 @@ def test_layers_that_mix_samples_are_told_of_or_refused() -> None:
     with pytest.warns(UserWarning, match="not exact: body.1 mixes the samples of a batch"):
         step_of(model)(batch())
     reference = Limited(100, norm=True)
-    step_of(reference, Plan(accumulate=4))(batch())
+    step_of(reference, Plan(micro_batches=4))(batch())
     torch.testing.assert_close(model.body[1].running_mean, reference.body[1].running_mean)  # not those of failed tries
     assert not torch.equal(model.body[1].running_mean, before)
     with pytest.raises(MachineError, match=r"body.1 mixes the samples"):

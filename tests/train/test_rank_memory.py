@@ -64,7 +64,7 @@ def loss_fn(model, batch):
         end_of_memory(len(batch[0]))
     return loss
 loss_fn.weigh = criterion.weigh
-step = TrainStep(wrapped, torch.optim.SGD(model.parameters(), 0.5), loss_fn, Plan(accumulate=accumulate))
+step = TrainStep(wrapped, torch.optim.SGD(model.parameters(), 0.5), loss_fn, Plan(micro_batches=accumulate))
 steps = 0
 try:
     for batch in batches((x, y), 16, seed=1):
@@ -81,7 +81,7 @@ leave()
 """
 
 
-@pytest.mark.parametrize(("place", "accumulate", "parts"), [("forward", 1, 4), ("loss", 2, 4), ("backward", 2, 4)])
+@pytest.mark.parametrize(("place", "micro_batches", "parts"), [("forward", 1, 4), ("loss", 2, 4), ("backward", 2, 4)])
 def test_one_rank_splits_alone(run_ranks: Any, tmp_path: Path, place: str, accumulate: int, parts: int) -> None:
     alone, shared = str(tmp_path / "alone"), str(tmp_path / "shared")
     ((code, _, _),) = run_ranks(TRAIN, 1, alone, place, 1)
@@ -108,5 +108,5 @@ def test_where_it_cannot_it_says_why(run_ranks: Any, tmp_path: Path, place: str,
     other, failed = run_ranks(TRAIN, 2, tmp_path / "out", place, 1)
     assert failed[0] == 3
     assert "out of memory on one rank; it cannot begin its share of a step again by itself: " + why in failed[1]
-    assert "use a smaller batch or a larger accumulate" in failed[1]
+    assert "use a smaller batch or a larger micro_batches" in failed[1]
     assert other[0] == 4  # its reduction failed: it did not go on alone

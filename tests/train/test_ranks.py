@@ -31,7 +31,7 @@ if ranks > 1:
         return future.then(lambda done: done.value()[0] / ranks)
     wrapped.register_comm_hook(None, hook)
 optimizer = torch.optim.SGD(model.parameters(), 0.5)
-step = TrainStep(wrapped, optimizer, supervised(nn.CrossEntropyLoss()), Plan(accumulate=3))
+step = TrainStep(wrapped, optimizer, supervised(nn.CrossEntropyLoss()), Plan(micro_batches=3))
 steps = 0
 for batch in batches((x, y), 15, seed=1):
     step(batch)

@@ -75,8 +75,8 @@ def test_the_same_bits_as_a_loop_by_hand(clip_norm: float | None) -> None:
 @pytest.mark.parametrize(
     ("plan", "tolerance"),
     [
-        (Plan(accumulate=3), 1e-5),
-        (Plan(accumulate=100), 1e-5),  # more parts than samples
+        (Plan(micro_batches=3), 1e-5),
+        (Plan(micro_batches=100), 1e-5),  # more parts than samples
         (Plan(optimizer="fused"), 1e-5),
         (Plan(nonfinite="skip"), 0.0),
         (Plan(nonfinite="raise"), 0.0),
@@ -84,7 +84,7 @@ def test_the_same_bits_as_a_loop_by_hand(clip_norm: float | None) -> None:
         (Plan(activation_checkpointing="selective"), 0.0),
         (Plan(precision="fp32"), 0.0),
         (Plan(precision="bf16"), 0.1),
-        (Plan(precision="fp16", accumulate=2), 0.05),
+        (Plan(precision="fp16", micro_batches=2), 0.05),
     ],
     ids=lambda value: str(value.choices()) if isinstance(value, Plan) else "",
 )
@@ -106,7 +106,7 @@ def test_every_plan_trains_the_same_model(plan: Plan, tolerance: float) -> None:
 def test_compiled_with_levers_around_it() -> None:
     ours, theirs = net(), net()
     expected = by_hand(theirs, data(3))
-    plan = Plan(compile="regional", activation_checkpointing="block", precision="bf16", accumulate=2)
+    plan = Plan(compile="regional", activation_checkpointing="block", precision="bf16", micro_batches=2)
     losses, step = with_step(ours, data(3), plan)
     assert step.rolled_back == []
     torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
@@ -129,7 +129,7 @@ def test_ragged_targets_weigh_as_much_as_they_hold() -> None:
         for parts in (1, 3, 6):
             model = net()
             step = TrainStep(
-                model, torch.optim.SGD(model.parameters(), 0.1), supervised(criterion), Plan(accumulate=parts)
+                model, torch.optim.SGD(model.parameters(), 0.1), supervised(criterion), Plan(micro_batches=parts)
             )
             models.append((model, step(ragged())))
         for model, loss in models[1:]:
@@ -149,7 +149,9 @@ class Syncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(precision="bf16"), Plan(accumulate=4)], ids=lambda p: str(p.choices()))
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(precision="bf16"), Plan(micro_batches=4)], ids=lambda p: str(p.choices())
+)
 def test_a_step_never_reads_a_value_back(plan: Plan) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)  # Adam's counters on the CPU are host values
