@@ -14,33 +14,20 @@ True
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import functools
 import inspect
 import math
 import os
-import reprlib
 import shlex
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import tomli_w
-
 from flatout import __version__
 from flatout.errors import PlanError, UsageError
-
-SCHEMA = 2
-"""The layout of the TOML document; a file with a higher number was written by a newer Flatout.
-
-In schema 1 `micro_batches` was called `accumulate`. Such files are read, and written in the layout of today.
-"""
-
-_RENAMED = {"accumulate": "micro_batches"}
-"""Choices of schema 1 -> their names since schema 2."""
+from flatout.plan_document import RENAMED, SCHEMA, line, nearest, one_of, parse, short, toml_value
 
 Exactness = Literal["bit-same", "rounding", "reduced"]
 """What a choice does to the numbers: nothing, another order of summation, or fewer bits."""
@@ -204,22 +191,22 @@ class Plan:
         """The plan as a document for people, which from_toml reads back."""
         parts = [_header(self), f"schema = {SCHEMA}\n", "[plan]"]
         for name, value in self.choices().items():
-            parts += [f"# {_choice_fields()[name].metadata['meaning']}", _line(name, value)]
+            parts += [f"# {_choice_fields()[name].metadata['meaning']}", line(name, value)]
         parts += [
             "",
             "[reasons]",
-            *(_line(name, self.reasons[name]) for name in self.choices() if name in self.reasons),
+            *(line(name, self.reasons[name]) for name in self.choices() if name in self.reasons),
         ]
         parts += ["", "[provenance]"]
         provenance = {name: getattr(self, name) for name in PROVENANCE}
-        parts += [_line(name, value) for name, value in provenance.items() if value is not None and value != ()]
+        parts += [line(name, value) for name, value in provenance.items() if value is not None and value != ()]
         return "\n".join(parts) + "\n"
 
     @classmethod
     def from_toml(cls, text: str, source: str = "flatout.toml") -> Plan:
         """Read what to_toml or a person wrote; every error begins with `source`."""
         try:
-            return cls(**_keywords(_parse(text)))
+            return cls(**_keywords(parse(text, _home)))
         except PlanError as error:
             raise PlanError(f"{source}: {error.what}", limit=error.limit, remedy=error.remedy) from None
 
@@ -227,7 +214,6 @@ class Plan:
 PROVENANCE = tuple(one.name for one in fields(Plan) if "meaning" not in one.metadata and one.name != "reasons")
 """The keys of [provenance]: everything that is neither a choice nor a reason."""
 
-_TABLES = ("plan", "reasons", "provenance")
 _TEXTS = ("script", "machine_fingerprint", "machine_name", "torch_version", "flatout_version")
 
 
@@ -293,13 +279,13 @@ def _check_choice(name: str, value: Any) -> None:
     low, high = metadata["low"], metadata["high"]
     if isinstance(kind, tuple):
         if not isinstance(value, str) or value not in kind:
-            what = f"{name} is {_short(value)}"
-            raise PlanError(what, limit=f"it must be {_one_of(kind)}", remedy=_nearest(value, kind))
+            what = f"{name} is {short(value)}"
+            raise PlanError(what, limit=f"it must be {one_of(kind)}", remedy=nearest(value, kind))
     elif kind is bool:
         if not isinstance(value, bool):
-            raise PlanError(f"{name} is {_short(value)}", limit="it must be true or false")
+            raise PlanError(f"{name} is {short(value)}", limit="it must be true or false")
     elif isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise PlanError(f"{name} is {_short(value)}", limit=f"it must be a whole number from {low} to {high}")
+        raise PlanError(f"{name} is {short(value)}", limit=f"it must be a whole number from {low} to {high}")
 
 
 def _check_contradictions(plan: Plan) -> None:
@@ -308,7 +294,7 @@ def _check_contradictions(plan: Plan) -> None:
         have = "unset" if plan.loader_workers is None else "0"
         for name in ("persistent_workers", "prefetch_factor"):
             if value := getattr(plan, name):
-                what = f"{name} is {_toml(value)} while loader_workers is {have}"
+                what = f"{name} is {toml_value(value)} while loader_workers is {have}"
                 raise PlanError(what, limit="it needs worker processes", remedy=f"set loader_workers or drop {name}")
     elif plan.fetch is not None:
         what = f"fetch is {plan.fetch!r} while loader_workers is {plan.loader_workers}"
@@ -335,7 +321,7 @@ def _check_memory_choices(plan: Plan) -> None:
     }
     for name, clash in needs_all.items():
         if clash:
-            what = f"optimizer_in_backward is true while {name} is {_toml(getattr(plan, name))}"
+            what = f"optimizer_in_backward is true while {name} is {toml_value(getattr(plan, name))}"
             raise PlanError(
                 what, limit="that needs all gradients before the first update", remedy="drop one of the two"
             )
@@ -343,11 +329,11 @@ def _check_memory_choices(plan: Plan) -> None:
 
 def _check_reasons(plan: Plan) -> None:
     if not isinstance(plan.reasons, Mapping):
-        raise PlanError(f"reasons is {_short(plan.reasons)}", limit="it must map choices to texts")
+        raise PlanError(f"reasons is {short(plan.reasons)}", limit="it must map choices to texts")
     for name, reason in plan.reasons.items():
         _check_name(name)
         if not isinstance(reason, str):
-            raise PlanError(f"the reason for {name} is {_short(reason)}", limit="it must be a text")
+            raise PlanError(f"the reason for {name} is {short(reason)}", limit="it must be a text")
         if getattr(plan, name) is None:
             remedy = f"set {name} or drop its reason"
             raise PlanError(f"there is a reason for {name}, which is not set", remedy=remedy)
@@ -356,18 +342,18 @@ def _check_reasons(plan: Plan) -> None:
 def _check_provenance(plan: Plan) -> None:
     for name in _TEXTS:
         if not isinstance(value := getattr(plan, name), str | None):
-            raise PlanError(f"{name} is {_short(value)}", limit="it must be a text")
+            raise PlanError(f"{name} is {short(value)}", limit="it must be a text")
     for name in ("argv", "warnings"):
         value = getattr(plan, name)
         if not isinstance(value, tuple) or not all(isinstance(part, str) for part in value):
-            raise PlanError(f"{name} is {_short(value)}", limit="it must be a sequence of texts")
+            raise PlanError(f"{name} is {short(value)}", limit="it must be a sequence of texts")
     for name in ("speedup", "flops_per_step"):
         if (value := getattr(plan, name)) is not None:
             object.__setattr__(plan, name, _positive(name, value))
     words = get_args(Exactness)
     if plan.exactness is not None and plan.exactness not in words:
-        what = f"exactness is {_short(plan.exactness)}"
-        raise PlanError(what, limit=f"it must be {_one_of(words)}", remedy=_nearest(plan.exactness, words))
+        what = f"exactness is {short(plan.exactness)}"
+        raise PlanError(what, limit=f"it must be {one_of(words)}", remedy=nearest(plan.exactness, words))
 
 
 def _check_name(name: Any) -> None:
@@ -376,12 +362,12 @@ def _check_name(name: Any) -> None:
 
 
 def _unknown(name: Any) -> PlanError:
-    what = f"a plan has no choice {_short(name)}"
-    if isinstance(name, str) and name in _RENAMED:
+    what = f"a plan has no choice {short(name)}"
+    if isinstance(name, str) and name in RENAMED:
         limit = "it splits a batch, where accumulation elsewhere often multiplies it"
-        return PlanError(what, limit=limit, remedy=f"its name is {_RENAMED[name]!r}")
+        return PlanError(what, limit=limit, remedy=f"its name is {RENAMED[name]!r}")
     limit = f"there are {', '.join(choice_names())}"
-    return PlanError(what, limit=limit, remedy=_nearest(name, choice_names()))
+    return PlanError(what, limit=limit, remedy=nearest(name, choice_names()))
 
 
 def _positive(name: str, value: Any) -> float:
@@ -389,46 +375,7 @@ def _positive(name: str, value: Any) -> float:
         with contextlib.suppress(OverflowError):  # an int past the range of float
             if 0 < float(value) < math.inf:
                 return float(value)
-    raise PlanError(f"{name} is {_short(value)}", limit="it must be a finite number above 0")
-
-
-def _parse(text: str) -> dict[str, Any]:
-    """The document as tables, its own shape checked; what stands in the tables is Plan's to judge."""
-    try:
-        document = tomllib.loads(f"{text}\n")  # with a last line end, an error in the last line has its number
-    except (ValueError, RecursionError) as error:  # tomllib's own error is a ValueError; so is a number of 5000 digits
-        raise PlanError(f"not TOML: {error}", remedy="correct that line, or tune again") from None
-    schema = document.pop("schema", SCHEMA)
-    _check_schema(schema)
-    for name, table in document.items():
-        if name not in _TABLES:
-            remedy = _home(name) or _nearest(name, (*_TABLES, "schema"))
-            raise PlanError(f"unknown key {name!r} at the top level", remedy=remedy)
-        if not isinstance(table, dict):
-            raise PlanError(f"{name} is {_short(table)}", limit="it must be a table", remedy=f"write [{name}]")
-    return _migrated(document) if schema == 1 else document
-
-
-def _check_schema(schema: Any) -> None:
-    if type(schema) is not int or schema < 1:
-        raise PlanError(f"schema is {_short(schema)}", limit=f"it must be a whole number from 1 to {SCHEMA}")
-    if schema > SCHEMA:
-        limit = f"Flatout {__version__} reads up to {SCHEMA}"
-        raise PlanError(f"schema is {schema}", limit=limit, remedy="update Flatout, or tune again")
-
-
-def _migrated(document: dict[str, Any]) -> dict[str, Any]:
-    """A document of schema 1 with the names of schema 2."""
-    for table in ("plan", "reasons"):
-        for old, new in _RENAMED.items():
-            if new in document.get(table, {}):
-                limit = f"schema 1 called it {old!r}"
-                raise PlanError(f"unknown key {new!r} in [{table}]", limit=limit, remedy=f"write schema = {SCHEMA}")
-    return document | {
-        table: {_RENAMED.get(name, name): value for name, value in document[table].items()}
-        for table in ("plan", "reasons")
-        if table in document
-    }
+    raise PlanError(f"{name} is {short(value)}", limit="it must be a finite number above 0")
 
 
 def _keywords(document: dict[str, Any]) -> dict[str, Any]:
@@ -436,9 +383,9 @@ def _keywords(document: dict[str, Any]) -> dict[str, Any]:
     for table, known in (("plan", choice_names()), ("reasons", choice_names()), ("provenance", PROVENANCE)):
         for name in document.get(table, {}):
             if name not in known:
-                limit = f"since schema {SCHEMA} it is {_RENAMED[name]!r}" if name in _RENAMED else ""
+                limit = f"since schema {SCHEMA} it is {RENAMED[name]!r}" if name in RENAMED else ""
                 remedy = "rename it, or write schema = 1 if the file is that old" if limit else ""
-                remedy = remedy or _home(name) or _nearest(name, known)
+                remedy = remedy or _home(name) or nearest(name, known)
                 raise PlanError(f"unknown key {name!r} in [{table}]", limit=limit, remedy=remedy)
     lists = {
         name: tuple(value)
@@ -467,48 +414,17 @@ def _header(plan: Plan) -> str:
     )
 
 
-def _line(name: str, value: Any) -> str:
-    return f"{name} = {_toml(value)}"
-
-
-def _toml(value: Any) -> str:
-    """One value in TOML. A name that is not Unicode (Linux allows it) keeps its readable part."""
-    if isinstance(value, str):
-        value = value.encode("utf-8", "replace").decode()
-    if isinstance(value, tuple):
-        return f"[{', '.join(_toml(part) for part in value)}]"
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
-
-
 def _home(name: str) -> str:
     """Where a key belongs that stands in the wrong table."""
     table = "plan" if name in choice_names() else "provenance" if name in PROVENANCE else ""
     return f"{name} belongs in [{table}]" if table else ""
 
 
-def _nearest(name: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name if isinstance(name, str) else _short(name), list(known), 1)
-    return f"did you mean {close[0]!r}?" if close else "remove it"
-
-
-def _one_of(words: Iterable[str]) -> str:
-    *most, last = (repr(word) for word in words)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _short(value: Any) -> str:
-    """A wrong value as it stands in an error: long ones cut."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
-        return f"a very large {type(value).__name__}"
-
-
 def _allowed(name: str) -> str:
     """The values of a choice, in words."""
     kind, metadata = _kinds()[name], _choice_fields()[name].metadata
     if isinstance(kind, tuple):
-        return _one_of(kind)
+        return one_of(kind)
     return "True or False" if kind is bool else f"a whole number from {metadata['low']} to {metadata['high']}"
 
 
@@ -524,7 +440,7 @@ def _document(plan: type[Plan]) -> None:
     def checked(self: Plan, *values: Any, **named: Any) -> None:
         if values:
             remedy = "write Plan(precision='bf16'), or read a file with flatout.plan.read_plan(path)"
-            raise PlanError(f"Plan got {_short(values[0])}", limit="choices are given by name", remedy=remedy)
+            raise PlanError(f"Plan got {short(values[0])}", limit="choices are given by name", remedy=remedy)
         for name in named:
             if name not in known:
                 raise _unknown(name)

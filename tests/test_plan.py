@@ -17,7 +17,6 @@ import flatout
 from flatout.errors import PlanError, UsageError
 from flatout.plan import (
     PROVENANCE,
-    SCHEMA,
     Exactness,
     Plan,
     _choice_fields,
@@ -26,6 +25,7 @@ from flatout.plan import (
     read_plan,
     write_plan,
 )
+from flatout.plan_document import SCHEMA
 
 FULL = Plan(
     precision="bf16",
