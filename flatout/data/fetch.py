@@ -1,34 +1,30 @@
-"""Whole-batch fetching for data that is, or fits, in memory.
+"""Whole-batch fetching for data that lies in memory.
 
-A DataLoader takes a batch one sample at a time: for 64 samples it makes 64 small tensors and stacks them. When the
-data lies in tensors one index operation gives the very same batch; when a dataset computes its samples without
-randomness, they can be computed once and kept.
+A DataLoader takes a batch one sample at a time: for 64 samples it makes 64 small tensors and stacks them. Where it can
+be known what a sample is made of, one operation on the data gives the very same batch:
 
-    kind, obstacle = strategy(dataset, collate_fn)       # 'batched', 'cached' or '' and why
-    with batched_fetch(kinds={"batched"}):               # every loader in this process that fits
+    TensorDataset       its tensors, indexed
+    Subset              of any of these; its indices are read anew for each batch
+    a class of others   whose `__getitem__` is simple enough to be carried out for all samples at once (`sample_code`)
+
+    kind, obstacle = strategy(dataset, collate_fn)       # 'batched', or '' and why
+    with batched_fetch():                                # every loader in this process that fits
         ...
 
-Both give bit-same batches: the first of each data set is compared with the loader's own, and while samples are kept one
-of each batch is fetched anew and compared. What differs is taken back, and the loader's own way goes on.
+Nothing is kept between batches, so that there is nothing to grow stale: each is made from the data, indices and
+attributes as they are at that moment, whoever changed them. Code of the script runs as often as it would, or is known
+to do nothing but return values. The first batch of each shape is the loader's own, and is compared with ours.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
-
-from flatout.generators import generators_kept
-from flatout.machine.detect import available_memory_bytes
-
-MEMORY_SHARE = 0.25
-"""Samples are kept only if they take less than this share of the available memory."""
-
-STARTUP_LIMIT_SECONDS = 180.0
-PROBED_SAMPLES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,70 +33,97 @@ class Strategy:
 
     kind: str = ""
     obstacle: str = ""
-    startup_seconds: float | None = None
-    """What computing every sample once will take, extrapolated from a few."""
-    draws_random_numbers: bool | None = None
 
 
 def strategy(dataset: Any, collate_fn: Any) -> Strategy:
-    """Which kind of whole-batch fetching fits `dataset`, found out without changing any random state."""
+    """Whether whole-batch fetching fits `dataset`. None of its samples is fetched to find out."""
     from torch.utils.data import Dataset, IterableDataset, default_collate
 
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
         return Strategy(obstacle="the data set is a stream, or no Dataset")
     if collate_fn is not default_collate:
         return Strategy(obstacle="the loader has a collate function of its own")
-    if tensors_below(dataset) is not None:
-        return Strategy(kind="batched", draws_random_numbers=False)
-    if not hasattr(dataset, "__len__") or len(dataset) == 0:
-        return Strategy(obstacle="the data set does not say how long it is")
-    return _probe_samples(dataset)
-
-
-def tensors_below(dataset: Any) -> tuple[Sequence[Any], Sequence[int] | None] | None:
-    """The tensors below a TensorDataset or Subsets of one, with the indices that lead there."""
-    from torch.utils.data import Subset, TensorDataset
-
-    if type(dataset) is TensorDataset:
-        return None if any(tensor.requires_grad for tensor in dataset.tensors) else (dataset.tensors, None)
-    if type(dataset) is Subset:
-        below = tensors_below(dataset.dataset)
-        if below is None:
-            return None
-        tensors, indices = below
-        return tensors, dataset.indices if indices is None else [indices[i] for i in dataset.indices]
-    return None
-
-
-def _probe_samples(dataset: Any) -> Strategy:
-    """Fetch a few samples twice: are they equal, were random numbers drawn, how long and how large is one?"""
-    from torch.utils.data import default_collate
-
-    count = len(dataset)
-    picked = [i * (count - 1) // max(1, PROBED_SAMPLES - 1) for i in range(min(PROBED_SAMPLES, count))]
+    whole = WholeBatches()
     try:
-        with generators_kept() as changed:
-            start = time.perf_counter()
-            first = [dataset[i] for i in picked]
-            seconds = (time.perf_counter() - start) / len(picked)
-            if changed():
-                return Strategy(obstacle="its samples draw random numbers", draws_random_numbers=True)
-            second = [dataset[i] for i in picked]
-        batch, again = default_collate(first), default_collate(second)
-    except Exception as error:
-        return Strategy(obstacle=f"its samples cannot be put together ahead of time ({type(error).__name__}: {error})")
-    if not same_bits(batch, again):
-        return Strategy(obstacle="its samples differ from one fetch to the next")
-    needed = sum(tensor.nbytes for tensor in leaves(batch)) / len(picked) * count
-    available = available_memory_bytes()
-    if needed > MEMORY_SHARE * available:
-        return Strategy(
-            obstacle=f"its samples would take {needed / 2**30:.1f} GiB of {available / 2**30:.1f} available"
+        whole.batch(dataset, [0])
+    except whole.not_possible as error:
+        return Strategy(obstacle=str(error) or f"its samples cannot be read ({type(error).__name__})")
+    return Strategy(kind="batched")
+
+
+class WholeBatches:
+    """Makes whole batches of any data set that allows it; remembers no data, only what code of `__getitem__` says."""
+
+    def __init__(self) -> None:
+        from flatout.data.sample_code import NotWholeBatch
+
+        self._codes: dict[FunctionType, Any] = {}
+        self.not_possible: tuple[type[Exception], ...] = (
+            *(NotWholeBatch, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError),
         )
-    startup = seconds * count
-    if startup > STARTUP_LIMIT_SECONDS:
-        return Strategy(obstacle=f"computing all samples once would take {startup:.0f} s")
-    return Strategy(kind="cached", startup_seconds=startup, draws_random_numbers=False)
+        """What `batch` raises where the samples have to be fetched one by one."""
+
+    def batch(self, dataset: Any, wanted: Sequence[int]) -> Any:
+        """The samples at `wanted`, collated as by torch's default_collate; one of `not_possible` where that fails."""
+        if (subset := indices_above(dataset, wanted)) is not None:
+            return self.batch(dataset.dataset, subset)
+        if (tensors := tensors_of(dataset)) is not None:
+            return _tensor_rows(tensors, wanted)
+        return self._code(dataset).batch(dataset, wanted)
+
+    def _code(self, dataset: Any) -> Any:
+        from flatout.data.sample_code import sample_code
+
+        function = type(dataset).__getitem__
+        if function not in self._codes:
+            self._codes[function] = sample_code(dataset)
+        return self._codes[function]
+
+
+def indices_above(dataset: Any, wanted: Sequence[int]) -> list[int] | None:
+    """The indices below a Subset of those asked of it, as it has them now; None where `dataset` is none of torch's."""
+    import torch
+    from torch.utils.data import Subset
+
+    if type(dataset) is not Subset or not _is_torchs(Subset, "__getitem__", "__getitems__"):
+        return None
+    indices: Any = dataset.indices
+    numpy = sys.modules.get("numpy")
+    if type(indices) in (list, tuple, range):
+        return [indices[i] for i in wanted]
+    if type(indices) is torch.Tensor or (numpy is not None and type(indices) is numpy.ndarray):
+        found = [indices[i].item() for i in wanted] if len(wanted) < 4 else indices[list(wanted)].tolist()
+        if set(map(type, found)) == {int}:
+            return found
+    raise ValueError(f"its indices are a {type(indices).__name__}")
+
+
+def tensors_of(dataset: Any) -> Sequence[Any] | None:
+    """What a TensorDataset holds now; None where `dataset` fetches its samples in another way."""
+    from torch.utils.data import TensorDataset
+
+    kind = type(dataset)
+    if not isinstance(dataset, TensorDataset) or kind.__getitem__ is not TensorDataset.__getitem__:
+        return None
+    if not _is_torchs(TensorDataset, "__getitem__") or kind.__getattribute__ is not object.__getattribute__:
+        return None
+    if getattr(dataset, "__getitems__", None) or type(vars(dataset).get("tensors")) not in (tuple, list):
+        return None
+    tensors: Sequence[Any] = vars(dataset)["tensors"]
+    return tensors
+
+
+def _is_torchs(kind: Any, *names: str) -> bool:
+    """Are these methods still torch's own, not a script's in their place?"""
+    functions = (vars(kind)[name] for name in names)
+    return all(isinstance(one, FunctionType) and one.__globals__ is vars(sys.modules[kind.__module__]) for one in functions)
+
+
+def _tensor_rows(tensors: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    from flatout.data.sample_code import index_tensor, rows_of, within
+
+    indices = index_tensor(wanted)
+    return [rows_of(tensor, within(indices, wanted, len(tensor))) for tensor in tensors]
 
 
 def leaves(batch: Any) -> list[Any]:
@@ -113,7 +136,7 @@ def leaves(batch: Any) -> list[Any]:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Equal structure, dtype, shape and bits (NaN equals NaN)."""
+    """Equal structure, dtype, place, shape, strides and bits (NaN equals NaN)."""
     import torch
 
     if type(a) is not type(b):
@@ -123,157 +146,99 @@ def same_bits(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor):
-        b = b.to(a.device)
-        if a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+        if (a.dtype, a.device, a.shape, a.stride()) != (b.dtype, b.device, b.shape, b.stride()):
             return False
         return bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
     return bool(a == b)
 
 
-def take(stored: Any, indices: Any) -> Any:
-    """The samples at `indices` (an int64 tensor) from a collated whole, as a collated batch."""
-    if isinstance(stored, dict):
-        return {key: take(value, indices) for key, value in stored.items()}
-    if isinstance(stored, (list, tuple)) and stored and isinstance(stored[0], (str, bytes)):
-        return type(stored)(stored[i] for i in indices.tolist())
-    if isinstance(stored, (list, tuple)):
-        values = [take(value, indices) for value in stored]
-        return type(stored)(*values) if hasattr(stored, "_fields") else values
-    taken = stored[indices.to(stored.device) if stored.device.type != "cpu" else indices]
-    return taken.contiguous()  # as stacking samples gives it, however the whole lies
-
-
-class _Batches:
-    """One data set's whole-batch source."""
-
-    def __init__(self, dataset: Any, kind: str, device: str | None) -> None:
-        from torch.utils.data import default_collate
-
-        self.kind, self.checked, self.calls = kind, False, 0
-        self.indices: Any = None
-        if kind == "batched":
-            found = tensors_below(dataset)
-            assert found is not None
-            tensors, indices = found
-            self.version = _version(dataset)
-            self.stored: Any = list(tensors)
-            self.indices = _index_tensor(indices) if indices is not None else None
-        else:
-            with generators_kept() as changed:
-                self.stored = default_collate([dataset[i] for i in range(len(dataset))])
-                if changed():
-                    raise ValueError("some samples draw random numbers")
-        if device is not None:
-            self.stored = [tensor.to(device) for tensor in self.stored]
-
-    def batch(self, wanted: Sequence[int]) -> Any:
-        index = _index_tensor(wanted)
-        return take(self.stored, index if self.indices is None else self.indices[index])
-
-
-def _version(dataset: Any) -> tuple[Any, ...]:
-    """Changes when other tensors, other indices or other values take the place of those that were stored."""
-    found: list[Any] = []
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
-        found.append(id(dataset.indices))
-        dataset = dataset.dataset
-    tensors = vars(dataset).get("tensors", ())
-    return (*found, *((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors))
-
-
-def _index_tensor(indices: Sequence[int]) -> Any:
-    import torch
-
-    return torch.as_tensor(indices, dtype=torch.int64)
-
-
 @contextlib.contextmanager
-def batched_fetch(
-    kinds: Collection[str], *, device: str | None = None, on_mismatch: Callable[[str], None] | None = None
-) -> Iterator[None]:
+def batched_fetch(*, on_mismatch: Callable[[str], None] | None = None) -> Iterator[None]:
     """Let every loader of this process that fetches in its main process take whole batches where that fits.
 
-    `kinds` are the strategies allowed ('batched', 'cached'). `device` keeps the samples there. `on_mismatch` is told
-    when a batch differed from the loader's own; that data set is left alone from then on.
+    `on_mismatch` is told when a batch differed from the loader's own; that data set is left alone from then on.
     """
-    from torch.utils.data import Dataset, default_collate
     from torch.utils.data._utils import fetch as torch_fetch
 
-    sources: dict[int, tuple[weakref.ref[Any], _Batches | None]] = {}  # by identity: a data set may not be hashable
+    patch = _Patch(on_mismatch)
     fetcher_class: Any = torch_fetch._MapDatasetFetcher
-    original = fetcher_class.fetch
+    patch.original = original = fetcher_class.fetch
 
     def fetch(fetcher: Any, wanted: Any) -> Any:
-        if not fetcher.auto_collation or torch_worker():
-            return original(fetcher, wanted)
-        dataset = fetcher.dataset
-        if not isinstance(dataset, Dataset):  # a list, say: nothing that could be followed weakly
-            return original(fetcher, wanted)
-        if fetcher.collate_fn is not default_collate:  # another loader of the same data may have one
-            return original(fetcher, wanted)
-        key = id(dataset)
-        if key not in sources:
-            reference = weakref.ref(dataset, lambda _: sources.pop(key, None))
-            sources[key] = (reference, _source(dataset, kinds, device))
-        reference, source = sources[key]
-        if source is None or not len(wanted):
-            return original(fetcher, wanted)
-        if source.kind == "batched" and source.version != _version(dataset):
-            source = _source(dataset, kinds, device)
-            sources[key] = (reference, source)
-        if source is None:
-            return original(fetcher, wanted)
-        try:
-            batch = source.batch(wanted)
-        except (IndexError, TypeError, ValueError, RuntimeError):  # indices of some other kind: the data set's matter
-            sources[key] = (reference, None)
-            return original(fetcher, wanted)
-        if _agrees(source, batch, fetcher, wanted, original):
-            return batch
-        sources[key] = (reference, None)
-        if on_mismatch is not None:
-            on_mismatch(f"a whole batch of {type(dataset).__name__} differed from the loader's own")
-        return original(fetcher, wanted)
+        return patch.fetch(fetcher, wanted)
 
     fetcher_class.fetch = fetch
     try:
         yield
     finally:
-        fetcher_class.fetch = original
+        patch.on = False  # whoever has put something around it since goes on calling it
+        if fetcher_class.fetch is fetch:
+            fetcher_class.fetch = original
 
 
-def _source(dataset: Any, kinds: Collection[str], device: str | None) -> _Batches | None:
-    found = strategy(dataset, _default_collate())
-    if found.kind not in kinds:
-        return None
-    try:
-        return _Batches(dataset, found.kind, device)
-    except Exception:  # whatever a stranger's samples raise when all of them are computed, or put together
-        return None
+class _Patch:
+    """Stands in the place of torch's fetch."""
+
+    original: Callable[[Any, Any], Any]
+
+    def __init__(self, on_mismatch: Callable[[str], None] | None) -> None:
+        from torch.utils.data import Dataset, default_collate
+        from torch.utils.data._utils import worker
+        from torch.utils.data._utils.collate import default_collate_fn_map
+
+        self.on = True
+        self._collations: Any = default_collate_fn_map
+        self._torchs_collations = dict(self._collations)
+        self._whole = WholeBatches()
+        self._on_mismatch = on_mismatch
+        self._dataset_class, self._default_collate, self._worker = Dataset, default_collate, worker
+        self._seen: dict[int, tuple[weakref.ref[Any], set[Any] | None]] = {}
+        """By identity, for a data set may not be hashable: the shapes compared so far; None: it is left alone."""
+
+    def fetch(self, fetcher: Any, wanted: Any) -> Any:
+        if not self.on or not fetcher.auto_collation or fetcher.collate_fn is not self._default_collate:
+            return self.original(fetcher, wanted)
+        if self._collations != self._torchs_collations:  # the script has registered one of its own
+            return self.original(fetcher, wanted)
+        dataset = fetcher.dataset
+        if type(wanted) not in (list, tuple) or not wanted or self._worker._worker_info is not None:
+            return self.original(fetcher, wanted)
+        seen = self._shapes(dataset)
+        if seen is None:
+            return self.original(fetcher, wanted)
+        try:
+            batch = self._whole.batch(dataset, wanted)
+        except self._whole.not_possible:  # the script's own error, if it is one, is raised below
+            return self.original(fetcher, wanted)
+        shape = _shape(batch)
+        if shape in seen:
+            return batch
+        return self._compared(fetcher, wanted, batch, shape)
+
+    def _shapes(self, dataset: Any) -> set[Any] | None:
+        key = id(dataset)
+        found = self._seen.get(key)
+        if found is None:
+            if not isinstance(dataset, self._dataset_class):  # a list, say: nothing that could be followed weakly
+                return None
+            reference = weakref.ref(dataset, lambda _: self._seen.pop(key, None))
+            fits = strategy(dataset, self._default_collate)
+            found = self._seen[key] = (reference, set() if fits.kind else None)
+        return found[1]
+
+    def _compared(self, fetcher: Any, wanted: Any, batch: Any, shape: Any) -> Any:
+        """The loader's own batch; ours is taken from now on if it is the same."""
+        own = self.original(fetcher, wanted)
+        reference, seen = self._seen[id(fetcher.dataset)]
+        if seen is not None and same_bits(own, batch):
+            seen.add(shape)
+            return own
+        self._seen[id(fetcher.dataset)] = (reference, None)
+        if self._on_mismatch is not None:
+            self._on_mismatch(f"a whole batch of {type(fetcher.dataset).__name__} differed from the loader's own")
+        return own
 
 
-def _default_collate() -> Any:
-    from torch.utils.data import default_collate
-
-    return default_collate
-
-
-def _agrees(source: _Batches, batch: Any, fetcher: Any, wanted: Sequence[int], original: Callable[..., Any]) -> bool:
-    """The first batch is compared whole; of kept samples one of each batch is."""
-    if not source.checked:
-        source.checked = True
-        with generators_kept():
-            return same_bits(original(fetcher, wanted), batch)
-    if source.kind == "batched":
-        return True
-    source.calls += 1
-    place = source.calls % len(wanted)
-    fresh = fetcher.collate_fn([fetcher.dataset[wanted[place]]])
-    return same_bits(fresh, take(batch, _index_tensor([place])))
-
-
-def torch_worker() -> bool:
-    """True inside a loader's worker process."""
-    from torch.utils.data import get_worker_info
-
-    return get_worker_info() is not None
+def _shape(batch: Any) -> Any:
+    """Of each tensor of a batch its type and shape, as something to compare by."""
+    return tuple((leaf.dtype, leaf.shape) for leaf in leaves(batch))

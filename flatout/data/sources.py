@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from flatout.data.fetch import strategy, take, tensors_below
+from flatout.data.fetch import WholeBatches, tensors_of
 from flatout.data.nested import leaves_in, map_leaves, map_tensors
 from flatout.data.order import epoch_seed
 from flatout.errors import UsageError
@@ -62,8 +62,10 @@ class Samples:
 
     in_memory = False
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], *, seed: int, draws: bool) -> None:
-        self._dataset, self._collate, self._seed, self._draws = dataset, collate_fn, seed, draws
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], *, seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate_fn, seed
+        self._draws = False
+        """Was a random number seen to be drawn? Until then generators need no seed for each sample."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -71,8 +73,12 @@ class Samples:
     def batch(self, indices: Any, epoch: int) -> Any:
         wanted = indices.tolist()
         if not self._draws:
-            many = getattr(self._dataset, "__getitems__", None)
-            return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
+            with generators_kept() as changed:
+                many = getattr(self._dataset, "__getitems__", None)
+                made = self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
+                self._draws = changed()
+            if not self._draws:
+                return made  # else augmentation begins here: this batch too is one of (seed, epoch, index)
         with generators_kept():
             samples = []
             for i in wanted:
@@ -82,24 +88,39 @@ class Samples:
 
 
 class Whole:
-    """A data set that lies in memory as tensors (TensorDataset, Subset): whole batches at once."""
+    """A data set that lies in memory as tensors (TensorDataset, Subsets of one): whole batches at once.
+
+    Tensors and indices are read as they are when a batch is made, but for a copy that was put on a device.
+    """
 
     in_memory = True
 
-    def __init__(self, tensors: Sequence[Any], indices: Any) -> None:
-        import torch
-
-        self._tensors = list(tensors)
-        self._indices = None if indices is None else torch.as_tensor(indices)
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._whole = dataset, WholeBatches()
 
     def __len__(self) -> int:
-        return len(self._tensors[0]) if self._indices is None else len(self._indices)
+        return len(self._dataset)
 
     def to(self, device: Any) -> None:
-        self._tensors = [tensor.to(device) for tensor in self._tensors]
+        """Keep a copy of the data on that device from now on."""
+        from torch.utils.data import TensorDataset
+
+        everything = self._whole.batch(self._dataset, range(len(self)))
+        self._dataset = TensorDataset(*(tensor.to(device) for tensor in everything))
 
     def batch(self, indices: Any, epoch: int) -> Any:
-        return take(self._tensors, indices if self._indices is None else self._indices[indices])
+        if (tensors := tensors_of(self._dataset)) is not None:
+            return [tensor.index_select(0, indices.to(tensor.device)) for tensor in tensors]
+        return self._whole.batch(self._dataset, indices.tolist())
+
+
+def _lies_in_tensors(dataset: Any) -> bool:
+    from torch.utils.data import Subset
+
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    tensors = tensors_of(dataset)
+    return tensors is not None and not any(tensor.requires_grad for tensor in tensors)
 
 
 def source_of(data: Any, collate_fn: Callable[[list[Any]], Any] | None, *, seed: int) -> Source:
@@ -122,11 +143,9 @@ def _source_of(data: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> 
             f"{type(data).__name__} is no source of batches",
             limit="tensors or arrays (in dicts, tuples, dataclasses), a Dataset, a stream or a DataLoader are",
         )
-    tensors = tensors_below(data)
-    if tensors is not None and collate_fn is default_collate:
-        return Whole(*tensors)
-    draws = len(data) > 0 and strategy(data, default_collate).draws_random_numbers is not False
-    return Samples(data, collate_fn, seed=seed, draws=draws)
+    if collate_fn is default_collate and _lies_in_tensors(data):
+        return Whole(data)
+    return Samples(data, collate_fn, seed=seed)
 
 
 def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:

@@ -15,7 +15,7 @@ DATA_SHARE_WORTH_TRYING = 0.03
 
 
 class BatchedFetch(Lever):
-    """'batched' indexes the tensors of a data set; 'cached' also keeps the samples of one that computes them."""
+    """One operation on the live data for a batch, where it is known what a sample is made of. Nothing is kept."""
 
     name = "batched fetch"
     plan_field = "fetch"
@@ -29,18 +29,16 @@ class BatchedFetch(Lever):
             return refuse(too_little)
         if all(loader.workers for loader in observed.loaders):
             return refuse("the loader has workers, set by the script")
-        kinds = {loader.fetch for loader in observed.loaders if loader.fetch and not loader.workers}
-        if not kinds:
+        found = next((loader for loader in observed.loaders if loader.fetch and not loader.workers), None)
+        if found is None:
             return refuse(observed.loaders[0].fetch_obstacle)
-        value = "cached" if "cached" in kinds else "batched"
-        return offer(value, reason=f"the data fit in memory ({observed.loaders[0].dataset})")
+        return offer("batched", reason=f"the data lie in memory ({found.dataset})")
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        kinds = {"batched", "cached"} if value == "cached" else {"batched"}
-        return batched_fetch(kinds, on_mismatch=lambda why: subject.incidents.append((self.name, why)))
+        return batched_fetch(on_mismatch=lambda why: subject.incidents.append((self.name, why)))
 
     def label(self, value: Any) -> str:
-        return "batched fetch" if value == "batched" else "batched fetch of kept samples"
+        return self.name
 
 
 def data_too_small(observed: Observed) -> str:

@@ -37,8 +37,6 @@ class LoaderSeen:
     persistent_workers: bool
     fetch: str = ""
     fetch_obstacle: str = ""
-    fetch_startup_seconds: float | None = None
-    draws_random_numbers: bool | None = None
     batches_per_epoch: int | None = None
 
 

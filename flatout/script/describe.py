@@ -49,7 +49,7 @@ def observe(
 ) -> Observed:
     """What is known of the loop now; `rows` are the steps of a window (none: nothing was timed).
 
-    `loaders` = False leaves them out: describing one fetches a few of its samples, which a real run must not do.
+    `loaders` = False leaves them out: describing one asks for its length, which is the script's code.
     """
     import torch
 
@@ -104,8 +104,6 @@ def _see_loader(loader: Any) -> LoaderSeen:
         persistent_workers=bool(loader.persistent_workers),
         fetch=found.kind if found else "",
         fetch_obstacle=found.obstacle if found else "the loader forms no batches itself",
-        fetch_startup_seconds=found.startup_seconds if found else None,
-        draws_random_numbers=found.draws_random_numbers if found else None,
         batches_per_epoch=len(loader) if length is not None else None,
     )
 

@@ -1,0 +1,33 @@
+"""Page-locked batches for a GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+
+
+class PinnedMemory(Lever):
+    """Page-locked batches, which the GPU copies while it computes."""
+
+    name = "pinned memory"
+    plan_field = "pin_memory"
+    exactness = "bit-same"
+    switch = "loader"
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if not observed.device.startswith("cuda"):
+            return refuse("the script trains on the CPU")
+        if not observed.loaders or all(loader.pin_memory for loader in observed.loaders):
+            return refuse("no loader without it feeds training")
+        return offer(True, reason="batches are copied to the GPU every step")
+
+    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+        def before_iterator(loader: Any) -> None:
+            loader.pin_memory = True
+
+        return subject.before_iterators(before_iterator)
