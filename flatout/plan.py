@@ -67,15 +67,15 @@ class Plan:
         "implementation of the optimizer's step: fused = one kernel for it all, foreach = one per operation"
     )
     fetch: Literal["batched", "cached"] | None = _choice(
-        "in-memory data in the main process: batched = index whole batches, cached = keep samples after first use"
+        "in-memory data in the main process: batched = whole batches, made from the live data (cached: the same)"
     )
     device: Literal["cuda"] | None = _choice(
         "where a script runs that names no device itself: cuda = its model is moved to the GPU, and what meets it"
     )
     data_device: Literal["cuda"] | None = _choice(
-        "where the data set lives: cuda = copied to the device once, no transfer per step (needs fetch)"
+        "where batches() keeps tensors: cuda = copied there once, so that later changes are not seen (needs fetch)"
     )
-    loader_workers: int | None = _choice("DataLoader's processes; 0 = load in the main process", low=0, high=256)
+    loader_workers: int | None = _choice("processes of batches(); 0 = load in the main process", low=0, high=256)
     persistent_workers: bool | None = _choice("keep the loader's workers alive between epochs")
     prefetch_factor: int | None = _choice("batches that each loader worker holds ready", low=1, high=64)
     pin_memory: bool | None = _choice("page-locked batches, so that copies to the device overlap with compute")

@@ -129,8 +129,15 @@ class Batches:
             return (self._source.batch(indices, epoch) for epoch, indices in keys)
         if self._workers is None or self._workers[0] != count:
             pin = self._out.device.type == "cuda" and self._out.plan.pin_memory is not False
-            factor = self._out.plan.prefetch_factor
-            self._workers = count, Workers(self._source, count, prefetch_factor=factor, pin_memory=pin)
+            plan = self._out.plan
+            made = Workers(
+                self._source,
+                count,
+                prefetch_factor=plan.prefetch_factor,
+                pin_memory=pin,
+                persistent=plan.persistent_workers is True,
+            )
+            self._workers = count, made
         return self._workers[1].batches(keys)
 
 
@@ -210,6 +217,9 @@ def batches(
     map-style or iterable data set; or a DataLoader, whose data set, batch size, order and collate function are taken.
     `shuffle` is on by default, but for streams, which keep their order. `device` is where batches are handed out;
     by default they stay where they are. `rank` and `ranks` default to those of torch.distributed.
+
+    Where a data set's own code holds the steps back, it runs in worker processes: they have the data set as it is when
+    an epoch begins, and what it changes there is not seen here. `Plan(loader_workers=0)` keeps it in this process.
 
     Raises UsageError for data that is none of these, is empty, or whose arrays differ in length.
     """

@@ -115,8 +115,9 @@ def tensors_of(dataset: Any) -> Sequence[Any] | None:
 
 def _is_torchs(kind: Any, *names: str) -> bool:
     """Are these methods still torch's own, not a script's in their place?"""
-    functions = (vars(kind)[name] for name in names)
-    return all(isinstance(one, FunctionType) and one.__globals__ is vars(sys.modules[kind.__module__]) for one in functions)
+    home = vars(sys.modules[kind.__module__])
+    functions = [vars(kind)[name] for name in names]
+    return all(isinstance(one, FunctionType) and one.__globals__ is home for one in functions)
 
 
 def _tensor_rows(tensors: Sequence[Any], wanted: Sequence[int]) -> list[Any]:

@@ -51,7 +51,7 @@ IMAGE_MODES = {3: "L", 4: "RGB"}
 """Dimensions of a batch of images -> PIL's mode."""
 
 
-class NotWholeBatch(Exception):  # noqa: N818 - it ends no program: it says that another way is taken
+class NotWholeBatch(Exception):
     """The samples have to be fetched one by one; the text says why."""
 
 
@@ -120,13 +120,11 @@ def _tree(function: FunctionType) -> ast.FunctionDef:
         compiled = compile(module, code.co_filename, "exec", dont_inherit=True)
     except (OSError, TypeError, SyntaxError, ValueError):
         raise NotWholeBatch("the source of its __getitem__ is not at hand") from None
-    trees = [
-        one for one in ast.walk(module) if isinstance(one, ast.FunctionDef) and one.lineno == code.co_firstlineno
-    ]
+    trees = [one for one in ast.walk(module) if isinstance(one, ast.FunctionDef) and one.lineno == code.co_firstlineno]
     if len(trees) != 1 or trees[0].decorator_list or code not in _codes_in(compiled):
         raise NotWholeBatch("the source of its __getitem__ is not what runs")
     if code.co_freevars or code.co_cellvars:
-        raise NotWholeBatch("its __getitem__ uses variables of a function around it")
+        raise NotWholeBatch("its __getitem__ uses super() or variables of a function around it")
     return trees[0]
 
 
@@ -142,6 +140,7 @@ class _Run:
 
     def __init__(self, dataset: Any, function: FunctionType, wanted: Sequence[int], names: tuple[str, str]) -> None:
         self._dataset, self._globals, self._wanted = dataset, function.__globals__, wanted
+        self._local = function.__code__.co_varnames
         self._index = Plain(list(wanted))
         self._names: dict[str, Any] = {names[0]: dataset, names[1]: self._index}
         self._indices: Tensor | None = None
@@ -193,6 +192,8 @@ class _Run:
         match node:
             case ast.Constant(value=value):
                 return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return -value
             case ast.Name(id=name):
                 return self._named(name)
             case ast.Attribute(value=owner, attr=name):
@@ -212,9 +213,9 @@ class _Run:
     def _named(self, name: str) -> Any:
         if name in self._names:
             return self._names[name]
-        if name in self._globals:
+        if name not in self._local and name in self._globals:
             return self._globals[name]
-        if vars(builtins).get(name) in (int, float):
+        if name in ("int", "float") and vars(builtins)[name] in (int, float):
             return vars(builtins)[name]
         raise NotWholeBatch(f"its __getitem__ uses {name}")
 
@@ -426,16 +427,19 @@ def _all_numbers(values: Sequence[Any]) -> bool:
     return set(map(type, values)) in ({bool}, {int}, {float})
 
 
-def _collated(value: Any, seen: set[int]) -> Any:
-    """As default_collate gives it: what stands twice in a sample is two tensors of the batch."""
+def _collated(value: Any, seen: set[int], texts: type = list) -> Any:
+    """As default_collate gives it: what stands twice in a sample is two tensors of the batch.
+
+    `texts` is what it leaves texts in: as the batch was listed, or a tuple where samples were sequences.
+    """
     if isinstance(value, dict):
         return {key: _collated(one, seen) for key, one in value.items()}
     if isinstance(value, list):
-        return [_collated(one, seen) for one in value]
+        return [_collated(one, seen, tuple) for one in value]
     if isinstance(value, Plain):
         if not _all_numbers(value.values) and set(map(type, value.values)) != {str}:
             raise NotWholeBatch("it keeps more than numbers and texts in a list")
-        return default_collate(value.values)
+        return default_collate(texts(value.values))
     if not isinstance(value, Rows) or value.kind == "image":
         raise NotWholeBatch("its __getitem__ returns more than tensors, arrays and numbers")
     address = value.values.untyped_storage().data_ptr()

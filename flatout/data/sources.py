@@ -9,7 +9,7 @@ streams                 iterable data sets: in the order in which they come
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from flatout.data.fetch import WholeBatches, tensors_of
@@ -64,21 +64,29 @@ class Samples:
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], *, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate_fn, seed
-        self._draws = False
-        """Was a random number seen to be drawn? Until then generators need no seed for each sample."""
+        self._draws, self._checked_epoch = False, -1
+        """Was a random number seen to be drawn? Looked for in each epoch anew; until then samples need no seeds."""
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def batch(self, indices: Any, epoch: int) -> Any:
         wanted = indices.tolist()
+        if not self._draws and self._checked_epoch == epoch:
+            return self._plain(wanted)
         if not self._draws:
             with generators_kept() as changed:
-                many = getattr(self._dataset, "__getitems__", None)
-                made = self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
-                self._draws = changed()
+                made = self._plain(wanted)
+                self._draws, self._checked_epoch = changed(), epoch
             if not self._draws:
-                return made  # else augmentation begins here: this batch too is one of (seed, epoch, index)
+                return made  # else augmentation begins here, and this batch too is one of (seed, epoch, index)
+        return self._seeded(wanted, epoch)
+
+    def _plain(self, wanted: list[int]) -> Any:
+        many = getattr(self._dataset, "__getitems__", None)
+        return self._collate(many(wanted) if many else [self._dataset[i] for i in wanted])
+
+    def _seeded(self, wanted: list[int], epoch: int) -> Any:
         with generators_kept():
             samples = []
             for i in wanted:

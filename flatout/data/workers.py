@@ -36,7 +36,7 @@ class _Dataset:
 
 
 class _Keys:
-    """A sampler that can be given another list for each epoch, so that workers live on between epochs."""
+    """A sampler that can be given another list for each epoch, so that workers may live on between epochs."""
 
     def __init__(self) -> None:
         self.keys: Sequence[Key] = ()
@@ -49,9 +49,14 @@ class _Keys:
 
 
 class Workers:
-    """`count` processes that make batches ahead, in order."""
+    """`count` processes that make batches ahead, in order.
 
-    def __init__(self, source: Source, count: int, *, prefetch_factor: int | None, pin_memory: bool) -> None:
+    They have the data set as it is when an epoch begins; with `persistent` as it was when the first one began.
+    """
+
+    def __init__(
+        self, source: Source, count: int, *, prefetch_factor: int | None, pin_memory: bool, persistent: bool = False
+    ) -> None:
         import torch
         from torch.utils.data import DataLoader
 
@@ -61,7 +66,7 @@ class Workers:
             batch_size=None,
             sampler=self._keys,
             num_workers=count,
-            persistent_workers=True,
+            persistent_workers=persistent,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers

@@ -95,7 +95,12 @@ def _memory_creep(facts: RunFacts) -> Finding | None:
 
 def _starved(facts: RunFacts) -> Finding | None:
     return _large_part(
-        facts, "data", DATA_SHARE_LIMIT, "starved", "the model waits for data", "whole-batch fetching, or DataLoader(..., num_workers=2)"
+        facts,
+        "data",
+        DATA_SHARE_LIMIT,
+        "starved",
+        "the model waits for data",
+        "whole-batch fetching, or num_workers=2 on the loader",
     )
 
 

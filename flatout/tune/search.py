@@ -47,9 +47,6 @@ ATTEMPTS = 6
 """So often a short script is started again within one comparison."""
 LEVER_SECONDS = 25.0
 CONFLICTS = {
-    "loader_workers": ("fetch", "data_device"),
-    "fetch": ("loader_workers",),
-    "data_device": ("pin_memory",),
     "compile": ("attention",),
 }
 """Choices that cannot stand beside each other, or of which one does the other's work: the newer replaces the older."""

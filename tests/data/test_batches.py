@@ -229,3 +229,45 @@ def test_workers_come_only_where_the_loop_waits_and_go_where_they_do_not_help(mo
     assert useless.decided
     assert "without" in useless.reason
     assert Pacing(1).decided
+
+
+class Growing(Dataset):  # type: ignore[type-arg]
+    """Draws random numbers from the second epoch on, and counts what was asked of it."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(2) if self.epoch else torch.full((2,), float(index))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_changes_between_epochs_is_seen_as_it_is(workers: int) -> None:
+    def epochs(data: Growing, of: Any) -> list[torch.Tensor]:
+        found = []
+        for data.epoch in range(2):
+            found += list(of)
+        return found
+
+    data = Growing()
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    found = epochs(data, batches(data, 4, Plan(loader_workers=workers), seed=2))
+    assert torch.equal(torch.rand(3), expected)
+    other = Growing()
+    again = epochs(other, batches(other, 6, Plan(loader_workers=0), seed=2))
+    for ours, theirs in ((found[:3], again[:2]), (found[3:], again[2:])):
+        torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=0, atol=0)
+    assert (torch.cat(found[3:]) % 1 != 0).all()
+
+
+def test_indices_that_the_script_changes_are_seen() -> None:
+    subset = Subset(TensorDataset(torch.arange(40.0)), list(range(4)))
+    source = batches(subset, 4, shuffle=False)
+    assert next(iter(source))[0].tolist() == [0, 1, 2, 3]
+    subset.indices[:] = [7, 9, 8, 6]  # type: ignore[index]
+    source.load_state_dict({**source.state_dict(), "position": 0})
+    assert next(iter(source))[0].tolist() == [7, 9, 8, 6]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import random
-from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,31 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from flatout.data.fetch import batched_fetch, same_bits, strategy
-
-Pair = namedtuple("Pair", "image label")
-COUNTER = itertools.count()
-BOTH = {"batched", "cached"}
-
-
-class Samples(Dataset):  # type: ignore[type-arg]
-    """`count` samples, each made by `make(index)`."""
-
-    def __init__(self, make: Callable[[int], Any], count: int = 11) -> None:
-        self.make, self.count, self.calls = make, count, 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        self.calls += 1
-        return self.make(int(index))
-
-
-class Unhashable(Samples):
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
+from tests.data.kept_data_sets import DATA_SETS, LEFT_ALONE, Counting, Labelled, Shared
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -47,7 +22,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(torch.arange(6.0))
 
 
-class Reversed(torch.utils.data.Sampler):  # type: ignore[type-arg]
+class Listed(torch.utils.data.Sampler):  # type: ignore[type-arg]
     def __init__(self, batches: Any) -> None:
         self.batches = batches
 
@@ -59,164 +34,273 @@ def tensors(count: int = 11) -> TensorDataset:
     return TensorDataset(torch.randn(count, 3), torch.arange(count))
 
 
-def keyed(index: int) -> dict[str, Any]:
-    return {"x": torch.full((2,), float(index)), "name": f"n{index}", "weight": index / 3}
+def epochs_of(dataset: Any, count: int = 2) -> list[Any]:
+    torch.manual_seed(3)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True)
+    found = [batch for _ in range(count) for batch in loader]
+    return [*found, torch.rand(2)]  # and where the generator stands afterwards
 
 
-DATASETS: dict[str, Callable[[], Any]] = {
-    "tensors": tensors,
-    "subset of subset": lambda: Subset(Subset(tensors(20), list(range(0, 20, 2))), [3, 1, 7, 0, 0]),
-    "subset by tensor": lambda: Subset(tensors(20), torch.tensor([3, 1, 7])),  # type: ignore[arg-type]
-    "images seen as NCHW": lambda: TensorDataset(torch.randn(9, 4, 4, 3).permute(0, 3, 1, 2)),
-    "dict": lambda: Samples(keyed),
-    "tuple": lambda: Samples(lambda i: (torch.ones(2) * i, i, i / 7, f"s{i}", bool(i % 2))),
-    "bytes alone": lambda: Samples(lambda i: f"s{i}"),
-    "numpy": lambda: Samples(lambda i: (np.full((2, 2), i, dtype=np.float32), np.int64(i))),
-    "named tuple": lambda: Samples(lambda i: Pair(torch.ones(2) * i, i)),
-    "nested": lambda: Samples(lambda i: (torch.ones(1) * i, (i, {"a": float(i)}))),
-    "unhashable": lambda: Unhashable(lambda i: (torch.ones(2) * i, i)),
-    "nan": lambda: Samples(lambda i: torch.tensor([float("nan"), i])),
-}
-
-
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("name", DATA_SETS)
 def test_batches_are_the_loaders_own(name: str) -> None:
-    dataset = DATASETS[name]()
-    assert strategy(dataset, default_collate).kind in BOTH
-
-    def epochs() -> list[Any]:
-        torch.manual_seed(3)
-        loader = DataLoader(dataset, batch_size=4, shuffle=True)
-        found = [batch for _ in range(2) for batch in loader]
-        return [*found, torch.rand(2)]  # and where the generator stands afterwards
-
-    plain = epochs()
-    told: list[str] = []
-    with batched_fetch(BOTH, on_mismatch=told.append):
-        assert same_bits(epochs(), plain)
+    dataset, told = DATA_SETS[name](), list[str]()
+    assert strategy(dataset, default_collate) == strategy(tensors(), default_collate)
+    plain = epochs_of(dataset)
+    with batched_fetch(on_mismatch=told.append):
+        assert same_bits(epochs_of(dataset), plain)
     assert told == []
 
 
-def test_kept_samples_are_not_computed_again() -> None:
-    dataset = Samples(lambda i: (torch.ones(2) * i, i), count=40)
-    with batched_fetch(BOTH):
-        loader = DataLoader(dataset, batch_size=20)
-        list(loader)
-        dataset.calls = 0
-        list(loader)
-    assert dataset.calls == 2  # one of each batch, to compare
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_no_sample_is_fetched_alone_after_the_first_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = DATA_SETS[name]()
+    with batched_fetch():
+        epochs_of(dataset, 1)
+        monkeypatch.setattr(_MapDatasetFetcher.fetch.__closure__[0].cell_contents, "original", None)  # type: ignore[index]
+        epochs_of(dataset, 1)
 
 
-@pytest.mark.parametrize("batches", [[[0, 3], [5]], [torch.tensor([1, 2])], [(4, -1)], [np.array([1, 9])]])
-def test_any_batch_sampler(batches: Any) -> None:
-    dataset = tensors()
-    loader = DataLoader(dataset, batch_sampler=Reversed(batches))
-    plain = list(loader)
-    with batched_fetch(BOTH):
-        assert same_bits(list(loader), plain)
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_alone_without_a_call_of_it(name: str) -> None:
+    make, why = LEFT_ALONE[name]
+    dataset = make()
+    found = strategy(dataset, default_collate)
+    assert found.kind == ""
+    assert why in found.obstacle
+    if isinstance(dataset, Counting):
+        assert dataset.calls == 0
 
 
-def test_indices_that_are_no_numbers_are_left_to_the_dataset() -> None:
-    dataset = Samples(lambda i: torch.ones(2) * i)
-    dataset.__class__ = type("Keyed", (Samples,), {"__getitem__": lambda self, key: torch.ones(1) * len(str(key))})
-    loader = DataLoader(dataset, batch_sampler=Reversed([["a", "bb"]]))
-    with batched_fetch(BOTH):
-        assert next(iter(loader)).tolist() == [[1.0], [2.0]]
+@pytest.mark.parametrize("name", [name for name in LEFT_ALONE if name != "empty"])
+def test_the_script_s_own_code_runs_as_often_as_it_would(name: str) -> None:
+    make, _ = LEFT_ALONE[name]
+
+    def run() -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        dataset = make()
+        found = epochs_of(dataset)
+        kept = {key: value for key, value in vars(dataset).items() if isinstance(value, (int, list, torch.Tensor))}
+        return [*found, kept, random.random(), np.random.rand()]
+
+    plain = run()
+    with batched_fetch():
+        assert same_bits(run(), plain)
+
+
+@pytest.mark.parametrize("batches", [[[0, 3], [5]], [torch.tensor([1, 2])], [(4, -1)], [np.array([1, 9])], [[True, 0]]])
+@pytest.mark.parametrize("make", [tensors, DATA_SETS["row of each"], DATA_SETS["subset of subset"]])
+def test_any_batch_sampler(batches: Any, make: Any) -> None:
+    dataset = make()
+    loader = DataLoader(dataset, batch_sampler=Listed(batches * 2))
+    try:
+        plain: Any = list(loader)
+    except (IndexError, RuntimeError, TypeError) as error:
+        plain = type(error)
+    with batched_fetch():
+        if isinstance(plain, list):
+            assert same_bits(list(loader), plain)
+        else:
+            with pytest.raises(plain):
+                list(loader)
 
 
 def test_out_of_range_stays_the_users_own_error() -> None:
-    with batched_fetch(BOTH), pytest.raises(IndexError):
-        list(DataLoader(tensors(), batch_sampler=Reversed([[0], [99]])))
+    with batched_fetch(), pytest.raises(IndexError, match="index 99 is out of bounds"):
+        list(DataLoader(tensors(), batch_sampler=Listed([[0], [99]])))
 
 
-@pytest.mark.parametrize(
-    ("dataset", "collate", "why"),
-    [
-        (Samples(lambda i: torch.rand(2)), default_collate, "random"),
-        (Samples(lambda i: random.random()), default_collate, "random"),
-        (Samples(lambda i: np.random.rand()), default_collate, "random"),
-        (Samples(lambda i: next(COUNTER)), default_collate, "differ"),
-        (Samples(lambda i: torch.ones(i + 1)), default_collate, "put together"),
-        (Samples(lambda i: None), default_collate, "put together"),
-        (Samples(lambda i: torch.ones(1), count=0), default_collate, "how long"),
+def test_streams_lists_and_own_collate_functions_are_not_for_it() -> None:
+    for dataset, collate, why in (
         (tensors(), lambda samples: samples, "collate"),
         (Stream(), default_collate, "stream"),
         ([1, 2, 3], default_collate, "stream"),
-    ],
-)
-def test_refused_and_no_generator_moved(dataset: Any, collate: Any, why: str) -> None:
-    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    found = strategy(dataset, collate)
-    assert found.kind == ""
-    assert why in found.obstacle
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert random.getstate() == python_state
-    assert (np.random.get_state()[1] == numpy_state).all()
-    with batched_fetch(BOTH):
-        if not isinstance(dataset, Samples):
-            list(DataLoader(dataset, batch_size=2, collate_fn=collate))
-
-
-def test_what_does_not_fit_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.data.fetch.available_memory_bytes", lambda: 100)
-    found = strategy(Samples(lambda i: torch.ones(64)), default_collate)
-    assert found.kind == ""
-    assert "GiB" in found.obstacle
-
-
-def test_random_numbers_in_few_samples_are_found_and_the_stream_goes_on() -> None:
-    def make(index: int) -> torch.Tensor:
-        return torch.rand(1) if index == 5 else torch.ones(1) * index
-
-    def epoch() -> list[Any]:
-        torch.manual_seed(1)
-        return [*DataLoader(Samples(make, count=40), batch_size=8), torch.rand(1)]
-
-    plain = epoch()
-    with batched_fetch(BOTH):
-        assert same_bits(epoch(), plain)
-
-
-def test_a_data_set_that_changes_under_way_is_noticed() -> None:
-    dataset = Samples(lambda i: torch.ones(1) * i, count=8)
-    told: list[str] = []
-    with batched_fetch(BOTH, on_mismatch=told.append):
-        loader = DataLoader(dataset, batch_size=4)
-        list(loader)
-        dataset.make = lambda i: torch.ones(1) * -i - 1
-        assert torch.cat(list(loader)).flatten().tolist() == [-1.0 - i for i in range(8)]
-    assert len(told) == 1
-
-
-def test_new_tensors_in_a_tensor_data_set_are_seen() -> None:
-    dataset = tensors(4)
-    loader = DataLoader(dataset, batch_size=4)
-    with batched_fetch(BOTH):
-        list(loader)
-        dataset.tensors = (torch.zeros(4, 3), torch.zeros(4))
-        assert next(iter(loader))[0].sum() == 0
-        dataset.tensors[0].fill_(2.0)
-        assert next(iter(loader))[0].sum() == 24
+    ):
+        assert why in strategy(dataset, collate).obstacle
+        with batched_fetch():
+            list(DataLoader(dataset, batch_size=2, collate_fn=collate))  # type: ignore[arg-type]
 
 
 def test_another_loader_of_the_same_data_keeps_its_collate_function() -> None:
     dataset = tensors(4)
-    with batched_fetch(BOTH):
+    with batched_fetch():
         list(DataLoader(dataset, batch_size=2))
         assert next(iter(DataLoader(dataset, batch_size=2, collate_fn=len))) == 2
 
 
-def test_only_the_kinds_that_were_asked_for() -> None:
-    dataset = Samples(lambda i: torch.ones(1) * i, count=8)
-    with batched_fetch({"batched"}):
-        list(DataLoader(dataset, batch_size=4))
-        dataset.calls = 0
-        list(DataLoader(dataset, batch_size=4))
-    assert dataset.calls == 8
+def test_a_batch_that_the_script_changes_changes_nothing_else() -> None:
+    dataset = DATA_SETS["the same twice"]()
+    with batched_fetch():
+        for _ in range(3):
+            for first, second in DataLoader(dataset, batch_size=11):
+                assert torch.equal(first, second)
+                first.zero_()
+                assert second.any()
 
 
-def test_undone() -> None:
+def test_a_data_set_that_is_gone_is_not_held() -> None:
+    with batched_fetch():
+        dataset = tensors(4)
+        list(DataLoader(dataset, batch_size=2))
+        finder = __import__("weakref").ref(dataset)
+        del dataset
+        gc.collect()
+        assert finder() is None
+
+
+def test_undone_and_what_was_put_around_it_stays() -> None:
     before = _MapDatasetFetcher.fetch
-    with batched_fetch(BOTH):
+    with batched_fetch():
         assert _MapDatasetFetcher.fetch is not before
     assert _MapDatasetFetcher.fetch is before
+
+    with batched_fetch():
+        ours = _MapDatasetFetcher.fetch
+
+        def counted(fetcher: Any, wanted: Any) -> Any:
+            return ours(fetcher, wanted)
+
+        _MapDatasetFetcher.fetch = counted  # type: ignore[method-assign]
+    assert _MapDatasetFetcher.fetch is counted
+    assert len(list(DataLoader(tensors(), batch_size=4))) == 3
+    _MapDatasetFetcher.fetch = before  # type: ignore[method-assign]
+
+
+def test_strides_are_those_of_stacking() -> None:
+    """Whatever lies behind a sample: stacking gives rows that follow each other, and so do we."""
+    draw = random.Random(0)
+    for _ in range(60):
+        sizes = [draw.choice((1, 2, 3)) for _ in range(draw.randint(1, 4))]
+        stored = torch.randn(5, *sizes).permute(0, *draw.sample(range(1, len(sizes) + 1), len(sizes)))
+        if draw.random() < 0.3:
+            stored = stored[:, ::2]
+        dataset = TensorDataset(stored)
+        loader = DataLoader(dataset, batch_size=draw.choice((1, 2, 5)))
+        plain, told = list(loader), list[str]()
+        with batched_fetch(on_mismatch=told.append):
+            assert same_bits([list(loader), list(loader)], [plain, plain])
+        assert told == []
+
+
+# What a script may do to its data between two batches or two epochs.
+
+
+def _permute(data: Any, draw: random.Random) -> None:
+    if isinstance(data.subset.indices, list):
+        draw.shuffle(data.subset.indices)
+
+
+def _refill(data: Any, draw: random.Random) -> None:
+    if isinstance(data.subset.indices, list):
+        data.subset.indices[:] = [draw.randrange(40) for _ in range(len(data.subset.indices))]
+
+
+def _other_indices(data: Any, draw: random.Random) -> None:
+    made = [draw.randrange(40) for _ in range(20)]
+    data.subset.indices = draw.choice([made, np.array(made), torch.tensor(made), tuple(made), range(5, 25)])
+
+
+def _write_in_place(data: Any, draw: random.Random) -> None:
+    data.x[draw.randrange(40)] += 1
+
+
+def _write_past_the_version_counter(data: Any, draw: random.Random) -> None:
+    data.x.data[draw.randrange(40)] = draw.random()
+
+
+def _write_through_numpy(data: Any, draw: random.Random) -> None:
+    data.array[draw.randrange(40)] *= 0.5
+
+
+def _relabel(data: Any, draw: random.Random) -> None:
+    data.labels[draw.randrange(40)] = draw.randrange(9)
+
+
+def _other_tensor(data: Any, draw: random.Random) -> None:
+    data.whole.tensors = (torch.randn(40, 3), data.whole.tensors[1])
+
+
+def _other_type(data: Any, draw: random.Random) -> None:
+    data.labelled.x = data.labelled.x.double() if draw.random() < 0.5 else data.labelled.x.float()
+
+
+def _attribute(data: Any, draw: random.Random) -> None:
+    data.labelled.scale = draw.choice([0.5, 2, 3])
+
+
+def _transform(data: Any, draw: random.Random) -> None:
+    data.labelled.transform = draw.choice([None, lambda x: x + torch.rand(()), lambda x: x * 2])
+
+
+def _other_code(data: Any, draw: random.Random) -> None:
+    data.labelled.__class__ = draw.choice([Labelled, Augmented])
+
+
+class Augmented(Labelled):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(3, dtype=x.dtype), y
+
+
+CHANGES = [
+    *(_permute, _refill, _other_indices, _write_in_place, _write_past_the_version_counter, _write_through_numpy),
+    *(_relabel, _other_tensor, _other_type, _attribute, _transform, _other_code),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_the_script_changes_is_seen_at_the_next_batch(seed: int) -> None:
+    def run() -> list[Any]:
+        draw, data, found = random.Random(seed), Shared(), list[Any]()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        chosen = draw.sample(CHANGES, 4)
+        sets: list[Any] = [data.whole, data.subset, data.labelled, Subset(data.labelled, list(range(10)))]
+        for _ in range(3):
+            for dataset in sets:
+                for batch in DataLoader(dataset, batch_size=draw.choice((3, 8)), shuffle=draw.random() < 0.5):
+                    found.append(batch)
+                    if draw.random() < 0.3:
+                        draw.choice(chosen)(data, draw)
+            draw.choice(chosen)(data, draw)
+        return [*found, torch.rand(2), np.random.rand(), random.random()]
+
+    plain, told = run(), list[str]()
+    with batched_fetch(on_mismatch=told.append):
+        assert same_bits(run(), plain)
+    assert told == []
+
+
+def test_a_replay_buffer_is_read_as_it_is() -> None:
+    def run() -> list[Any]:
+        torch.manual_seed(0)
+        data = DATA_SETS["replay buffer"]()
+        found = []
+        for step, batch in enumerate(DataLoader(data, batch_size=4)):
+            found.append(batch)
+            data.data[(step * 4 + 5) % len(data)] = 100.0 + step
+        return found
+
+    plain = run()
+    with batched_fetch():
+        assert same_bits(run(), plain)
+
+
+class Kept(Dataset):  # type: ignore[type-arg]
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(2)
+
+
+def test_code_that_was_replaced_is_run() -> None:
+    data = DATA_SETS["row of each"]()
+    kind = type(data)
+    before = kind.__getitem__
+    try:
+        with batched_fetch():
+            for _ in range(2):
+                list(DataLoader(data, batch_size=4))
+            kind.__getitem__ = Kept.__getitem__
+            assert torch.equal(next(iter(DataLoader(data, batch_size=4))), torch.ones(4, 2))
+    finally:
+        kind.__getitem__ = before

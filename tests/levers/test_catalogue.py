@@ -42,7 +42,6 @@ LOADER = LoaderSeen(
     pin_memory=False,
     persistent_workers=False,
     fetch="batched",
-    draws_random_numbers=False,
 )
 OPTIMIZER = OptimizerSeen(kind="Adam", parameters=4, can_fuse=True, can_foreach=True)
 MODULE = ModuleSeen(kind="Net", parameters=9, convolutions=2, dtypes=("float32",))
@@ -81,8 +80,7 @@ def test_the_list_is_sound() -> None:
 OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("moved to the GPU", WITH_GPU, SEEN, ("cuda",)),
     ("batched fetch", CPU, SEEN, ("batched",)),
-    ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="cached"),)), ("cached",)),
-    ("data set on the device", AMPERE, ON_GPU, ("cuda",)),
+    ("batched fetch", AMPERE, ON_GPU, ("batched",)),
     ("memory kept by malloc", CPU, SEEN, ("retain",)),
     ("denormals flushed", CPU, SEEN, (True,)),
     ("threads", CPU, SEEN, (4, 2, 1)),
@@ -99,8 +97,6 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("torch.compile", CPU, SEEN, ("default",)),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("regional", "default")),
     ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead", "max-autotune")),
-    ("loader workers", CPU, SEEN, (1, 2, 4, 7)),
-    ("loader workers", machine(cores=1), SEEN, (1,)),
     ("pinned memory", AMPERE, ON_GPU, (True,)),
     ("allocator", CPU, SEEN, ("jemalloc",)),
     ("fused attention", CPU, replace(SEEN, modules=(replace(MODULE, attention_by_hand="Head"),)), ("fused",)),
@@ -114,7 +110,7 @@ def test_offered(name: str, here: Machine, seen: Observed, values: tuple[Any, ..
     assert found.values == values
     assert found.reason
     for value in values:
-        choices = {lever(name).plan_field: value} | ({"fetch": "batched"} if name == "data set on the device" else {})
+        choices = {lever(name).plan_field: value}
         assert Plan(**choices).choices() == choices
         assert Choice(lever(name), value) in choices_of_plan(choices, LEVERS)
         assert lever(name).label(value)
@@ -131,9 +127,6 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("batched fetch", CPU, replace(SEEN, loaders=(WORKED,)), "set by the script"),
     ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="", fetch_obstacle="why"),)), "why"),
     ("batched fetch", CPU, replace(SEEN, step_seconds=1.0, breakdown_seconds={"data": 0.01}), "1.0% of a step"),
-    ("data set on the device", CPU, SEEN, "CPU"),
-    ("data set on the device", AMPERE, replace(ON_GPU, loaders=(WORKED,)), "no loader"),
-    ("data set on the device", AMPERE, replace(ON_GPU, loaders=(replace(LOADER, pin_memory=True),)), "pins"),
     ("memory kept by malloc", AMPERE, ON_GPU, "GPU"),
     ("denormals flushed", CPU, replace(SEEN, flush_denormals=True), "script"),
     ("denormals flushed", AMPERE, ON_GPU, "GPU"),
@@ -166,9 +159,6 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,), optimizers=()), "no optimizer"),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, compiled=True),)), "itself"),
     ("torch.compile", CPU, replace(SEEN, modules=()), "no module"),
-    ("loader workers", CPU, replace(SEEN, loaders=(WORKED,)), "itself"),
-    ("loader workers", CPU, replace(SEEN, loaders=(replace(LOADER, draws_random_numbers=True),)), "random"),
-    ("loader workers", CPU, replace(SEEN, loaders=(replace(LOADER, draws_random_numbers=None),)), "unknown"),
     ("pinned memory", CPU, SEEN, "CPU"),
     ("pinned memory", AMPERE, replace(ON_GPU, loaders=(replace(LOADER, pin_memory=True),)), "no loader"),
     ("allocator", AMPERE, ON_GPU, "GPU"),
@@ -198,9 +188,14 @@ def test_labels() -> None:
     assert lever("autocast").label("bf16") == "bf16 autocast"
     assert lever("threads").label(2) == "threads 2"
     assert lever("denormals flushed").label(True) == "denormals flushed"
-    assert lever("loader workers").label(1) == "1 loader worker"
+    assert lever("batched fetch").label("cached") == "batched fetch"  # as older plans say
     assert lever("torch.compile").label("default") == "torch.compile"
     assert lever("fp32 products").label("high") == "fp32 products as TF32"
+
+
+def test_nothing_that_a_script_may_change_is_kept_or_copied_to_other_processes() -> None:
+    chosen = {"fetch": "cached", "loader_workers": 2, "persistent_workers": True, "data_device": "cuda"}
+    assert [choice.field for choice in choices_of_plan(chosen, LEVERS)] == ["fetch"]
 
 
 def test_choices_travel_as_json() -> None:

@@ -16,7 +16,7 @@ from flatout.levers.subject import Subject
 from flatout.precision.denormals import flush_denormals, flushed_everywhere, flushed_here
 
 VALUES = {
-    "batched fetch": "cached",
+    "batched fetch": "batched",
     "memory kept by malloc": "retain",
     "denormals flushed": True,
     "threads": 2,
