@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
+
+from flatout.cli.ended_by_signal import signals_as_exits
 
 
 def memory(
@@ -28,6 +26,12 @@ def memory(
             help="How your files are kept from the script: auto, overlay (copy-on-write), guard (read-only).",
         ),
     ] = "auto",
+    allow_network: Annotated[
+        bool,
+        typer.Option(
+            "--allow-network", help="Let the script use the network; without it, it has only a loopback interface."
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Run a script for a few steps: what holds its memory, when it peaks, what creeps from step to step.
@@ -52,25 +56,11 @@ def memory(
         steps=steps,
         patience_seconds=parse_seconds(patience),
         isolation=isolation,  # type: ignore[arg-type]
+        allow_network=allow_network,
     )
-    with _signals_as_exits():
+    with signals_as_exits():
         watched = watch_memory(request)
     sys.stderr.write(watched.errors)
     if not watched.status or watched.steps:  # a script that fails at once has shown why: there is nothing to add
         print(to_text(memory_document(watched)) if json else memory_text(watched))
     return watched.status or 0
-
-
-@contextlib.contextmanager
-def _signals_as_exits() -> Iterator[None]:
-    """SIGTERM and SIGHUP end us on the way that clears up what lies in temporary folders, with a shell's exit code."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

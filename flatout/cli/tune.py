@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def tune(
             help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).",
         ),
     ] = "auto",
+    allow_network: Annotated[
+        bool,
+        typer.Option(
+            "--allow-network", help="Let trials use the network; without it each has only a loopback interface."
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Find the fastest honest way to run an unmodified script; writes flatout.toml and a report.
@@ -68,11 +75,12 @@ def tune(
         exactness=_one_of("--exactness", exactness, ("bit-same", "rounding", "reduced")),  # type: ignore[arg-type]
         total_steps=_positive("--steps", steps),
         isolation=_one_of("--isolation", isolation, ("auto", "overlay", "guard")),  # type: ignore[arg-type]
+        allow_network=allow_network,
         log_folder=logs,
     )
     request.target.check()
     _check_writable(output)
-    with progress_line() as progress, _stdin_copy() as stdin_file:
+    with signals_as_exits(), progress_line() as progress, _stdin_copy() as stdin_file:
         machine = machine_with_ceilings(progress)
         result = tune_script(replace(request, stdin_file=stdin_file), machine, progress)
     document = tune_document(result)

@@ -6,7 +6,6 @@ through an inherited pipe. What the script prints goes to the files that it was 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -18,17 +17,16 @@ from typing import Any, NoReturn
 from flatout.environment import inductor_folder
 from flatout.errors import FlatoutError
 from flatout.script.entry import Target, execute
-from flatout.script.isolation import enter, guard_torch
+from flatout.script.isolation import enter, explain_failure, guard_torch, kernel
 from flatout.script.memory_watch import MemoryWatch
 from flatout.script.patches import ImportWatch
-from flatout.script.trial_child import PR_SET_PDEATHSIG
 
 _leave = os._exit
 
 
 def main(config_path: str) -> NoReturn:
     config = json.loads(Path(config_path).read_text())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.die_with_parent(signal.SIGKILL)
     if os.getppid() != config["parent"]:
         _leave(1)  # interrupted while this process was being started
     answers = os.fdopen(config["write_fd"], "w")
@@ -47,6 +45,7 @@ def main(config_path: str) -> NoReturn:
             (inductor_folder(),),  # torch makes it as soon as there is an optimizer
             config["isolation"],
             lambda description: finished({"event": "stopped", "reason": description}),
+            allow_network=config["allow_network"],
         )
     except FlatoutError as error:
         finished({"event": "refused", "reason": str(error)})
@@ -67,6 +66,15 @@ def main(config_path: str) -> NoReturn:
         finished({**(watch.ended() or {"event": "no torch"}), "status": status & 255})
 
     os._exit = left_at_once
+    show = sys.excepthook
+
+    def explain(kind: Any, error: Any, trace: Any) -> None:
+        show(kind, error, trace)
+        note = explain_failure(error, isolation)
+        if note:
+            sys.stderr.write(f"{note}\n")
+
+    sys.excepthook = explain
     try:
         status = execute(target)
     except KeyboardInterrupt:

@@ -12,11 +12,9 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -28,7 +26,8 @@ from flatout.errors import ScriptError, TrialError
 from flatout.memory.creep import LEAST_STEPS, Creep
 from flatout.memory.use import MemoryUse
 from flatout.script.entry import Target
-from flatout.script.isolation import cleanup
+from flatout.script.trial_end import end_trial
+from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
 
 STEPS = 8
@@ -45,6 +44,7 @@ class MemoryRequest:
     patience_seconds: float = PATIENCE_SECONDS
     """For the whole watch: a script that never steps, or hangs, is ended then."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +83,9 @@ class MemoryWatched:
 def watch_memory(request: MemoryRequest) -> MemoryWatched:
     """Run the script as a trial. Raises ScriptError or TrialError where nothing could be watched."""
     request.target.check()
-    parent = "/var/tmp" if Path("/var/tmp").is_dir() else None  # a disk rather than memory, as for trials
-    folder = Path(tempfile.mkdtemp(prefix="flatout-", dir=parent))
-    try:
+    with work_folder() as folder:
         answer = _run(request, folder)
         errors = (folder / "errors.log").read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace")
-    finally:
-        cleanup(folder / "scratch")
-        shutil.rmtree(folder, ignore_errors=True)
     return _watched(request, answer, errors)
 
 
@@ -122,7 +117,13 @@ def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
     scratch, config = folder / "scratch", folder / "config.json"
     scratch.mkdir()
     read_fd, write_fd = os.pipe()
-    words = {"scratch": str(scratch), "isolation": request.isolation, "steps": request.steps, "write_fd": write_fd}
+    words = {
+        "scratch": str(scratch),
+        "isolation": request.isolation,
+        "allow_network": request.allow_network,
+        "steps": request.steps,
+        "write_fd": write_fd,
+    }
     config.write_text(json.dumps({"target": asdict(request.target), "parent": os.getpid(), **words}))
     with (
         _stdin() as stdin,
@@ -148,9 +149,7 @@ def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
             told.exit_code = error.exit_code
             raise told from None
         finally:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started: loaders' workers
-            process.wait()
+            end_trial(process)
 
 
 def _answer(process: subprocess.Popen[bytes], answers: Any, request: MemoryRequest) -> dict[str, Any]:

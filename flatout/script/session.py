@@ -64,11 +64,15 @@ class Session:
         self._threads_at_start = torch.get_num_threads()
         self.applied.set(self._start_choices)
 
-    def ended(self, status: int, error: str) -> None:
-        """The script is over: say so, after what was recorded until then. A window under way is answered by this."""
+    def ended(self, status: int, error: str, note: str = "") -> None:
+        """The script is over: say so, after what was recorded until then. A window under way is answered by this.
+
+        `note`: what of a trial's surroundings may have made it fail.
+        """
         if self._recorder is not None and self._task is not None and self._recorder.steps:
             self._write({"event": "numerics", **self._recorder.finish(), **self._state()})
-        self._write({"event": "ended", "status": status, "error": error, "steps": self.watch.steps, **self._state()})
+        end = {"event": "ended", "status": status, "error": error, "note": note, "steps": self.watch.steps}
+        self._write({**end, **self._state()})
 
     def _boundary_guarded(self) -> None:
         """An error of ours must not look like the script's."""

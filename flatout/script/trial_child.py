@@ -6,7 +6,6 @@ pipes and writes what the script prints to the log that it was given as stdout a
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import json
@@ -15,23 +14,24 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.errors import FlatoutError
 from flatout.levers.lever import Lever, choices_from_json
 from flatout.script.entry import Target, execute
-from flatout.script.isolation import enter, guard_torch
+from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.seeds import seed_in_trials
 from flatout.script.session import Session
 from flatout.script.watch import Watch
 
-PR_SET_PDEATHSIG = 1
-
 
 def main(config_path: str) -> NoReturn:
     config = json.loads(Path(config_path).read_text())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.die_with_parent(signal.SIGKILL)
+    if os.getppid() != config["parent"]:
+        os._exit(1)  # killed while this process was being started
     commands = os.fdopen(config["read_fd"], "r")
     answers = os.fdopen(config["write_fd"], "w")
 
@@ -45,12 +45,16 @@ def main(config_path: str) -> NoReturn:
 
     try:
         isolation = enter(
-            Path(config["scratch"]), [Path(p) for p in config["shared"]], config["isolation"], first_write
+            Path(config["scratch"]),
+            [Path(p) for p in config["shared"]],
+            config["isolation"],
+            first_write,
+            allow_network=config["allow_network"],
         )
     except FlatoutError as error:
         write({"event": "refused", "reason": str(error)})
         os._exit(1)
-    write({"event": "isolated", "mode": isolation.mode, "reason": isolation.reason, "details": isolation.details})
+    write({"event": "isolated", **asdict(isolation)})
     levers = load_levers(config["levers"])
     watch = Watch()
     session = Session(watch, levers, choices_from_json(config["choices"], levers), commands.readline, write)
@@ -58,13 +62,16 @@ def main(config_path: str) -> NoReturn:
     if isolation.mode == "guard":
         on_torch.append(guard_torch)
     seed_in_trials(config["seed"], on_torch).install()
-    _run(Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])}), session)
+    _run(Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])}), session, isolation)
 
 
-def _run(target: Target, session: Session) -> NoReturn:
+def _run(target: Target, session: Session, isolation: Isolation) -> NoReturn:
     failure: list[str] = []
+    note = ""
 
     def remember(kind: Any, error: Any, trace: Any) -> None:
+        nonlocal note
+        note = explain_failure(error, isolation)
         text = "".join(traceback.format_exception(kind, error, trace))
         failure.append(text)
         sys.stderr.write(text)
@@ -79,7 +86,7 @@ def _run(target: Target, session: Session) -> NoReturn:
         failure.append(str(error))
     sys.stdout.flush()
     sys.stderr.flush()
-    session.ended(status, "".join(failure)[-8000:])
+    session.ended(status, "".join(failure)[-8000:], note)
     os._exit(0)
 
 

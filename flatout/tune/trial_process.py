@@ -32,6 +32,7 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
+from flatout.script.trial_end import end_trial
 
 START_TIMEOUT_SECONDS = 1800.0
 FIRST_STEPS_SECONDS = 900.0
@@ -53,6 +54,8 @@ class TrialSetup:
     shared: tuple[Path, ...] = ()
     levers: str = "flatout.levers.catalogue:LEVERS"
     isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
+    """Trials have only a loopback interface otherwise, each its own."""
     stdin_file: Path | None = None
     seed: int = 0
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
@@ -85,10 +88,13 @@ class Peak:
 
 
 class TrialEnded(TrialError):
-    """The script came to its end (with `status` and `error`), so the process has no more steps to give."""
+    """The script came to its end (with `status` and `error`), so the process has no more steps to give.
 
-    def __init__(self, status: int, error: str, steps: int) -> None:
-        self.status, self.error, self.steps = status, error, steps
+    `note` says what of a trial's surroundings may have made it fail; '' where that is not known.
+    """
+
+    def __init__(self, status: int, error: str, steps: int, note: str = "") -> None:
+        self.status, self.error, self.steps, self.note = status, error, steps, note
         super().__init__(f"the script ended with code {status} after {steps} steps")
 
 
@@ -205,9 +211,7 @@ class TrialProcess:
         """End the process with everything it started, and remove its scratch. Its log stays."""
         if self._process is None:
             return
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_trial(self._process)
         for descriptor in (self._command_write, self._answer_read, self._terminal):
             if descriptor is None:
                 continue
@@ -230,6 +234,8 @@ class TrialProcess:
             "scratch": str(self._folder / "scratch"),
             "shared": [str(path) for path in self.setup.shared],
             "isolation": self.setup.isolation,
+            "allow_network": self.setup.allow_network,
+            "parent": os.getpid(),
             "levers": self.setup.levers,
             "choices": _json(self.choices),
             "seed": self.setup.seed,
@@ -267,7 +273,7 @@ class TrialProcess:
         line = self._read_line(time.monotonic() + timeout_seconds, timeout_seconds)
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] == "ended":
-            raise TrialEnded(answer["status"], answer["error"], answer["steps"])
+            raise TrialEnded(answer["status"], answer["error"], answer["steps"], answer.get("note", ""))
         if answer["event"] == "fault":
             raise TrialError(answer["reason"])
         if answer["event"] == "stopped":
@@ -304,7 +310,7 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
     lines = [line for line in end.error.strip().splitlines() if line.strip()]
     if end.status != 0 and lines:
         trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
-        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", remedy=trace)
+        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", limit=end.note, remedy=trace)
     if end.status != 0:
         return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
     if end.steps == 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from flatout.machine.description import Machine
 from flatout.plan import Exactness, Plan
 from flatout.script.entry import Target
 from flatout.script.trial_child import load_levers
+from flatout.script.work_folder import work_folder
 from flatout.timing import LoadWatch
 from flatout.tune.proof import Numerics, judge
 from flatout.tune.search import Search, SearchLimits, SearchState
@@ -49,6 +49,8 @@ class TuneRequest:
     only: tuple[tuple[str, Any], ...] | None = None
     """Restrict the search to these (plan field, value) choices: how a plan from elsewhere is verified."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
+    """Trials have only a loopback interface otherwise, each its own."""
     stdin_file: Path | None = None
     log_folder: Path | None = None
     hang_floor_seconds: float = 30.0
@@ -82,14 +84,14 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
     """Tune one script. Changes nothing of the user's; whoever calls it writes the plan."""
     request.target.check()
     began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="flatout-", dir=_scratch_parent()))
-    try:
+    with work_folder() as folder:
         setup = TrialSetup(
             target=request.target,
             work_folder=folder,
             shared=_shared_folders(),
             levers=request.levers,
             isolation=request.isolation,
+            allow_network=request.allow_network,
             stdin_file=request.stdin_file,
             hang_floor_seconds=request.hang_floor_seconds,
             terminal_size=_terminal_size(),
@@ -117,8 +119,6 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
             warnings=(*state.warnings, *verifier.warnings),
             log_folder=_keep_logs(folder, request.log_folder),
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Verifier:
@@ -304,11 +304,6 @@ def _terminal_size() -> tuple[int, int] | None:
     except OSError:
         return None
     return size.lines, size.columns
-
-
-def _scratch_parent() -> str | None:
-    """A disk rather than memory: trials may write checkpoints. None: the system's temporary folder."""
-    return "/var/tmp" if Path("/var/tmp").is_dir() else None
 
 
 def _shared_folders() -> tuple[Path, ...]:

@@ -14,8 +14,9 @@ Two ways to keep that promise, the better one first:
 
 from __future__ import annotations
 
+from .explain import explain_failure
 from .guard import guard_torch
 from .modes import Isolation, enter, probe
 from .scratch import cleanup
 
-__all__ = ["Isolation", "cleanup", "enter", "guard_torch", "probe"]
+__all__ = ["Isolation", "cleanup", "enter", "explain_failure", "guard_torch", "probe"]

@@ -39,13 +39,22 @@ class Layers:
         self.as_user = as_user
         self._made = 0
         size = f"size={self.memory_bytes},mode=0700"
-        kernel.mount(SOURCE, str(self.memory), "tmpfs", 2 | 4, size)  # nosuid, nodev
+        kernel.mount(SOURCE, str(self.memory), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+        self.nothing = self.memory / "nothing"
+        self.nothing.touch(mode=0o400)
         self._options = self._accepted_options(str(scratch / ROOT))
         self.disk_refusal = self._refusal_of_disk(str(scratch / ROOT))
 
     def mount(self, lower: str, target: str, flags: int, *, on_disk: bool) -> None:
         """Lay a copy-on-write layer of `lower` over `target`; OSError where the kernel refuses it."""
         self._mount(lower, target, flags, self.disk if on_disk else self.memory, self._options)
+
+    def mount_in_memory(self, lower: str, target: str, flags: int, size_bytes: int) -> None:
+        """The same, in memory of its own; it holds at most `size_bytes`, of which none is taken before it is used."""
+        base = self.memory / f"{self._made}-memory"
+        base.mkdir()
+        kernel.mount(SOURCE, str(base), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={size_bytes},mode=0700")
+        self._mount(lower, target, flags, base, self._options)
 
     def _mount(self, lower: str, target: str, flags: int, base: Path, options: str) -> None:
         upper, work = base / f"{self._made}-upper", base / f"{self._made}-work"

@@ -18,11 +18,14 @@ from typing import Literal, NoReturn
 
 from flatout.errors import MachineError, TrialError
 
+from . import devices, kernel, processes
 from .guard import enter_guard
+from .namespaces import own_network
 from .overlay import enter_overlay
 from .scratch import cleanup, prepare
 
 Mode = Literal["overlay", "guard"]
+Network = Literal["loopback", "machine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,10 @@ class Isolation:
     mode: Mode
     reason: str
     details: tuple[str, ...] = ()
+    processes: processes.Mode = "namespace"
+    """What ends everything that was started: a PID namespace, or a process that looks for it (processes.py)."""
+    network: Network = "loopback"
+    """What can be reached: this trial alone, or whatever this machine can."""
 
 
 def enter(
@@ -39,25 +46,67 @@ def enter(
     shared: Sequence[Path] = (),
     mode: Literal["auto", "overlay", "guard"] = "auto",
     on_first_write: Callable[[str], NoReturn] | None = None,
+    *,
+    allow_network: bool = False,
 ) -> Isolation:
-    """From here on this process, and whatever it starts, changes no file of the user's. There is no way back.
+    """From here on this process, and whatever it starts, changes nothing of the user's. There is no way back.
 
-    Call it while the process has one thread, before the script or torch is imported. What is written below `scratch`
-    and the `shared` directories is real and stays. In guard mode `on_first_write` is called with a description before
-    the first write anywhere else; it must not return. Without it that write raises PermissionError.
+    Returns in a new process; the calling one waits outside for its end and leaves with its status. Call it while the
+    process has one thread, before the script or torch is imported. What is written below `scratch` and the `shared`
+    directories is real and stays. In guard mode `on_first_write` is called with a description before the first write
+    anywhere else; it must not return. Without it that write raises PermissionError.
+
+    Raises MachineError where the mode that was asked for, or a network of its own, is refused.
     """
     scratch = prepare(scratch)
     resolved = [_prepare_shared(path) for path in shared]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     refusal = "asked for"
     if mode != "guard":
         try:
-            reason, details = enter_overlay(scratch, resolved)
-            return Isolation(mode="overlay", reason=reason, details=details)
+            as_user, details = enter_overlay(scratch, resolved)
         except MachineError as error:
             if mode == "overlay":
                 raise
             refusal = str(error)
-    return Isolation(mode="guard", reason=refusal, details=enter_guard(scratch, resolved, on_first_write))
+        else:
+            return _finish_overlay(details, as_user=as_user, allow_network=allow_network)
+    if not allow_network:
+        own_network()
+    ended_by = processes.split("reaper", lambda mode: None, _renounce)
+    guarded = enter_guard(scratch, resolved, on_first_write)
+    network: Network = "machine" if allow_network else "loopback"
+    return Isolation(mode="guard", reason=refusal, details=guarded, processes=ended_by, network=network)
+
+
+def _finish_overlay(details: tuple[str, ...], *, as_user: bool, allow_network: bool) -> Isolation:
+    """Network and processes, once the files are out of reach."""
+    if not allow_network:
+        own_network()
+    caller, notes = os.getpid(), list(details)
+
+    def lay_proc(granted: processes.Mode) -> None:
+        if granted == "namespace":
+            try:
+                devices.lay_own_proc(caller)
+                return
+            except OSError as error:
+                notes.append(f"/proc shows processes under other numbers than their own ({error})")
+        devices.finish_shared_proc()
+
+    has_proc = not as_user or devices.proc_is_whole()
+    ended_by = processes.split("namespace" if has_proc else "reaper", lay_proc, _renounce)
+    if ended_by == "reaper":
+        notes.append("no PID namespace here: other processes of this user can be signalled")
+    reason = "a private mount namespace, made " + ("in a user namespace" if as_user else "as root")
+    network: Network = "machine" if allow_network else "loopback"
+    return Isolation(mode="overlay", reason=reason, details=tuple(notes), processes=ended_by, network=network)
+
+
+def _renounce() -> None:
+    """An ordinary user has no capability, except those that a user namespace gave; root keeps the harmless ones."""
+    kernel.drop_capabilities(None if os.getuid() else kernel.ESCAPING_CAPABILITIES)
 
 
 def _prepare_shared(path: Path) -> Path:
@@ -87,7 +136,7 @@ def probe(scratch: Path) -> Isolation:
         if answer.returncode != 0:
             raise TrialError(f"the isolation probe failed with code {answer.returncode}: {answer.stderr[-500:]}")
         found = json.loads(answer.stdout)
-        return Isolation(mode=found["mode"], reason=found["reason"], details=tuple(found["details"]))
+        return Isolation(**{**found, "details": tuple(found["details"])})
     except subprocess.TimeoutExpired as error:
         raise TrialError("the isolation probe did not answer", limit="60 seconds") from error
     finally:

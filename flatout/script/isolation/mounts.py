@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# The kernel's own trees: no user keeps files there, and processes cannot live without the real ones.
-KERNEL_TREES = ("/proc", "/sys", "/dev", "/run")
+# The kernel's own trees, which devices.py lays.
+KERNEL_TREES = ("/proc", "/sys", "/dev")
 
 # Where no script keeps results: hardly ever written, and then little.
-SYSTEM_TREES = ("/bin", "/boot", "/etc", "/lib", "/lib64", "/lost+found", "/nix", "/sbin", "/snap", "/usr")
+SYSTEM_TREES = ("/bin", "/boot", "/etc", "/lib", "/lib64", "/lost+found", "/nix", "/run", "/sbin", "/snap", "/usr")
 
 # Flags that a remount must repeat, or the kernel takes it as a wish to clear them (refused in a user namespace).
 _FLAGS = {"nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
@@ -96,12 +96,7 @@ def is_within(path: str, directory: str) -> bool:
 
 
 def in_kernel_tree(mount: Mount) -> bool:
-    """Left as it is. But a disk under /run/media is the user's: of /run only the system's file systems count."""
-    tree = next((tree for tree in KERNEL_TREES if is_within(mount.path, tree)), None)
-    return tree is not None and (tree != "/run" or mount.path == "/run" or mount.filesystem in _SYSTEM_FILESYSTEMS)
-
-
-_SYSTEM_FILESYSTEMS = {"tmpfs", "ramfs", "nsfs", "proc", "sysfs", "cgroup", "cgroup2", "devtmpfs", "devpts", "mqueue"}
+    return any(is_within(mount.path, tree) for tree in KERNEL_TREES)
 
 
 def child_directories(directory: str) -> list[str]:

@@ -2,12 +2,14 @@
 
     1. unshare     a mount namespace of our own; an ordinary user gets it together with a user namespace
     2. build       scratch/root becomes the new root: each file system again at its own path, as a copy-on-write
-                   layer, or read-only where the kernel refuses one; /proc, /sys, /dev and /run stay the real ones
+                   layer, or read-only where the kernel refuses one; /dev, /sys and /proc as devices.py says
     3. verify      no mount of the new root may be writable that is neither a layer nor meant to be real
     4. pivot       the new root replaces the old one, which no path can reach any more
     5. give up     the capabilities with which a root script could undo this
 
 Everything fails closed: what is not understood stays read-only, so that a script gets an OSError, not a user's file.
+Sockets and named pipes lead to other programs even through a read-only mount. A layer cuts them off (a connection is
+refused); where there is none, an empty file hides them.
 
 A directory that holds the scratch cannot have its upper directory there, so its layer lies in memory; its child
 directories then get layers of their own on disk, and so on down to the scratch. In a user namespace the kernel also
@@ -18,13 +20,14 @@ refuses a layer over a directory that holds a mount point: there only the childr
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from flatout.errors import MachineError
 
-from . import kernel, mounts, owners
+from . import devices, kernel, mounts, namespaces, owners
 from .layers import SOURCE, Layers
 from .mounts import Mount, is_below, is_within
 from .owners import Place
@@ -33,12 +36,15 @@ from .scratch import LAYERS, ROOT
 CHILDREN_LIMIT = 256  # layers for the children of one directory; each is a mount, and mounts are not free
 
 
-def enter_overlay(scratch: Path, shared: Sequence[Path]) -> tuple[str, tuple[str, ...]]:
-    """Returns the reason and the details; raises MachineError, with the real root still in place, where it fails."""
+def enter_overlay(scratch: Path, shared: Sequence[Path]) -> tuple[bool, tuple[str, ...]]:
+    """Steps 1 to 4. Returns whether a user namespace was needed, and the details.
+
+    Raises MachineError, with the real root still in place, where it fails. The capabilities are the caller's to drop.
+    """
     working_directory = os.getcwd()
     places = owners.places(working_directory)
     try:
-        as_user = _own_namespace()
+        as_user = namespaces.own_mounts()
         tree = _Tree(scratch, shared, places if as_user else (), as_user=as_user)
         tree.build()
         tree.verify(working_directory)
@@ -50,43 +56,8 @@ def enter_overlay(scratch: Path, shared: Sequence[Path]) -> tuple[str, tuple[str
         os.chdir(working_directory)
         raise
     os.chdir(working_directory)  # by path: the old working directory is the real one
-    kernel.drop_capabilities(None if as_user and os.getuid() != 0 else kernel.ESCAPING_CAPABILITIES)
     details = [*tree.notes, *_limits(as_user=as_user), *_inherited_descriptors(scratch)]
-    reason = "a private mount namespace, made " + ("in a user namespace" if as_user else "as root")
-    return reason, tuple(details)
-
-
-def _own_namespace() -> bool:
-    """Leave the parent's mount namespace; tells whether a user namespace was needed for it."""
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
-    if threads > 1:
-        raise MachineError(f"this process has {threads} threads", limit="a namespace is changed with one")
-    user, group = os.getuid(), os.getgid()
-    try:
-        kernel.unshare(kernel.CLONE_NEWNS)
-        as_user = False
-    except OSError:
-        _own_user_namespace(user, group)
-        as_user = True
-    try:
-        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    except OSError as error:
-        raise MachineError(f"mounting is refused in a private namespace ({error})", remedy=_REMEDY) from error
-    return as_user
-
-
-_REMEDY = "allow it: sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0"
-
-
-def _own_user_namespace(user: int, group: int) -> None:
-    try:
-        kernel.allow_own_proc_files()
-        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
-        # The group map of an ordinary user is only accepted once the groups cannot be changed any more.
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            Path("/proc/self", name).write_text(line)
-    except OSError as error:
-        raise MachineError(f"no user namespace for this user ({error})", remedy=_REMEDY) from error
+    return as_user, tuple(details)
 
 
 class _Tree:
@@ -101,6 +72,8 @@ class _Tree:
         self.layered: set[str] = set()
         self.notes: list[str] = []
         self.in_memory: list[str] = []
+        self.meant: set[str] = set()
+        """Paths that may be written and are no layer: devices, /proc."""
         self.mounts = list(mounts.visible(mounts.read()))
         self.layers = Layers(scratch, as_user=as_user)
 
@@ -108,11 +81,10 @@ class _Tree:
         for mount in self.mounts:
             if not mounts.in_kernel_tree(mount):
                 self._lay(mount)
-            elif mount.path in mounts.KERNEL_TREES:
-                kernel.bind(mount.path, self._inside(mount.path), recursive=True)
-        for tree in mounts.KERNEL_TREES:  # one that is no mount of its own, as /run may be
-            if os.path.isdir(tree) and not any(mount.path == tree for mount in self.mounts):
-                kernel.bind(tree, self._inside(tree), recursive=True)
+        self.meant.update(devices.lay_dev(self.root, self.layers))
+        devices.lay_sys(self.root)
+        devices.lay_proc(self.root)
+        self.meant.add("/proc")
         for path in self.places:
             self._lay_place(path)
         for path in (self.scratch, *self.shared):
@@ -140,17 +112,28 @@ class _Tree:
         layered = mount.writable and self._layer(mount, mount.path)
         if not layered:
             kernel.bind(mount.path, self._inside(mount.path), recursive=True)
-            kernel.mount(
-                "none",
-                self._inside(mount.path),
-                None,
-                kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | mount.flags,
-            )
+            kernel.make_read_only(self._inside(mount.path), mount.flags)
+            self._hide_ways_out(mount.path)
         if mount.writable and os.path.isdir(mount.path):
             if not layered:
                 self.notes.append(f"read-only: files directly in {mount.path} ({mount.filesystem})")
-            if not layered or mount.path in self.in_memory:
+            if mount.path in self.in_memory or (not layered and self._is_on_way(mount.path)):
                 self._lay_children(mount, mount.path, covered=layered)
+
+    def _hide_ways_out(self, path: str) -> None:
+        """Sockets, named pipes and disks at a path that is only read-only, or directly in it."""
+        entries = [path]
+        if os.path.isdir(path):
+            try:
+                entries = [entry.path for entry in os.scandir(path) if not entry.is_dir(follow_symlinks=False)]
+            except OSError:
+                return  # it may not be looked into: what is there cannot be found by the script either
+        for entry in entries:
+            mode = os.lstat(entry).st_mode
+            leads_out = stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or stat.S_ISBLK(mode) or stat.S_ISCHR(mode)
+            if leads_out and os.access(entry, os.W_OK):
+                kernel.bind(str(self.layers.nothing), self._inside(entry))
+                kernel.make_read_only(self._inside(entry), kernel.MS_NOSUID | kernel.MS_NODEV)
 
     def _lay_place(self, path: str) -> bool:
         """A layer on top of a layer, where owners.py asks for one; tells whether there is one now."""
@@ -192,14 +175,20 @@ class _Tree:
             fate = "held in memory" if covered else "read-only"
             self.notes.append(f"{fate}: {len(children) - CHILDREN_LIMIT} of {len(children)} folders in {directory}")
         for child in children[:CHILDREN_LIMIT]:
-            on_way = self._holds_scratch(child) or (self.as_user and self._holds_mount(child))
-            if covered and on_way:
+            if covered and self._is_on_way(child):
                 self._lay_place(child)
                 self._lay_children(mount, child, covered=True)
             elif not self._layer(mount, child):
-                self._lay_children(mount, child, covered=covered)
+                if not covered:
+                    self._hide_ways_out(child)
+                if self._is_on_way(child):  # elsewhere the file system takes no layer, so neither will its children
+                    self._lay_children(mount, child, covered=covered)
             elif self._holds_scratch(child):
                 self._lay_children(mount, child, covered=True)
+
+    def _is_on_way(self, directory: str) -> bool:
+        """Its layer is refused, or lies in memory, for a reason that need not hold for its children."""
+        return self._holds_scratch(directory) or (self.as_user and self._holds_mount(directory))
 
     def _is_ours_to_lay(self, directory: str) -> bool:
         is_mount = any(other.path == directory for other in self.mounts)
@@ -217,8 +206,9 @@ class _Tree:
         below_root = mounts.visible(mounts.read(), self.root)
         ours = [replace(mount, path=mount.path.removeprefix(self.root) or "/") for mount in below_root]
         for mount in ours:
-            meant = mount.source == SOURCE or any(is_within(mount.path, path) for path in (self.scratch, *self.shared))
-            if mount.writable and not meant and not mounts.in_kernel_tree(mount) and os.path.exists(mount.path):
+            meant = mount.source == SOURCE or mount.path in self.meant
+            meant = meant or any(is_within(mount.path, path) for path in (self.scratch, *self.shared))
+            if mount.writable and not meant and os.path.exists(mount.path):
                 raise MachineError(f"{mount.path} ({mount.filesystem}) would stay writable")
         around = [mount for mount in ours if is_within(working_directory, mount.path)]
         holder = max(around, key=lambda mount: len(mount.path))
@@ -237,10 +227,7 @@ def _has_entries(directory: str) -> bool:
 def _limits(*, as_user: bool) -> list[str]:
     free_sync = "fsync costs nothing here, moving a file to another top-level directory is not one step (EXDEV)"
     if not as_user:
-        return [
-            free_sync,
-            "/dev and /run are real: a root script that writes to a disk device or into /run does change them",
-        ]
+        return [free_sync]
     groups = " or of another of this user's groups" if len(os.getgroups()) > 1 else ""
     return [
         free_sync,

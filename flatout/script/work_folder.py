@@ -1,0 +1,101 @@
+"""The folder in which trials have their scratch directories, logs and configurations; removed by its owner.
+
+    with work_folder() as folder:
+        ...                                   # its process holds a lock on it for as long
+
+An owner that is killed cannot remove its folder. The next one does: a folder with our mark that nobody holds a lock on,
+and that belongs to this user, is a leftover. Whatever cannot be removed safely is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout.errors import MachineError, TrialError
+from flatout.script.isolation import cleanup
+
+PREFIX = "flatout-trials-"
+UNFINISHED = "flatout-new-"
+"""The name until the lock is taken, so that nobody takes a folder that is being made for a leftover."""
+MARK = "made-by-flatout"
+
+
+@contextlib.contextmanager
+def work_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A new folder below `parent`, by default on a disk rather than in memory, because trials may write checkpoints."""
+    parent = parent or _parent()
+    sweep(parent)
+    folder, lock = _make(parent)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(TrialError):  # the next owner tries again; the result of minutes counts for more
+            cleanup(folder)
+        os.close(lock)
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove what killed owners have left below `parent`; returns what was removed."""
+    removed = []
+    with os.scandir(parent) as entries:
+        found = sorted(entry.path for entry in entries if entry.name.startswith((PREFIX, UNFINISHED)))
+    for path in found:
+        with contextlib.suppress(OSError, TrialError):
+            if _remove_leftover(Path(path)):
+                removed.append(Path(path))
+    return removed
+
+
+def _parent() -> Path:
+    for place in ("/var/tmp", tempfile.gettempdir()):
+        if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+            return Path(place)
+    raise MachineError(
+        f"neither /var/tmp nor {tempfile.gettempdir()} can be written to",
+        limit="trials need a folder for what the script writes",
+        remedy="set TMPDIR to a folder on a disk with free space",
+    )
+
+
+def _make(parent: Path) -> tuple[Path, int]:
+    try:
+        unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
+        lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (unfinished / MARK).touch()
+        folder = parent / (PREFIX + unfinished.name.removeprefix(UNFINISHED))
+        unfinished.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        raise MachineError(
+            f"cannot make a folder for trials in {parent}: {error.strerror}",
+            remedy="free some space there, or set TMPDIR to a folder on another disk",
+        ) from error
+    return folder, lock
+
+
+def _remove_leftover(path: Path) -> bool:
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(opened).st_uid != os.getuid() or not _is_marked(opened):
+            return False
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where its owner is alive
+        cleanup(path, attempts=1)
+        return True
+    finally:
+        os.close(opened)
+
+
+def _is_marked(folder: int) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(MARK, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
