@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from flatout.script.entry import Target
-from flatout.tune.trial_process import TrialProcess, TrialSetup
+from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup, explain_end
 
 LOOP = """
 import os, sys, torch
@@ -40,3 +42,59 @@ def test_who_reads_from_a_trials_terminal_gets_the_end_of_input(tmp_path: Path) 
     before = "print(repr(sys.stdin.readline()), repr(sys.stdin.readline()), flush=True)"
     assert started(tmp_path, before, (24, 80)) == "'' ''"
     assert started(tmp_path, before, None) == "'' ''"
+
+
+SURROUNDINGS = """
+import errno, multiprocessing, pathlib, socket, subprocess, urllib.request
+import torch.multiprocessing
+
+def answer(queue):
+    queue.put("from the fork server")
+
+def use_surroundings():
+    socket.create_server(("127.0.0.1", 28767))
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    pathlib.Path("train.lock").touch()
+    pathlib.Path("/dev/shm/flatout-test-left").touch()
+    try:
+        urllib.request.urlopen("http://192.0.2.1/metrics", data=b"x", timeout=5)
+    except OSError as error:
+        print(error.reason.strerror)
+    context = multiprocessing.get_context("forkserver")
+    queue = context.SimpleQueue()
+    process = context.Process(target=answer, args=(queue,))
+    process.start()
+    print(queue.get())
+    process.join()
+    for strategy in ("file_descriptor", "file_system"):
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+        print(torch.cat(list(loader)).sum().item(), flush=True)
+"""
+
+
+def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    body = LOOP.format(before="use_surroundings()").replace("\n", "\n    ")
+    script.write_text(f"import os, sys, torch\n{SURROUNDINGS}\nif __name__ == '__main__':\n    {body}")
+    work = tmp_path / "work"
+    work.mkdir()
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=work)
+    with TrialProcess(setup) as first, TrialProcess(setup) as second:
+        for trial in (first, second):
+            trial.start(120)
+        seen = ["Network is unreachable", "from the fork server", "28.0", "28.0"]
+        assert [line for line in first.log_tail().splitlines() if line in seen] == seen
+        assert first.isolation["network"] == "loopback"
+    assert second.log_tail() == first.log_tail()
+    assert [path.name for path in tmp_path.iterdir() if path != work] == ["train.py"]
+    assert not Path("/dev/shm/flatout-test-left").exists()
+
+
+def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import socket\nsocket.create_connection(('192.0.2.1', 80))\n")
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial, pytest.raises(TrialEnded) as ended:
+        trial.start(120)
+    assert "pass --allow-network" in str(explain_end(ended.value, "train.py"))

@@ -24,15 +24,19 @@ _REMOVE = 1 << 4 | 1 << 5  # a directory, a file
 _MAKE = sum(1 << bit for bit in range(6, 13))  # device, directory, file, socket, pipe, block device, link
 _REFER = 1 << 13  # move or link to another directory; since version 2
 _TRUNCATE = 1 << 14  # since version 3
+_SCOPES = 1 | 2  # abstract sockets of other programs, signals to them; since version 6
 
 
 def restrict_writes(writable: Sequence[str]) -> str:
-    """Refuse every write outside `writable` from now on. Returns what to say; MachineError without Landlock."""
+    """Refuse every write outside `writable`, and signals to other programs, from now on.
+
+    Returns what to say; MachineError without Landlock.
+    """
     try:
         version = kernel.system_call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
         handled = _WRITE_FILE | _REMOVE | _MAKE
         handled |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-        rules = struct.pack("=Q", handled)
+        rules = struct.pack("=QQQ", handled, 0, _SCOPES) if version >= 6 else struct.pack("=Q", handled)
         ruleset = kernel.system_call(_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint32(0))
         try:
             for path in writable:

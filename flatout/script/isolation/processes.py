@@ -64,8 +64,13 @@ def split(mode: Mode, prepare: Callable[[Mode], None], renounce: Callable[[], No
 
 def _stand_by(mode: Mode, child: int, told: int, renounce: Callable[[], None]) -> NoReturn:
     """The caller's part: end the others when told so, else leave as the script did."""
+
+    def end_child(*_: object) -> None:
+        with suppress(ProcessLookupError):  # it has just been waited for
+            os.kill(child, signal.SIGKILL)
+
     for number in _ENDING:
-        signal.signal(number, lambda *_: os.kill(child, signal.SIGKILL))
+        signal.signal(number, end_child)
     renounce()
     kernel.die_with_parent(signal.SIGKILL if mode == "namespace" else signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)

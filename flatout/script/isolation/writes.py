@@ -1,7 +1,8 @@
 """Which of Python's audit events is a write, and to which path.
 
 Each event of the table below is turned into the paths it would change. A path may be changed below the allowed
-directories, and where nothing is kept: character devices, pipes, sockets, /dev/shm.
+directories, and where nothing is kept: character devices. What leads to other programs counts as a write too: named
+pipes, sockets with a path, signals.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class WriteRules:
         return table | {
             "open": self._check_open,
             "sqlite3.connect": self._check_sqlite,
-            "socket.bind": self._check_socket,
+            "socket.bind": functools.partial(self._check_socket, "make socket"),
+            "socket.connect": functools.partial(self._check_socket, "connect to socket"),
+            "os.kill": self._check_signal,
+            "os.killpg": self._check_signal,
         }
 
     def check(self, what: str, path: Any, directory: int | None = None, *, entry: bool = False) -> None:
@@ -65,18 +69,19 @@ class WriteRules:
             self.stop(f"{what}: {resolved}")
 
     def _may_write(self, path: str) -> bool:
-        if any(path == directory or path.startswith(directory + "/") for directory in (*self.writable, "/dev/shm")):
+        if any(path == directory or path.startswith(directory + "/") for directory in self.writable):
             return True
         if path.startswith(f"/proc/{os.getpid()}/"):
             return True  # settings of this process alone, such as a thread's name
         try:
-            mode = os.stat(path).st_mode
+            return stat.S_ISCHR(os.stat(path).st_mode)
         except OSError:
             return False
-        return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
     def _check_change(self, event: str, arguments: tuple[Any, ...]) -> None:
         what, places = _CHANGES[event]
+        if event == "os.truncate" and isinstance(arguments[0], int):
+            return  # that it may be written was decided when it was opened
         for position, directory in places:
             number = arguments[directory] if directory is not None and directory < len(arguments) else None
             self.check(what, arguments[position], number, entry=event in _ON_THE_ENTRY)
@@ -97,10 +102,20 @@ class WriteRules:
         if database not in ("", ":memory:"):
             self.check("open database", database)
 
-    def _check_socket(self, arguments: tuple[Any, ...]) -> None:
+    def _check_socket(self, what: str, arguments: tuple[Any, ...]) -> None:
         address = arguments[1]
         if isinstance(address, str | bytes) and address and os.fsencode(address)[0] != 0:  # not an abstract name
-            self.check("make socket", address)
+            self.check(what, address)
+
+    def _check_signal(self, arguments: tuple[Any, ...]) -> None:
+        """A trial has a session of its own, to which its workers belong."""
+        process, number = arguments
+        try:
+            ours = number == 0 or process == 0 or os.getsid(abs(process)) == os.getsid(0)
+        except OSError:
+            return  # there is no such process: the call itself will say so
+        if not ours:
+            self.stop(f"send signal {number} to process {process}")
 
 
 def _resolve(path: Any, directory: int | None, *, entry: bool) -> str | None:

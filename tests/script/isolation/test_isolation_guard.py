@@ -83,8 +83,9 @@ isolation = enter(scratch, [home / "cache"], "guard", stop)
 (scratch / "new").write_text("x")
 (home / "cache" / "kept").write_text("x")
 Path(os.devnull).write_text("x")
-shm = Path("/dev/shm") / f"flatout-{os.getpid()}"
-shm.write_text("x"); shm.unlink()
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=8); memory.close(); memory.unlink()
+os.kill(os.getpid(), 0)
 with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryDirectory():
     assert file.name.startswith(str(scratch))
 reading, writing = os.pipe()
@@ -98,6 +99,23 @@ print(isolation.mode)
     ended = guarded(code, tmp_path / "s", tmp_path)
     assert ended.stdout == "guard\n", ended.stdout + ended.stderr
     assert (tmp_path / "cache" / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("Path('/dev/shm/flatout-test-guard').write_text('x')", "open for writing: /dev/shm/flatout-test-guard"),
+        ("os.kill(OUTSIDE, 15)", "send signal 15 to process"),
+        ("open(home / 'pipe', 'w')", "open for writing: "),
+        ("import socket; socket.socket(socket.AF_UNIX).connect(str(home / 'socket'))", "connect to socket: "),
+    ],
+)
+def test_what_leads_to_other_programs_is_stopped(tmp_path: Path, code: str, said: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    enter = "enter(scratch, (), 'guard', stop)\n"
+    ended = guarded(enter + code.replace("OUTSIDE", str(os.getpid())), tmp_path / "s", tmp_path)
+    assert ended.stdout.startswith(f"stopped: {said}"), ended.stdout + ended.stderr
+    assert ended.returncode == 77
 
 
 def test_without_a_callback_the_write_raises(tmp_path: Path) -> None:
