@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flatout.cli.ended_by_signal import signals_as_exits
+from flatout.cli.trial_options import AllowNetworkOption, IsolationOption
 
 
 def memory(
@@ -19,19 +20,8 @@ def memory(
             metavar="TIME", help="How long that may take: a script that never steps, or hangs, is ended then."
         ),
     ] = "30m",
-    isolation: Annotated[
-        str,
-        typer.Option(
-            metavar="MODE",
-            help="How your files are kept from the script: auto, overlay (copy-on-write), guard (read-only).",
-        ),
-    ] = "auto",
-    allow_network: Annotated[
-        bool,
-        typer.Option(
-            "--allow-network", help="Let the script use the network; without it, it has only a loopback interface."
-        ),
-    ] = False,
+    isolation: IsolationOption = "auto",
+    allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Run a script for a few steps: what holds its memory, when it peaks, what creeps from step to step.

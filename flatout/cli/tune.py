@@ -14,6 +14,7 @@ import typer
 
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
+from flatout.cli.trial_options import AllowNetworkOption, IsolationOption
 
 if TYPE_CHECKING:
     from flatout.tune.tune import TuneResult
@@ -42,19 +43,8 @@ def tune(
     logs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep what the script printed in its trials in this folder.")
     ] = None,
-    isolation: Annotated[
-        str,
-        typer.Option(
-            metavar="MODE",
-            help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).",
-        ),
-    ] = "auto",
-    allow_network: Annotated[
-        bool,
-        typer.Option(
-            "--allow-network", help="Let trials use the network; without it each has only a loopback interface."
-        ),
-    ] = False,
+    isolation: IsolationOption = "auto",
+    allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Find the fastest honest way to run an unmodified script; writes flatout.toml and a report.
