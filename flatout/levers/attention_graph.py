@@ -9,6 +9,12 @@ What is looked for, in the order in which a script computes it:
 
 None of the intermediate values may be used elsewhere, because the fused kernel never has them in memory. Weights that
 are dropped out are left alone: the kernel would draw other random numbers than the script.
+
+A mask decides at each call. The kernel is right where every query keeps a key: what is masked then weighs exactly 0,
+whether it was filled with -1e9 or with -inf. A row that is masked whole is another matter: with a finite value its
+weights are equal and its scores get no gradient, with -inf they are NaN, and a bias of -1e9 swallows the logarithm from
+which the kernel's backward pass takes the weights. So the masks and biases are looked at first (not the scores, which
+are not there), and where a row is not safe that call computes what the script says, in the script's order.
 """
 
 from __future__ import annotations
@@ -26,6 +32,15 @@ CASTS = {"float", "to", "type_as", "type", "contiguous"}
 PRODUCTS = {"matmul", "bmm", "__matmul__"}
 
 
+SAFE_BIAS = 1e3
+"""Past it, fp32 has too few digits left for the logarithm of a row's sum."""
+UNDERFLOW = 104.0
+"""exp(-104) is 0 in fp32: a score that far below the row's largest weighs nothing."""
+
+Step = tuple[Any, ...]
+"""('mul', number), ('div', number), ('add', bias) or ('fill', mask, value put where it is true)"""
+
+
 @dataclass
 class Scores:
     """The way from the product of queries and keys to the softmax."""
@@ -34,11 +49,8 @@ class Scores:
     key: Node | None = None
     key_is_transposed: bool = True
     """[..., features, keys], as a product takes it; False: [..., keys, features], as an equation names it."""
-    scale: float = 1.0
-    added: list[tuple[Any, float]] = field(default_factory=list)
-    """(bias, factor that it is scaled with after it was added)"""
-    filled: list[tuple[Any, float]] = field(default_factory=list)
-    """(mask, value put where it is true, as the softmax sees it)"""
+    steps: list[Step] = field(default_factory=list)
+    """As the script has them, the first one on the product itself."""
 
 
 def fuse_attention(graph_module: GraphModule) -> int:
@@ -53,8 +65,7 @@ def fuse_attention(graph_module: GraphModule) -> int:
         with graph.inserting_before(node):
             fused = graph.call_function(
                 attend,
-                (scores.query, scores.key, found[1], scores.key_is_transposed, scores.scale),
-                {"added": tuple(scores.added), "filled": tuple(scores.filled)},
+                (scores.query, scores.key, found[1], scores.key_is_transposed, tuple(scores.steps)),
             )
         node.replace_all_uses_with(fused)
         replaced += 1
@@ -64,40 +75,97 @@ def fuse_attention(graph_module: GraphModule) -> int:
     return replaced
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_is_transposed: bool,
-    scale: float,
-    *,
-    added: tuple[tuple[Any, float], ...],
-    filled: tuple[tuple[Tensor, float], ...],
-) -> Tensor:
-    """softmax(scale * query @ key^T + biases, filled where masked) @ value.
+def attend(query: Tensor, key: Tensor, value: Tensor, key_is_transposed: bool, steps: tuple[Step, ...]) -> Tensor:
+    """softmax(query @ key^T, put through `steps`) @ value.
 
-    query: [..., queries, features]; value: [..., keys, value features]; key as `key_is_transposed` says. A finite
-    value to fill with is added, so a row that is masked whole gets other weights than a script's own code would give.
+    query: [..., queries, features]; value: [..., keys, value features]; key as `key_is_transposed` says.
     """
     key = key.transpose(-2, -1) if key_is_transposed else key
-    kept: Tensor | None = None
+    if not _fits_kernel(query, key, value):
+        return _plain(query, key, value, steps)
+    masking = _Masking.of(steps)
+    if not masking.is_safe(query, key):
+        return _plain(query, key, value, steps)
+    mask = masking.for_kernel(query)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=masking.scale)
+
+
+def _fits_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Products broadcast more than the kernel does."""
+    same = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.dtype == key.dtype == value.dtype
+    return same and query.dim() >= 3 and min(query.numel(), key.numel(), value.numel()) > 0
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """What the script says, step by step."""
+    scores = query @ key.transpose(-2, -1)
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()  # which a value to fill with may need
+    for name, operand, *rest in steps:
+        scores = scores.masked_fill(operand, *rest) if name == "fill" else getattr(torch, name)(scores, operand)
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+@dataclass
+class _Masking:
+    """What the steps amount to: softmax(scale * scores + bias, with what is hidden left out)."""
+
+    scale: float = 1.0
     bias: Tensor | None = None
-    for mask, fill in filled:
-        if fill == -math.inf:
-            kept = ~mask if kept is None else kept & ~mask
+    hidden: Tensor | None = None
+    """True where a score was replaced."""
+    highest: Any = -math.inf
+    """The largest value that was put in the place of a score, with what came after."""
+
+    @classmethod
+    def of(cls, steps: tuple[Step, ...]) -> _Masking:
+        found = cls()
+        for name, operand, *rest in steps:
+            if name == "fill":
+                found.hidden = operand if found.hidden is None else found.hidden | operand
+                found.highest = max(found.highest, rest[0])
+            elif name == "add":
+                term = operand if operand.is_floating_point() else operand.to(torch.get_default_dtype())
+                found.bias = term if found.bias is None else found.bias + term
+                if found.highest > -math.inf:
+                    found.highest = found.highest + float(operand.detach().max())
+            else:
+                factor = operand if name == "mul" else 1 / operand
+                found.scale *= factor
+                found.bias = None if found.bias is None else found.bias * factor
+                found.highest = found.highest * factor
+        return found
+
+    @torch.no_grad()
+    def is_safe(self, query: Tensor, key: Tensor) -> bool:
+        """Does every query keep a key, by a bias that leaves fp32 its digits, with all that is hidden far below?"""
+        if self.bias is None and self.hidden is None:
+            return True
+        lowest: Any = 0.0
+        if self.bias is None:
+            assert self.hidden is not None
+            if self.hidden.all(-1).any():
+                return False
         else:
-            bias = _sum(bias, torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(mask, fill))
-    for term, factor in added:
-        bias = _sum(bias, (term * factor if factor != 1.0 else term).to(query.dtype))
-    if bias is not None and kept is not None:
-        bias, kept = bias.masked_fill(~kept, -math.inf), None
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=kept if bias is None else bias, scale=scale
-    )
+            top = (self.bias if self.hidden is None else self.bias.masked_fill(self.hidden, -math.inf)).amax(-1)
+            low, high = (float(one) for one in torch.aminmax(top))
+            if not max(-low, high) <= SAFE_BIAS:  # as written, also where one is NaN
+                return False
+            lowest = low
+        if self.highest == -math.inf:
+            return True
+        largest = [float(torch.linalg.vector_norm(one, math.inf)) for one in (query, key)]
+        return bool(self.highest + UNDERFLOW < lowest - abs(self.scale) * query.shape[-1] * largest[0] * largest[1])
 
-
-def _sum(a: Tensor | None, b: Tensor) -> Tensor:
-    return b if a is None else a + b
+    def for_kernel(self, query: Tensor) -> Tensor | None:
+        """True where a key is kept, or what is added to the scores."""
+        mask = self.bias
+        if mask is None:
+            mask = None if self.hidden is None else ~self.hidden
+        else:
+            mask = mask.to(query.dtype)
+            mask = mask if self.hidden is None else mask.masked_fill(self.hidden, -math.inf)
+        return mask if mask is None or mask.dim() > 1 else mask.expand(*(1, 1)[mask.dim() :], *mask.shape)
 
 
 def _weights_and_value(node: Node) -> tuple[Node, Node] | None:
@@ -135,33 +203,33 @@ def _scores(node: Any) -> Scores | None:
         name = _called(node)
         first, second = _argument(node, 0, "input"), _argument(node, 1, "other", "mask", "mat2")
         if name in PRODUCTS or name == "einsum":
-            return _with_product(found, node, factor)
+            return _with_product(found, node)
         if name in CASTS:
             pass
         elif name in ("mul", "div", "truediv", "imul", "itruediv"):
             if isinstance(first, int | float) and name == "mul":
                 first, second = second, first
-            if isinstance(second, bool) or not isinstance(second, int | float) or not second:
+            if isinstance(second, bool) or not isinstance(second, int | float) or not second > 0:
                 return None
+            found.steps.insert(0, ("mul" if "mul" in name else "div", second))
             factor *= second if "mul" in name else 1 / second
         elif name in ("add", "iadd"):
             first, second = (second, first) if _leads_to_product(second) else (first, second)
             if not isinstance(second, Node) or _argument(node, 2, "alpha") not in (None, 1):
                 return None
-            found.added.append((second, factor))
+            found.steps.insert(0, ("add", second))
         elif name in ("masked_fill", "masked_fill_"):
             fill = _argument(node, 2, "value")
-            if not isinstance(second, Node) or not isinstance(fill, int | float) or fill * factor > -1e3:
+            if not isinstance(second, Node) or not isinstance(fill, int | float) or not fill * factor <= -1e3:
                 return None  # a value that softmax does not take for zero
-            found.filled.append((second, float(fill) * factor))
+            found.steps.insert(0, ("fill", second, float(fill)))
         else:
             return None
         node = first
     return None
 
 
-def _with_product(found: Scores, node: Node, factor: float) -> Scores | None:
-    found.scale = factor
+def _with_product(found: Scores, node: Node) -> Scores | None:
     if _called(node) == "einsum":
         factors = _einsum_factors(node)
         if factors is None:

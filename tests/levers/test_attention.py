@@ -133,8 +133,95 @@ def test_masks_and_biases_add_up() -> None:
     bias, late = torch.randn(T, T), torch.arange(T) > 6
     scores = (q @ k.mT * 0.5 + bias * 2).masked_fill(~CAUSAL, -math.inf).masked_fill(late, -1e9)
     scores[..., late & CAUSAL] = (q @ k.mT * 0.5 + bias * 2 - 1e9)[..., late & CAUSAL]  # a finite value is added
-    seen = attend(q, k.mT, v, True, 0.5, added=((bias, 2.0),), filled=((~CAUSAL, -math.inf), (late, -1e9)))
+    steps = (("mul", 0.25), ("add", bias), ("mul", 2.0), ("fill", ~CAUSAL, -math.inf), ("fill", late, -1e9))
+    seen = attend(q, k.mT, v, True, steps)
     torch.testing.assert_close(seen, scores.softmax(-1) @ v)
+
+
+LEFT = (torch.arange(T) < torch.tensor([[3], [0]]))[:, None, None, :]  # [batch, 1, 1, keys]: padded on the left
+WHOLE = torch.tensor([True, False])[:, None, None, None].expand(B, 1, 1, T)
+LOWEST = torch.finfo(torch.float32).min
+MASKS: dict[str, tuple[Any, ...]] = {
+    "none": (),
+    "causal": (("fill", ~CAUSAL, -math.inf),),
+    "causal, finite": (("mul", 0.5), ("fill", ~CAUSAL, -1e9)),
+    "causal and padded on the left": (("mul", 0.5), ("fill", ~CAUSAL, -1e9), ("fill", LEFT, -1e9)),
+    "the same with -inf": (("fill", ~CAUSAL, -math.inf), ("fill", LEFT, -math.inf)),
+    "one of each": (("fill", ~CAUSAL, -math.inf), ("fill", LEFT, -1e9)),
+    "two values": (("fill", ~CAUSAL, -1e9), ("fill", LEFT, -1e4)),
+    "whole": (("fill", WHOLE, -1e9),),
+    "whole, -1e4": (("fill", WHOLE, -1e4),),
+    "whole, the lowest": (("fill", WHOLE, LOWEST),),
+    "a row of queries": (("fill", torch.arange(T)[:, None] == 2, -1e9),),
+    "a value that is not low enough": (("mul", 600.0), ("fill", ~CAUSAL, -1e4)),
+    "scaled after": (("fill", ~CAUSAL, -1e6), ("mul", 1e-2)),
+    "bias after": (("fill", WHOLE, -1e4), ("add", torch.linspace(-3, 3, T))),
+    "large bias after": (("fill", ~CAUSAL, -1e9), ("add", 1e9 * (torch.arange(T) == T - 1).float())),
+    "added": (("div", 2.0), ("add", torch.zeros(T).masked_fill(torch.arange(T) > 5, -1e9))),
+    "added to whole rows": (("add", WHOLE.float() * -1e9),),
+    "the lowest added to whole rows": (("add", WHOLE.float() * LOWEST),),
+    "-1e4 added to whole rows": (("add", WHOLE.float() * -1e4),),
+    "1e5 added to whole rows": (("add", WHOLE.float() * 1e5),),
+    "added twice": (("add", WHOLE.float() * LOWEST), ("add", (~CAUSAL).float() * LOWEST)),
+    "-inf added to whole rows": (("add", torch.zeros(B, 1, 1, T).masked_fill(WHOLE, -math.inf)),),
+    "whole numbers added": (("add", torch.arange(T)), ("fill", ~CAUSAL, -math.inf)),
+    "one number added": (("add", torch.tensor(2.0)),),
+    "a number for each query": (("add", torch.randn(T, 1)),),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_gives_the_scripts_numbers_and_gradients(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(B, H, T, E, dtype=dtype, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(H, T, T, dtype=dtype, requires_grad=True)
+    for learned in ([], [bias]):
+        steps = (*[("add", one) for one in learned], *MASKS[name])
+
+        def script(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = q @ k.mT
+            for step, operand, *rest in steps:  # noqa: B023
+                scores = scores.masked_fill(operand, *rest) if step == "fill" else getattr(torch, step)(scores, operand)
+            return scores.softmax(-1) @ v
+
+        found = []
+        for y in (script(*inputs), attend(inputs[0], inputs[1], inputs[2], False, steps)):
+            gradients = torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), [*inputs, *learned])
+            found.append([y, *gradients])
+        for plain, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(T, E), (1, T, E), (B, 1, T, E), (H, T, E)])
+def test_products_that_broadcast_are_the_scripts(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, H, T, E), torch.randn(shape), torch.randn(shape)
+    torch.testing.assert_close(attend(q, k, v, False, ()), (q @ k.mT).softmax(-1) @ v)
+    torch.testing.assert_close(attend(k, k, k, False, ()), (k @ k.mT).softmax(-1) @ k)
+
+
+def test_a_mask_that_comes_to_hide_whole_rows_while_training() -> None:
+    class Padded(Block):
+        def forward(self, x: Tensor, hidden: Tensor) -> Any:  # type: ignore[override]
+            q, k, v = (part.view(B, T, H, E).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            return ((q @ k.mT / 2).masked_fill(hidden, -1e9).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model, subject, x = Padded(lucidrains), Subject(), torch.randn(B, T, H * E)
+    subject.modules.add(model)
+    for hidden in (LEFT, WHOLE, LEFT):
+        found = []
+        for on in (False, True):
+            model.zero_grad()
+            with FusedAttention().apply(subject, "fused") if on else torch.enable_grad():
+                y = model(x, hidden)
+                (y * torch.arange(y.numel()).view_as(y).sin()).sum().backward()
+            assert model.qkv.weight.grad is not None
+            found.append([y, model.qkv.weight.grad.clone()])
+        for plain, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    assert subject.incidents == []
 
 
 class CausalSelfAttention(nn.Module):
