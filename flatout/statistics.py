@@ -39,19 +39,23 @@ class Comparison:
     """How many times as fast the candidate is as the baseline, and how sure that is."""
 
     ratio: float  # baseline seconds / candidate seconds: 1.25 means the candidate needs 20 % less time
-    low: float
+    low: float  # of the confidence interval; 0 and infinity where the samples are too few to give one
     high: float
     confidence: float
     pairs: int
     verdict: Verdict
     reason: str | None = None  # why the verdict is 'not significant'
 
+    @property
+    def has_interval(self) -> bool:
+        return math.isfinite(self.high)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "high": self.high if self.has_interval else None}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Comparison:
-        return cls(**data)
+        return cls(**{**data, "high": math.inf if data["high"] is None else data["high"]})
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -107,8 +111,8 @@ def compare_unpaired(
 
 def _judge(ordered: Sequence[float], trim: int | None, pairs: int, least_gain: float, confidence: float) -> Comparison:
     """From the sorted log differences and how many to trim at each end (None: too few) to the verdict."""
-    edge = 0 if trim is None else trim
-    ratio, low, high = (math.exp(x) for x in (median(ordered), ordered[edge], ordered[-1 - edge]))
+    ratio = math.exp(median(ordered))
+    low, high = (0.0, math.inf) if trim is None else (math.exp(ordered[trim]), math.exp(ordered[-1 - trim]))
     verdict: Verdict = "not significant"
     reason: str | None = None
     if trim is None:

@@ -1,3 +1,5 @@
+import json
+import math
 import random
 
 import pytest
@@ -52,7 +54,9 @@ def test_exactly_equal_ratios_give_a_point() -> None:
 def test_too_few_pairs_are_never_significant() -> None:
     found = compare_paired([2.0, 2.1, 2.2, 2.0, 2.4], [1.0] * 5)
     assert found.verdict == "not significant"
-    assert (found.low, found.high) == (pytest.approx(2.0), pytest.approx(2.4))
+    assert (found.low, found.high) == (0.0, math.inf)
+    assert not found.has_interval
+    assert Comparison.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
     assert found.reason == "5 samples are too few for 95% confidence"
 
 

@@ -112,10 +112,16 @@ def comparison_text(found: DocumentComparison) -> str:
     reason = f" ({c.reason})" if c.reason else ""
     lines = [
         f"verdict    {c.verdict}{reason}",
-        f"ratio      x{c.ratio:.3f}, {c.confidence:.0%} sure of x{c.low:.3f} to x{c.high:.3f}",
+        f"ratio      x{c.ratio:.3f}, {_interval(c)}",
     ]
     for label, m in (("first", found.baseline), ("second", found.candidate)):
         spread = f"middle half within {format_seconds(m.iqr_seconds)}, n = {len(m.samples_seconds)}"
         lines.append(f"{label:<10} {m.name}: {format_seconds(m.median_seconds)} a step, {spread}")
     lines += [f"{'caveat' if i == 0 else '':<10} {caveat}" for i, caveat in enumerate(found.caveats)]
     return "\n".join(lines)
+
+
+def _interval(found: Comparison) -> str:
+    if not found.has_interval:
+        return f"{found.pairs} samples, too few for an interval"
+    return f"{found.confidence:.0%} interval x{found.low:.3f} to x{found.high:.3f}"

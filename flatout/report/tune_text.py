@@ -94,6 +94,8 @@ def _trial(trial: Trial, width: int) -> str:
 
 def ratio_text(comparison: Comparison) -> str:
     """'x1.47 ±0.02': half the width of the confidence interval."""
+    if not comparison.has_interval:
+        return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
     half = (comparison.high - comparison.low) / 2
     return f"x{comparison.ratio:.2f} ±{half:.2f}"
 
@@ -122,17 +124,26 @@ def _result(result: TuneResult) -> str:
 def _proof_lines(proof: Proof | None) -> list[str]:
     if proof is None:
         return []
-    lines = [f"numbers {proof.verdict} over {proof.steps} steps: {proof.reason}"]
+    lines = [f"numbers {proof.verdict} {_horizon(proof)}"]
+    width = max(len(claim.verdict) for claim in proof.claims) if proof.claims else 0
+    lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
     seen = []
     if proof.loss_difference is not None:
         seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
     if proof.gradient_difference is not None:
-        seen.append(f"gradients {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
-    if proof.weight_difference is not None:
-        seen.append(f"weights {proof.weight_difference:.1e} ({_floor(proof.weight_floor)})")
-    if seen and proof.verdict != "bit-same":
-        lines.append("largest relative differences: " + ", ".join(seen))
+        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
+    if seen:
+        lines.append("  largest relative differences from the same state: " + ", ".join(seen))
     return lines + list(proof.notes)
+
+
+def _horizon(proof: Proof) -> str:
+    """Over what the claim was proved; what comes later in the script was not seen."""
+    if proof.epochs is None:
+        return f"over {proof.steps} steps"
+    if proof.covers_epochs:
+        return f"over {proof.steps} steps, {proof.epochs:.1f} epochs"
+    return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
 
 
 def _floor(value: float | None) -> str:

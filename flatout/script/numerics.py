@@ -1,34 +1,74 @@
 """What a run computed, in a form small enough to compare between processes.
 
-Each step: the loss that was passed to backward, and the norm of the gradients. In the first steps also a sample of
-gradient elements of every parameter: a norm does not move when a small error stands at right angles to the gradient, a
-sample does. At the end: a digest of every weight, and a sample of the weights.
+Every step: each loss that was passed to backward, and the norm of the gradients; of some steps the norm of each
+parameter's gradient. At the end: digests of weights, buffers and generators. At check steps, beside a reference of the
+plain run: what `flatout.script.reference` compares.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from flatout.levers.subject import Subject
+from flatout.script.reference import (
+    Reference,
+    ReferenceReader,
+    ReferenceWriter,
+    generator_digest,
+    named_buffers,
+    named_weights,
+)
 from flatout.script.watch import Watch
 
-ELEMENTS_PER_TENSOR = 64
-ELEMENTS_IN_ALL = 20_000
+Role = Literal["free", "reference", "checked"]
+Nudge = Literal["none", "rounding", "16-bit"]
+
+STEPS_BY_TENSOR = 64
+"""In so many steps, evenly spread, the gradient's norm of each parameter is kept by itself."""
+BITS_OF_16 = 2.0**-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsRequest:
+    """What a trial is asked to record."""
+
+    steps: int
+    role: Role = "free"
+    folder: str = ""
+    """Where the reference lies; only this process or the trials after it read and write it."""
+    checks: tuple[int, ...] = ()
+    """Steps (from 0) at which a reference is written."""
+    nudge: Nudge = "none"
+    """Move every weight by one rounding error: of its own format at the start and at every check step, or of 16 bits
+    at the start."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:
+        return cls(**{**data, "checks": tuple(data["checks"])})
 
 
 class NumericsRecorder:
-    """Records the steps between its creation and `finish`."""
+    """Records the steps between its creation and `finish`. Make it at a step boundary."""
 
-    def __init__(self, watch: Watch, *, gradient_steps: int) -> None:
-        self._watch, self._gradient_steps = watch, gradient_steps
+    def __init__(self, watch: Watch, request: NumericsRequest) -> None:
+        self._watch, self._request = watch, request
         self._losses: list[list[Any]] = [[]]
         self._norms: list[Any] = []
-        self._samples: list[list[Any]] = []
+        self._by_tensor: dict[int, list[Any]] = {}
+        self._epochs: list[int] = []
         self._step_norms: list[Any] = []
-        self._step_samples: list[Any] = []
+        self._every = max(1, request.steps // STEPS_BY_TENSOR)
+        self._reference = _reference(watch.subject, request)
         watch.at_backward.append(self._backward)
         watch.before_optimizer.append(self._optimizer)
+        watch.at_iterator.append(self._iterator)
+        if request.nudge == "16-bit":
+            nudge_weights(watch.subject, BITS_OF_16)
+        self._step_begins()
 
     @property
     def steps(self) -> int:
@@ -38,85 +78,94 @@ class NumericsRecorder:
         if not self._step_norms:  # no optimizer: the gradients are still there when the pass ends
             self._take_gradients([p for module in self._watch.subject.modules for p in module.parameters()])
         self._norms.append(_total(self._step_norms))
-        if len(self._samples) < self._gradient_steps:
-            self._samples.append(self._step_samples)
-        self._step_norms, self._step_samples = [], []
+        if (self.steps - 1) % self._every == 0:
+            self._by_tensor[self.steps - 1] = self._step_norms
+        if self._reference is not None:
+            self._reference.after_step([float(loss) for loss in self._losses[-1]])
+        self._step_norms = []
         self._losses.append([])
+        self._step_begins()
 
     def finish(self) -> dict[str, Any]:
         self._watch.at_backward.remove(self._backward)
         self._watch.before_optimizer.remove(self._optimizer)
-        tensors = weights(self._watch.subject)
+        self._watch.at_iterator.remove(self._iterator)
+        weights = named_weights(self._watch.subject)
+        reader = self._reference if isinstance(self._reference, ReferenceReader) else None
         return {
-            "losses": [_mean(losses) for losses in self._losses[: self.steps]],
+            "losses": [[float(loss) for loss in losses] for losses in self._losses[: self.steps]],
             "gradient_norms": [float(norm) if norm is not None else None for norm in self._norms],
-            "gradient_samples": [[_floats(sample) for sample in step] for step in self._samples],
-            "weight_digest": _digest(tensors),
-            "weight_sample": [value for tensor in tensors for value in _floats(_sample(tensor, len(tensors)))],
+            "gradient_norms_by_tensor": [
+                [float(value) for norms in step for value in norms.tolist()] for step in self._by_tensor.values()
+            ],
+            "parameters": list(weights),
+            "weight_digest": _digest(list(weights.values())),
+            "buffer_digest": _digest(list(named_buffers(self._watch.subject).values())),
+            "generator_digest": generator_digest(),
+            "finite": all(bool(tensor.isfinite().all()) for tensor in weights.values()),
+            "epochs": self._epochs,
+            "checks": reader.found if reader else [],
+            "compared": "every element" if reader is None or reader.whole else "samples",
         }
+
+    def _step_begins(self) -> None:
+        if self._reference is None or self.steps >= self._request.steps:
+            return
+        self._reference.before_step(self.steps)
+        if self._request.nudge == "rounding" and self.steps in self._reference.checks:
+            nudge_weights(self._watch.subject)
 
     def _backward(self, roots: tuple[Any, ...]) -> None:
         self._losses[-1] += [root.detach().float().mean() for root in roots if hasattr(root, "detach")]
+        if self._reference is not None:
+            self._reference.backward(self._watch.inside_optimizer)
 
     def _optimizer(self, optimizer: Any) -> None:
-        self._take_gradients([p for group in optimizer.param_groups for p in group["params"]])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._take_gradients(parameters)
+        if self._reference is not None:
+            self._reference.optimizer(parameters)
+
+    def _iterator(self, loader: Any, began: float) -> None:
+        self._epochs.append(self.steps)
 
     def _take_gradients(self, parameters: list[Any]) -> None:
         import torch
 
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        if not gradients:
-            return
-        norms = torch._foreach_norm([g.float() for g in gradients])
-        self._step_norms.append(torch.stack([norm.cpu() for norm in norms]).norm())
-        if len(self._samples) < self._gradient_steps:
-            self._step_samples += [_sample(g, len(gradients)).clone() for g in gradients]
+        if gradients:
+            norms = torch._foreach_norm([g.float() for g in gradients])
+            self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
 
 
-def nudge_weights(subject: Subject) -> None:
-    """Move every weight by about one rounding error of its format, up or down: what the script makes of that is its
-    own floor."""
+def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
+    folder = Path(request.folder)
+    if request.role == "reference":
+        return ReferenceWriter(folder, subject, request.checks)
+    if request.role == "checked":
+        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none")
+    return None
+
+
+def nudge_weights(subject: Subject, relative: float | None = None) -> None:
+    """Move every weight by about one rounding error of its format (or by `relative`), up or down: what the script
+    makes of that is its own floor. Draws from a generator of its own."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in weights(subject):
+        for tensor in named_weights(subject).values():
             if tensor.is_floating_point():
                 signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
-                ulp = torch.finfo(tensor.dtype).eps  # one unit in the last place of a number near 1
-                tensor.mul_(1 + ulp * signs.to(device=tensor.device, dtype=tensor.dtype))
-
-
-def weights(subject: Subject) -> list[Any]:
-    """The parameters of all models and optimizers, each once."""
-    found: dict[int, Any] = {}
-    for module in subject.modules:
-        found |= {id(p): p for p in module.parameters()}
-    for optimizer in subject.optimizers:
-        found |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    return [tensor.detach() for tensor in found.values()]
-
-
-def _sample(tensor: Any, tensors: int) -> Any:
-    """Evenly spaced elements in logical order, whatever the memory format."""
-    count = max(1, min(ELEMENTS_PER_TENSOR, ELEMENTS_IN_ALL // max(1, tensors)))
-    flat = tensor.reshape(-1)
-    return flat[:: max(1, flat.numel() // count)][:count]
-
-
-def _floats(tensor: Any) -> list[float]:
-    return [float(value) for value in tensor.float().cpu().tolist()]
+                amount = relative or torch.finfo(tensor.dtype).eps  # one unit in the last place of a number near 1
+                tensor.mul_(1 + amount * signs.to(device=tensor.device, dtype=tensor.dtype))
 
 
 def _total(norms: list[Any]) -> Any:
     import torch
 
-    return torch.stack(norms).norm() if norms else None
-
-
-def _mean(losses: list[Any]) -> float | None:
-    return sum(float(loss) for loss in losses) / len(losses) if losses else None
+    return torch.cat(norms).norm() if norms else None
 
 
 def _digest(tensors: list[Any]) -> str:

@@ -1,21 +1,117 @@
-"""Seeds for trials: each generator gets one as soon as its library is there, and a script's own seeds come after."""
+"""Seeds for trials: a script that seeds nothing is made repeatable, the same way on both sides of a comparison.
+
+Each global generator gets a seed as soon as its library is there, and a script's own seeds come after. What draws a
+seed from the system or from the clock gets one from a counter instead: `numpy.random.default_rng()`, `RandomState()`,
+`random.Random()`, `random.seed()`, `torch.seed()`, `torch.manual_seed(int(time.time()))`. The order of hashes is fixed
+by the trial's environment. What is left is a script that depends on the order of threads or processes, or on time.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
-from types import ModuleType
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
 
 from flatout.script.describe import UNSEEDED
 from flatout.script.patches import ImportWatch
 
+OURS = str(Path(__file__).resolve().parents[1])
+CLOCK_UNITS = (1, 10**3, 10**6, 10**9)
+"""Seconds, and what scripts make of them before they take them for a seed."""
+CLOCK_TOLERANCE_SECONDS = 3600.0
 
-def seed_in_trials(seed: int, on_torch: list[object]) -> ImportWatch:
-    """Seed Python's generator now, numpy's and torch's when they are imported; then call each of `on_torch`."""
-    random.seed(seed)
 
-    def torch_imported(torch: ModuleType) -> None:
-        torch.manual_seed(UNSEEDED + seed)
-        for callback in on_torch:
-            callback(torch)  # type: ignore[operator]
+class TrialSeeds:
+    """Makes the process repeatable. `unseeded` names the places in the script that had no seed of their own."""
 
-    return ImportWatch({"torch": torch_imported, "numpy": lambda numpy: numpy.random.seed((UNSEEDED + seed) % 2**32)})
+    def __init__(self, seed: int, on_torch: Sequence[Callable[[ModuleType], object]] = ()) -> None:
+        self._seed, self._on_torch = seed, on_torch
+        self._counter = itertools.count(UNSEEDED + seed)
+        self.unseeded: list[str] = []
+
+    def install(self) -> None:
+        """Seed Python's generator now, numpy's and torch's when they are imported; then call `on_torch`."""
+        self._python()
+        ImportWatch({"torch": self._torch, "numpy": self._numpy}).install()
+
+    def replacement(self, value: Any, what: str) -> Any:
+        """`value` as a seed; another one where it is None, the time or the number of the process."""
+        if value is not None and not _from_clock(value):
+            return value
+        self._note(what)
+        return next(self._counter)
+
+    def _note(self, what: str) -> None:
+        caller = _caller()
+        if caller is not None and f"{what} at {caller}" not in self.unseeded:
+            self.unseeded.append(f"{what} at {caller}")
+
+    def _python(self) -> None:
+        random.seed(self._seed)
+        original, shared = random.Random.seed, random._inst
+
+        def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
+            original(generator, self.replacement(a, "random"), version)
+
+        random.Random.seed = seed  # type: ignore[method-assign, assignment]
+        random.seed = lambda a=None, version=2: seed(shared, a, version)
+
+    def _numpy(self, numpy: ModuleType) -> None:
+        numpy.random.seed((UNSEEDED + self._seed) % 2**32)
+        numpy.random.bit_generator.randbits = lambda bits: next(self._counter) % 2**bits
+        legacy, modern = numpy.random.seed, numpy.random.default_rng
+        numpy.random.seed = lambda seed=None: legacy(_numpy_seed(self.replacement(seed, "numpy.random.seed")))
+        numpy.random.default_rng = lambda seed=None: modern(self.replacement(seed, "numpy.random.default_rng"))
+
+    def _torch(self, torch: ModuleType) -> None:
+        torch.manual_seed(UNSEEDED + self._seed)
+        original = torch.manual_seed
+
+        def manual_seed(seed: Any) -> Any:
+            return original(self.replacement(seed, "torch.manual_seed"))
+
+        def from_system() -> int:
+            seed: int = self.replacement(None, "torch.seed")
+            original(seed)
+            return seed
+
+        for module in (torch, torch.random):
+            setattr(module, "manual_seed", manual_seed)  # noqa: B010
+            setattr(module, "seed", from_system)  # noqa: B010
+        for callback in self._on_torch:
+            callback(torch)
+
+
+def _from_clock(value: Any) -> bool:
+    """Is it the time of today in some unit, or the number of this process?"""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    if value == os.getpid() and value > 1000:
+        return True
+    now = time.time()
+    return any(abs(value / unit - now) < CLOCK_TOLERANCE_SECONDS for unit in CLOCK_UNITS)
+
+
+def _numpy_seed(value: Any) -> Any:
+    return value % 2**32 if isinstance(value, int) and value > UNSEEDED else value
+
+
+def _caller() -> str | None:
+    """The line of the script that calls, 'train.py:12'; None for a library: it may want a temporary name, or seed what
+    it makes right afterwards."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    if frame is None or _in_library(frame.f_code.co_filename):
+        return None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _in_library(file: str) -> bool:
+    return "site-packages" in file or file.startswith(("<", os.path.dirname(os.__file__)))

@@ -4,11 +4,11 @@ The script runs until its first certain step boundary and then waits. The parent
 one line back:
 
     describe                                -> what was seen of the loop (`Observed`)
-    window  levers, settle, steps           -> seconds of each measured step, with exactly these levers on
+    window  levers, settle, steps, resting  -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps                -> rows of where the time of each step went
     flops                                   -> floating point operations of one step
     peak  levers                            -> the most that the tensors of one step hold at once
-    numerics  levers, steps, nudge          -> losses, gradients and final weights of the next steps
+    numerics  levers, request               -> losses, gradients and final weights of the next steps (NumericsRequest)
     stop                                    -> the process leaves at once
 
 Time in which the process waits for its parent belongs to no window, so windows of several levers, or of several
@@ -31,7 +31,7 @@ from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
 from flatout.script.describe import device_name, device_of, observe
-from flatout.script.numerics import NumericsRecorder, nudge_weights
+from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.step_memory import StepMemory
 from flatout.script.watch import Watch
 from flatout.train.flops import count_step
@@ -56,6 +56,8 @@ class Session:
         self._device: Device | None = None
         self._threads_at_start: int | None = None
         self._recorder: NumericsRecorder | None = None
+        self.unseeded: list[str] = []
+        """Places in the script that drew a seed from the system or the clock, and got one of ours instead."""
         watch.at_boundary.append(self._boundary_guarded)
         watch.on_forward_failure = self.applied.roll_back_forward
 
@@ -70,7 +72,7 @@ class Session:
         `note`: what of a trial's surroundings may have made it fail.
         """
         if self._recorder is not None and self._task is not None and self._recorder.steps:
-            self._write({"event": "numerics", **self._recorder.finish(), **self._state()})
+            self._write({"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()})
         end = {"event": "ended", "status": status, "error": error, "note": note, "steps": self.watch.steps}
         self._write({**end, **self._state()})
 
@@ -99,6 +101,7 @@ class Session:
         """Read and start a command; returns what to do at each following boundary (True when done), or None."""
         line = self._read()
         command = json.loads(line) if line else {"do": "stop"}
+        self.watch.wake()
         start = {
             "describe": self._describe,
             "window": self._window,
@@ -123,6 +126,8 @@ class Session:
         before = time.perf_counter()
         self.applied.set(self._choices(command))
         apply_seconds = time.perf_counter() - before
+        if command.get("resting"):
+            self.watch.rest()
         device.synchronize()
         marks = [device.mark()]
 
@@ -205,16 +210,15 @@ class Session:
         return boundary
 
     def _numerics(self, command: dict[str, Any]) -> Callable[[], bool]:
-        if command.get("nudge"):
-            nudge_weights(self.watch.subject)
         self.applied.set(self._choices(command))
-        recorder = NumericsRecorder(self.watch, gradient_steps=command["gradient_steps"])
+        recorder = NumericsRecorder(self.watch, NumericsRequest.from_json(command["request"]))
 
         def boundary() -> bool:
             recorder.step_ended()
-            if recorder.steps < command["steps"]:
+            if recorder.steps < command["request"]["steps"]:
                 return False
-            self._write({"event": "numerics", **recorder.finish(), **self._state()})
+            self._write({"event": "numerics", "ended": False, **recorder.finish(), **self._state()})
+            self._recorder = None
             return True
 
         self._recorder = recorder
@@ -224,6 +228,7 @@ class Session:
         return {
             "resident_bytes": resident_bytes(),
             "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "unseeded": self.unseeded,
             "rolled_back": [[*entry.choice.to_json(), entry.reason] for entry in self.applied.rolled_back],
         }
 

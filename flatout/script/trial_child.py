@@ -22,7 +22,7 @@ from flatout.errors import FlatoutError
 from flatout.levers.lever import Lever, choices_from_json
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
-from flatout.script.seeds import seed_in_trials
+from flatout.script.seeds import TrialSeeds
 from flatout.script.session import Session
 from flatout.script.watch import Watch
 
@@ -61,7 +61,9 @@ def main(config_path: str) -> NoReturn:
     on_torch: list[Any] = [watch.install, session.torch_imported]
     if isolation.mode == "guard":
         on_torch.append(guard_torch)
-    seed_in_trials(config["seed"], on_torch).install()
+    seeds = TrialSeeds(config["seed"], on_torch)
+    session.unseeded = seeds.unseeded
+    seeds.install()
     _run(Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])}), session, isolation)
 
 

@@ -370,6 +370,11 @@ class Watch:
         return scale
 
     @property
+    def inside_optimizer(self) -> bool:
+        """Is an optimizer's step under way? A closure that it was given forms the gradients then."""
+        return bool(self._optimizers_open)
+
+    @property
     def saw_compile(self) -> bool:
         """Has the script had torch.compile trace anything?"""
         dynamo = sys.modules.get("torch._dynamo.utils")

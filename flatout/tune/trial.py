@@ -55,29 +55,44 @@ class NotTried:
         return asdict(self)
 
 
-ProofVerdict = Literal["bit-same", "within rounding", "reduced", "rejected", "unproved"]
+ProofVerdict = Literal["bit-same", "within rounding", "reduced", "statistical", "rejected"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What some levers claim to leave of the numbers, and what became of it."""
+
+    levers: tuple[str, ...]
+    """Labels of those that make this claim; they were tried on top of the levers of stricter claims."""
+    claimed: Exactness
+    verdict: ProofVerdict
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """How far a candidate's numbers lie from the plain script's, and how far those lie from one another.
 
-    Relative figures: losses to the median loss, gradients to their norm. `floor` is the script's own: what two plain
-    runs differ by, and what one rounding error in the initial weights grows to.
+    Each claim is proved by itself, strictest first; `verdict` is the weakest of them, or the first that failed.
+    Relative figures: losses to the median loss, gradients to their size. `floor` is the script's own: what one rounding
+    error in the weights makes.
     """
 
     verdict: ProofVerdict
     reason: str
     steps: int
+    """The horizon: what happens in later steps was not seen."""
+    epochs: float | None = None
+    """The horizon in passes over the training loader; None: the script has no loader, or its length is unknown."""
+    claims: tuple[Claim, ...] = ()
     loss_difference: float | None = None
     loss_floor: float | None = None
     gradient_difference: float | None = None
     gradient_floor: float | None = None
-    weight_difference: float | None = None
-    weight_floor: float | None = None
     loss_drift: float | None = None
-    """Mean of (candidate - baseline) loss over the later half, relative to the baseline's mean there."""
-    drift_floor: float | None = None
+    """Mean of (candidate - plain) loss over the later half of a run left to itself, relative to its plain level."""
+    resolution: float | None = None
+    """The smallest relative difference of the losses that would have been seen; only of a statistical verdict."""
     repeatable: bool = True
     """Whether two plain runs gave the same bits."""
     notes: tuple[str, ...] = ()
@@ -87,6 +102,11 @@ class Proof:
     @property
     def holds(self) -> bool:
         return self.verdict != "rejected"
+
+    @property
+    def covers_epochs(self) -> bool:
+        """Did it see the script come from one epoch into the next, and to the end of that?"""
+        return self.epochs is None or self.epochs >= 2
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

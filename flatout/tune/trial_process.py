@@ -32,6 +32,7 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
+from flatout.script.numerics import NumericsRequest
 from flatout.script.trial_end import end_trial
 
 START_TIMEOUT_SECONDS = 1800.0
@@ -170,8 +171,8 @@ class TrialProcess:
     def describe(self) -> Observed:
         return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int) -> Window:
-        command = {"do": "window", "levers": _json(choices), "settle": settle, "steps": steps}
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+        command = {"do": "window", "levers": _json(choices), "settle": settle, "steps": steps, "resting": resting}
         answer = self._ask(command, self._patience(settle + steps, choices))
         return Window(
             seconds=tuple(answer["seconds"]),
@@ -197,15 +198,10 @@ class TrialProcess:
             incidents=dict(answer["incidents"]),
         )
 
-    def numerics(self, choices: Sequence[Choice], *, steps: int, nudge: bool, gradient_steps: int) -> dict[str, Any]:
-        command = {
-            "do": "numerics",
-            "levers": _json(choices),
-            "steps": steps,
-            "nudge": nudge,
-            "gradient_steps": gradient_steps,
-        }
-        return self._ask(command, self._patience(3 * steps, choices))
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
+        """What `request.steps` steps computed under these levers; fewer, and 'ended', where the script ends first."""
+        command = {"do": "numerics", "levers": _json(choices), "request": asdict(request)}
+        return self._ask(command, self._patience(3 * request.steps, choices))
 
     def close(self) -> None:
         """End the process with everything it started, and remove its scratch. Its log stays."""

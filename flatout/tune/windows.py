@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
@@ -24,6 +24,8 @@ CONFIDENCE = 0.95
 LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
 """32 MiB in a thousand steps."""
 LEAK_WINDOWS = 4
+FIRST_STEPS = 3
+"""That pass before a trial takes commands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,13 @@ class Pace:
             seconds=seconds,
         )
 
+    def within(self, total_steps: int | None) -> Pace:
+        """Windows so short that a script of `total_steps` gives at least two pairs each time it is started."""
+        if total_steps is None:
+            return self
+        left = total_steps - FIRST_STEPS - self.warm_steps - max(3, self.settle + 1)
+        return replace(self, steps=max(1, min(self.steps, left // 2 - self.settle)))
+
 
 @dataclass
 class Arm:
@@ -59,9 +68,11 @@ class Arm:
 
     process: TrialProcess
     choices: Sequence[Choice] = ()
+    resting: bool = False
+    """Watched no more closely than `flatout run` does between its looks."""
 
     def window(self, *, settle: int, steps: int) -> Window:
-        return self.process.window(self.choices, settle=settle, steps=steps)
+        return self.process.window(self.choices, settle=settle, steps=steps, resting=self.resting)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""What a run records of its numbers."""
+"""What a run records of its numbers, and how it is compared with a reference of the plain run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,75 +10,91 @@ import pytest
 import torch
 
 from flatout.levers.subject import Subject
-from flatout.script.numerics import NumericsRecorder, nudge_weights
+from flatout.script import reference
+from flatout.script.numerics import NumericsRecorder, NumericsRequest, nudge_weights
+from flatout.tune.numerics import Numerics
 
 
-def watched(*, optimizer: bool = True, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.nn.Module, Any]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2).to(dtype)
-    subject = Subject()
-    subject.modules.add(model)
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    if optimizer:
-        subject.optimizers.add(made)
-    return SimpleNamespace(subject=subject, at_backward=[], before_optimizer=[]), model, made
+class Watched:
+    """A model and an optimizer as a watched script would have them."""
+
+    def __init__(self, *, optimizer: bool = True, dtype: torch.dtype = torch.float32, norm: bool = False) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(3, 2), *([torch.nn.BatchNorm1d(2)] if norm else [])]
+        self.model = torch.nn.Sequential(*layers).to(dtype)
+        self.subject = Subject()
+        self.subject.modules.add(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, weight_decay=0.1) if optimizer else None
+        if self.optimizer is not None:
+            self.subject.optimizers.add(self.optimizer)
+        self.watch: Any = SimpleNamespace(
+            subject=self.subject, at_backward=[], before_optimizer=[], at_iterator=[], inside_optimizer=False
+        )
+        self.wrong: Any = lambda: None
+        """Called between the recorder's look at the gradients and the optimizer's step."""
+        self.scale = 1.0
+        self.batches = 0
+
+    def record(self, steps: int, **request: Any) -> Numerics:
+        recorder = NumericsRecorder(self.watch, NumericsRequest(steps=steps, **request))
+        for _ in range(steps):
+            self.step(recorder)
+        return Numerics.from_answer({**recorder.finish(), "ended": False, "unseeded": []})
+
+    def step(self, recorder: NumericsRecorder, backwards: int = 1) -> None:
+        self.model.zero_grad()
+        self.batches += 1
+        batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(self.batches))
+        for _ in range(backwards):
+            loss = self.scale * (self.model(batch.to(self.model[0].weight.dtype)) ** 2).mean()
+            for callback in self.watch.at_backward:
+                callback((loss,))
+            loss.backward()
+        if self.optimizer is not None:
+            for callback in self.watch.before_optimizer:
+                callback(self.optimizer)
+            self.wrong()
+            self.optimizer.step()
+        recorder.step_ended()
 
 
-def step(watch: Any, model: torch.nn.Module, optimizer: Any, recorder: NumericsRecorder, backwards: int = 1) -> None:
-    model.zero_grad()
-    for scale in range(1, backwards + 1):
-        loss = scale * model(torch.ones(1, 3)).sum()
-        for callback in watch.at_backward:
-            callback((loss,))
-        loss.backward()
-    if optimizer is not None:
-        for callback in watch.before_optimizer:
-            callback(optimizer)
-        optimizer.step()
-    recorder.step_ended()
+def test_losses_norms_and_digests() -> None:
+    one, other = Watched().record(2), Watched().record(2)
+    assert one == other
+    assert [len(step) for step in one.losses] == [1, 1]
+    assert one.parameters == ("0.weight", "0.bias")
+    assert one.stays_finite()
 
 
-def test_losses_norms_samples_and_weights() -> None:
-    watch, model, optimizer = watched()
-    recorder = NumericsRecorder(watch, gradient_steps=1)
-    first = model(torch.ones(1, 3)).sum().item()
-    for _ in range(2):
-        step(watch, model, optimizer, recorder)
+def test_the_recorder_takes_its_callbacks_away() -> None:
+    watched = Watched()
+    watched.record(1)
+    assert (watched.watch.at_backward, watched.watch.before_optimizer, watched.watch.at_iterator) == ([], [], [])
+
+
+def test_each_backward_pass_of_a_step_is_a_loss_of_its_own() -> None:
+    watched = Watched()
+    recorder = NumericsRecorder(watched.watch, NumericsRequest(steps=1))
+    watched.step(recorder, backwards=3)
     answer = recorder.finish()
-    assert answer["losses"][0] == first
-    assert len(answer["losses"]) == 2
-    assert answer["gradient_norms"] == [pytest.approx(8**0.5)] * 2  # six weights and two biases with gradient 1
-    assert answer["gradient_samples"] == [[[1.0] * 6, [1.0] * 2]]
-    assert answer["weight_sample"] == [v for p in model.parameters() for v in p.flatten().tolist()]
-    assert (watch.at_backward, watch.before_optimizer) == ([], [])
-
-
-def test_accumulation_takes_the_mean_loss_and_the_summed_gradient() -> None:
-    watch, model, optimizer = watched()
-    recorder = NumericsRecorder(watch, gradient_steps=1)
-    first = model(torch.ones(1, 3)).sum().item()
-    step(watch, model, optimizer, recorder, backwards=3)
-    answer = recorder.finish()
-    assert abs(answer["losses"][0] - 2 * first) < 1e-5
-    assert answer["gradient_samples"][0][1] == [6.0, 6.0]
+    assert [len(step) for step in answer["losses"]] == [3]
 
 
 def test_without_an_optimizer() -> None:
-    watch, model, _ = watched(optimizer=False)
-    recorder = NumericsRecorder(watch, gradient_steps=1)
-    step(watch, model, None, recorder)
-    assert recorder.finish()["gradient_norms"] == [pytest.approx(8**0.5)]
+    numerics = Watched(optimizer=False).record(1)
+    assert numerics.norms[0] is not None
+    assert numerics.norms[0] > 0
 
 
 def test_the_digest_sees_one_bit_and_no_layout() -> None:
     digests = []
     for change in (0.0, 0.0, 2.0**-22):
-        watch, model, _ = watched()
+        watched = Watched()
         with torch.no_grad():
-            model.weight[0, 0] = 1.0 + change
+            watched.model[0].weight[0, 0] = 1.0 + change
             if len(digests) == 1:
-                model.weight.data = model.weight.data.t().contiguous().t()
-        digests.append(NumericsRecorder(watch, gradient_steps=1).finish()["weight_digest"])
+                watched.model[0].weight.data = watched.model[0].weight.data.t().contiguous().t()
+        digests.append(watched.record(0).weight_digest)
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -85,11 +102,94 @@ def test_a_nudge_is_one_rounding_error_in_any_format_and_repeats() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         moved = []
         for _ in range(2):
-            watch, model, _ = watched(dtype=dtype)
-            before = model.weight.detach().clone()
-            nudge_weights(watch.subject)
-            moved.append(model.weight.detach())
+            watched = Watched(dtype=dtype)
+            weight = watched.model[0].weight
+            before = weight.detach().clone()
+            nudge_weights(watched.subject)
+            moved.append(weight.detach())
         assert torch.equal(moved[0], moved[1])
         relative = ((moved[0] - before) / before).abs().double() / torch.finfo(dtype).eps
         assert relative.min() > 0.4
         assert relative.max() < 2.1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    Watched(norm=True).record(8, role="reference", folder=str(tmp_path), checks=(0, 4))
+    return str(tmp_path)
+
+
+def test_the_same_run_differs_from_its_reference_in_nothing(folder: str) -> None:
+    plain = Watched(norm=True).record(8)
+    numerics = Watched(norm=True).record(8, role="checked", folder=folder)
+    assert (numerics.losses, numerics.weight_digest) == (plain.losses, plain.weight_digest)
+    assert [check.step for check in numerics.checks] == [0, 4]
+    for check in numerics.checks:
+        assert check.same_generators
+        assert check.replaced
+        assert not check.unlike
+        assert {gradient.error for gradient in check.gradients} == {0.0}
+        assert all(gradient.scale == pytest.approx(1) for gradient in check.gradients)
+        assert {part.error for part in (*check.drift, *check.updates)} == {0.0}
+        assert {part.name for part in check.drift} >= {"0.weight", "Sequential#0.1.running_mean"}
+
+
+def test_what_happens_to_the_gradients_is_not_blamed_on_the_optimizer(folder: str) -> None:
+    watched = Watched(norm=True)
+    watched.scale = 2.0
+    check = watched.record(8, role="checked", folder=folder).checks[1]
+    assert {round(gradient.scale, 4) for gradient in check.gradients if gradient.size > 1e-6} == {2.0}
+    assert {update.error for update in check.updates} == {0.0}
+
+
+def test_what_happens_to_the_optimizer_is_seen_behind_equal_gradients(folder: str) -> None:
+    watched = Watched(norm=True)
+    assert watched.optimizer is not None
+    watched.optimizer.param_groups[0]["weight_decay"] = 0.0
+    checks = watched.record(8, role="checked", folder=folder).checks
+    assert all(check.replaced for check in checks)
+    assert checks[0].updates[0].error > 1e-3 * checks[0].updates[0].moved
+    assert checks[1].drift[0].error > 1e-3 * checks[1].drift[0].moved
+    # every check step begins from the plain run's state again
+    assert checks[1].gradients[0].error == 0.0
+
+
+def test_a_parameter_without_its_gradient_is_named(folder: str) -> None:
+    watched = Watched(norm=True)
+    watched.model[0].bias.requires_grad_(False)
+    numerics = watched.record(1, role="checked", folder=folder)
+    assert "0.bias" in numerics.checks[0].unlike
+
+
+def test_other_random_numbers_are_noticed(folder: str) -> None:
+    watched = Watched(norm=True)
+    watched.wrong = lambda: torch.rand(1)
+    numerics = watched.record(8, role="checked", folder=folder)
+    assert [check.same_generators for check in numerics.checks] == [True, False]
+
+
+def test_a_nudged_run_keeps_its_own_gradients(folder: str) -> None:
+    numerics = Watched(norm=True).record(8, role="checked", folder=folder, nudge="rounding")
+    assert not any(check.replaced for check in numerics.checks)
+    assert 0 < numerics.checks[1].gradients[0].relative < 1e-2
+
+
+def test_of_a_model_too_large_samples_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "LARGEST_STATE_BYTES", 10)
+    Watched().record(8, role="reference", folder=str(tmp_path), checks=(0, 4))
+    numerics = Watched().record(8, role="checked", folder=str(tmp_path))
+    assert numerics.sampled
+    assert [check.step for check in numerics.checks] == [0]
+    assert not numerics.checks[0].replaced
+    assert {gradient.error for gradient in numerics.checks[0].gradients} == {0.0}
+
+
+def test_samples_are_the_same_elements_in_any_layout() -> None:
+    tensor = torch.arange(60_000.0).reshape(300, 200)
+    assert torch.equal(reference.sample(tensor, 3), reference.sample(tensor.t().contiguous().t(), 3))
+    assert len(reference.sample(tensor, 3)) == reference.SAMPLED_ELEMENTS
+
+
+@pytest.mark.parametrize(("most", "expected"), [(5, (0, 1, 2, 3)), (4, (0, 1, 2, 3)), (2, (0, 2)), (1, (0,))])
+def test_thinned(most: int, expected: tuple[int, ...]) -> None:
+    assert reference.thinned((0, 1, 2, 3), most) == expected

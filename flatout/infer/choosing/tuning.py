@@ -155,6 +155,8 @@ class InferenceTuning:
 
 def ratio_text(comparison: Comparison) -> str:
     """'x1.47 (1.44 to 1.50)'."""
+    if not comparison.has_interval:
+        return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
     return f"x{comparison.ratio:.2f} ({comparison.low:.2f} to {comparison.high:.2f})"
 
 

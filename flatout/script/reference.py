@@ -1,0 +1,336 @@
+"""The state of a run at chosen steps, written by one process and compared with in another.
+
+Training is chaotic: after some hundred steps a single rounding error shows in the third digit, and nothing finer than
+that can be told any more. So a run is not compared from its start alone. At each *check step* the plain run writes its
+state (parameters, buffers, optimizer state), the gradients that its optimizers got, and the parameters after the step.
+Another run stops at the same steps, says how far it has come from that state since the last check, takes the state
+over, and does the step from there:
+
+    drift      parameters and buffers against the plain run's, as they arrive at the check step
+    gradients  of the same step from the same state: what a lever in forward or backward does to them
+    updates    of the parameters, from the plain run's own gradients: what a lever does to the optimizer
+
+The last is why the gradients are replaced: 16-bit products move gradients by a per cent, and a lost weight decay, a
+skipped parameter or a lost momentum would hide behind that.
+
+Of models beyond `LARGEST_STATE_BYTES` the state is too large to be taken over; evenly drawn elements are compared
+instead, and the optimizer gets the run's own gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flatout.generators import generator_states
+from flatout.levers.subject import Subject
+
+LARGEST_STATE_BYTES = 1 << 30
+"""Of all check steps of one run together."""
+SAMPLED_ELEMENTS = 1 << 14
+"""Of each tensor of a model whose state is too large."""
+MOST_CALLS = 8
+"""Optimizer steps within one step of training whose gradients are kept (the critic of a GAN takes several)."""
+
+
+def named_weights(subject: Subject) -> dict[str, Any]:
+    """The parameters of all models and optimizers, each once, by a name that means something to the user."""
+    found: dict[int, tuple[str, Any]] = {}
+    several = len(subject.modules) > 1
+    for number, module in enumerate(subject.modules):
+        prefix = f"{type(module).__name__}#{number}." if several else ""
+        for name, parameter in module.named_parameters():
+            found.setdefault(id(parameter), (prefix + name, parameter))
+    for number, optimizer in enumerate(subject.optimizers):
+        for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            found.setdefault(id(parameter), (f"optimizer {number}, parameter {index}", parameter))
+    return {name: parameter.detach() for name, parameter in found.values()}
+
+
+def named_buffers(subject: Subject) -> dict[str, Any]:
+    """The floating-point buffers of all models: running statistics and the like."""
+    return {
+        f"{type(module).__name__}#{number}.{name}": buffer
+        for number, module in enumerate(subject.modules)
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point()
+    }
+
+
+def optimizer_state(subject: Subject) -> dict[str, Any]:
+    """Every tensor that an optimizer holds for a parameter."""
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(subject.optimizers):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
+                if hasattr(value, "copy_"):
+                    found[f"{number}.{index}.{key}"] = value
+    return found
+
+
+def generator_digest() -> str:
+    """Equal where every global random generator of the process stands at the same number."""
+    digest = hashlib.sha256()
+    for part in _flat(generator_states()):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def fits(subject: Subject, checks: int) -> bool:
+    """Can the state be written and taken over at so many check steps?"""
+    tensors = [*named_weights(subject).values()] * 3 + [
+        *named_buffers(subject).values(),
+        *optimizer_state(subject).values(),
+    ]
+    return checks * sum(t.numel() * t.element_size() for t in tensors) <= LARGEST_STATE_BYTES
+
+
+class ReferenceWriter:
+    """Writes what the plain run is at its check steps. Fed by a NumericsRecorder."""
+
+    def __init__(self, folder: Path, subject: Subject, checks: tuple[int, ...]) -> None:
+        self._folder, self._subject = folder, subject
+        most = next((n for n in range(len(checks), 0, -1) if fits(subject, n)), 0)
+        self.checks = thinned(checks, most) if most else checks[:1]
+        """The steps at which there is something to compare with: fewer than asked for where the state is large."""
+        self._whole = most > 0
+        self._entry: dict[str, Any] | None = None
+        self._calls: list[list[Any]] = []
+        self._closure = False
+
+    def before_step(self, step: int) -> None:
+        if step not in self.checks:
+            return
+        weights = named_weights(self._subject)
+        self._entry = {"step": step, "whole": self._whole, "generators": generator_digest()}
+        self._entry["before"] = _kept(weights, self._whole)
+        self._entry["buffers"] = _kept(named_buffers(self._subject), self._whole)
+        self._entry["optimizers"] = _kept(optimizer_state(self._subject), self._whole) if self._whole else {}
+        self._calls, self._closure = [], False
+
+    def backward(self, inside_optimizer: bool) -> None:
+        self._closure |= inside_optimizer
+
+    def optimizer(self, parameters: list[Any]) -> None:
+        if self._entry is not None and len(self._calls) < MOST_CALLS:
+            self._calls.append([_gradient(p, self._whole, i) for i, p in enumerate(parameters)])
+
+    def after_step(self, losses: list[float]) -> None:
+        if self._entry is None:
+            return
+        weights = named_weights(self._subject)
+        if self._closure or not self._calls:  # the gradients are formed inside the step, or there is no optimizer
+            self._calls = [[_gradient(p, self._whole, i) for i, p in enumerate(_live(self._subject))]]
+            self._closure = True
+        self._entry |= {"losses": losses, "gradients": self._calls, "closure": self._closure}
+        self._entry["after"] = _kept(weights, self._whole)
+        from torch.serialization import save
+
+        save(self._entry, self._folder / f"{self._entry['step']}.pt")
+        self._entry = None
+
+
+class ReferenceReader:
+    """Compares a run with what a ReferenceWriter left, and lets it go on from there."""
+
+    def __init__(self, folder: Path, subject: Subject, *, own_gradients: bool) -> None:
+        self._folder, self._subject, self._own_gradients = folder, subject, own_gradients
+        self.whole = True
+        """False: the state is too large; samples are compared, and this run goes on from its own state."""
+        self.checks = tuple(sorted(int(path.stem) for path in folder.glob("*.pt")))
+        self.found: list[dict[str, Any]] = []
+        """One entry a check step, for the judge: errors and sizes, each tensor by itself."""
+        self._entry: dict[str, Any] | None = None
+        self._last_after: dict[str, Any] = {}
+        self._call = 0
+
+    def before_step(self, step: int) -> None:
+        if step not in self.checks:
+            return
+        from torch.serialization import load
+
+        self._entry = entry = load(self._folder / f"{step}.pt", weights_only=True, mmap=True, map_location="cpu")
+        assert entry is not None
+        self.whole = entry["whole"]
+        weights, buffers = named_weights(self._subject), named_buffers(self._subject)
+        found: dict[str, Any] = {
+            "step": step,
+            "same_generators": entry["generators"] == generator_digest(),
+            "unlike": _unlike(entry["before"], weights, entry["whole"]),
+            "replaced": False,
+            "drift": [],
+            "gradients": [],
+            "updates": [],
+        }
+        self.found.append(found)
+        self._call = 0
+        if found["unlike"]:
+            self._entry = None
+            return
+        found["drift"] = [
+            *_differences(entry["before"], weights, self._last_after, entry["whole"]),
+            *_differences(entry["buffers"], buffers, {}, entry["whole"]),
+        ]
+        if entry["whole"]:
+            self._put(entry, weights, buffers)
+
+    def _put(self, entry: dict[str, Any], weights: dict[str, Any], buffers: dict[str, Any]) -> None:
+        import torch
+
+        state = optimizer_state(self._subject)
+        same_layout = {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in entry["optimizers"].items()}
+        with torch.no_grad():
+            for mine, theirs in ((weights, entry["before"]), (buffers, entry["buffers"])):
+                for name, tensor in mine.items():
+                    tensor.copy_(theirs[name])
+            if same_layout:
+                for name, tensor in state.items():
+                    tensor.copy_(entry["optimizers"][name])
+
+    def backward(self, inside_optimizer: bool) -> None:
+        """Nothing to do: whether gradients are formed inside the optimizer stands in the reference."""
+
+    def optimizer(self, parameters: list[Any]) -> None:
+        entry = self._entry
+        if entry is None or entry["closure"] or self._call >= len(entry["gradients"]):
+            return
+        theirs = entry["gradients"][self._call]
+        self._call += 1
+        self._compare_gradients(parameters, theirs, entry["whole"])
+        if not entry["whole"] or self._own_gradients or len(theirs) != len(parameters):
+            return
+        for parameter, gradient in zip(parameters, theirs, strict=True):
+            if gradient is not None and parameter.grad is not None and parameter.grad.layout is gradient.layout:
+                parameter.grad.detach().copy_(gradient)
+        self.found[-1]["replaced"] = True
+
+    def after_step(self, losses: list[float]) -> None:
+        entry = self._entry
+        if entry is None:
+            return
+        if entry["closure"]:
+            self._compare_gradients(_live(self._subject), entry["gradients"][0], entry["whole"])
+        elif self._call != len(entry["gradients"]) and not self.found[-1]["unlike"]:
+            self.found[-1]["unlike"] = (
+                f"{self._call} optimizer steps in step {entry['step'] + 1}; plainly {len(entry['gradients'])}"
+            )
+        weights = named_weights(self._subject)
+        if not _unlike(entry["after"], weights, entry["whole"]):
+            self.found[-1]["updates"] = list(_differences(entry["after"], weights, entry["before"], entry["whole"]))
+        self._last_after = entry["after"]
+        self._entry = None
+
+    def _compare_gradients(self, parameters: list[Any], theirs: list[Any], whole: bool) -> None:
+        found = self.found[-1]
+        if len(parameters) != len(theirs):
+            found["unlike"] = f"{len(parameters)} parameters got to the optimizer; plainly {len(theirs)}"
+            return
+        names = {tensor.data_ptr(): name for name, tensor in named_weights(self._subject).items()}
+        for index, (parameter, reference) in enumerate(zip(parameters, theirs, strict=True)):
+            name = names.get(parameter.data_ptr(), f"parameter {index}")
+            mine = _gradient(parameter, whole, index)
+            if (mine is None) != (reference is None):
+                found["unlike"] = f"{name} has {'no' if mine is None else 'a'} gradient, unlike the plain run"
+            elif mine is not None:
+                found["gradients"].append([name, *_error(reference, mine)])
+
+
+Reference = ReferenceWriter | ReferenceReader
+
+
+def thinned(checks: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """At most so many of them, the first always, evenly spread."""
+    if most >= len(checks):
+        return checks
+    return tuple(checks[round(i * (len(checks) - 1) / most)] for i in range(most))
+
+
+def _live(subject: Subject) -> list[Any]:
+    """The parameters themselves, which have gradients (detached ones have none)."""
+    found: dict[int, Any] = {}
+    for module in subject.modules:
+        found |= {id(p): p for p in module.parameters()}
+    for optimizer in subject.optimizers:
+        found |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return list(found.values())
+
+
+def _kept(tensors: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """Copies on the host; of large models samples."""
+    return {
+        name: (tensor.detach().to("cpu", copy=True) if whole else sample(tensor, i))
+        for i, (name, tensor) in enumerate(tensors.items())
+    }
+
+
+def _gradient(parameter: Any, whole: bool, index: int) -> Any:
+    if parameter.grad is None:
+        return None
+    gradient = parameter.grad.detach()
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return gradient.to("cpu", copy=True) if whole else sample(gradient, index)
+
+
+def sample(tensor: Any, index: int, most: int = SAMPLED_ELEMENTS) -> Any:
+    """[min(numel, most)] elements on the host, drawn evenly; the same ones in every process, whatever the layout."""
+    import torch
+
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() > most:
+        positions = torch.randint(flat.numel(), (most,), generator=torch.Generator().manual_seed(index))
+        flat = flat[positions.to(flat.device)]
+    return flat.to("cpu", copy=True)
+
+
+def _unlike(theirs: dict[str, Any], mine: dict[str, Any], whole: bool) -> str:
+    """Why the two cannot be compared tensor by tensor; '' if they can."""
+    if list(theirs) != list(mine):
+        odd = sorted(set(theirs) ^ set(mine))
+        return f"other parameters than in the plain run ({', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''})"
+    for name, tensor in mine.items():
+        if whole and tensor.shape != theirs[name].shape:
+            return f"{name} has the shape {tuple(tensor.shape)}; plainly {tuple(theirs[name].shape)}"
+    return ""
+
+
+def _differences(
+    theirs: dict[str, Any], mine: dict[str, Any], since: dict[str, Any], whole: bool
+) -> Iterator[list[Any]]:
+    """[name, |mine - theirs|, |theirs - since|, one rounding error of theirs] of each tensor."""
+    import torch
+
+    for index, (name, tensor) in enumerate(mine.items()):
+        reference = theirs.get(name)
+        if reference is None or not reference.is_floating_point():
+            continue
+        own = tensor.detach().to("cpu") if whole else sample(tensor, index)
+        a, b = reference.float(), own.float()
+        moved = a - since[name].float() if name in since else a
+        rounding = torch.finfo(reference.dtype).eps * float(a.norm())
+        yield [name, float((b - a).norm()), float(moved.norm()), rounding]
+
+
+def _error(reference: Any, mine: Any) -> list[float]:
+    """[|mine - reference|, |reference|, <mine, reference>]"""
+    if mine.shape != reference.shape:
+        return [float("inf"), float(reference.float().norm()), 0.0]
+    a, b = reference.float().reshape(-1), mine.float().reshape(-1)
+    return [float((b - a).norm()), float(a.norm()), float(a.double() @ b.double())]
+
+
+def _flat(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        for key in sorted(value):
+            yield from _flat(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    elif hasattr(value, "numpy"):
+        yield value.cpu().numpy().tobytes()
+    elif hasattr(value, "tobytes"):
+        yield value.tobytes()
+    else:
+        yield repr(value).encode()

@@ -1,0 +1,128 @@
+"""What trials recorded of their numbers (`flatout.script.numerics`), as values for the judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDifference:
+    """One parameter's gradient beside the plain run's, from the same state and the same batch."""
+
+    name: str
+    error: float
+    """|mine - plain|"""
+    size: float
+    """|plain|"""
+    product: float
+    """<mine, plain>"""
+
+    @property
+    def relative(self) -> float:
+        return self.error / self.size if self.size else (math.inf if self.error else 0.0)
+
+    @property
+    def scale(self) -> float:
+        """How many times the plain gradient is contained in this one: 1 where they differ by noise alone."""
+        return self.product / self.size**2 if self.size else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    """A parameter or a buffer beside the plain run's."""
+
+    name: str
+    error: float
+    moved: float
+    """How far the plain run's has moved since the two were equal."""
+    rounding: float
+    """The size of one rounding error of every element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check step: see `flatout.script.reference`."""
+
+    step: int
+    same_generators: bool
+    unlike: str
+    """Why the two runs could not be compared tensor by tensor; '' if they could."""
+    replaced: bool
+    """Whether the optimizer got the plain run's gradients, so that `updates` are the optimizer's own."""
+    drift: tuple[TensorDifference, ...]
+    gradients: tuple[GradientDifference, ...]
+    updates: tuple[TensorDifference, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Check:
+        return cls(
+            step=data["step"],
+            same_generators=data["same_generators"],
+            unlike=data["unlike"],
+            replaced=data["replaced"],
+            drift=_tensors(data["drift"]),
+            gradients=tuple(GradientDifference(name=n, error=e, size=s, product=p) for n, e, s, p in data["gradients"]),
+            updates=_tensors(data["updates"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What one process recorded."""
+
+    losses: tuple[tuple[float, ...], ...]
+    """Of each step every loss that was passed to backward."""
+    norms: tuple[float | None, ...]
+    by_tensor: tuple[tuple[float, ...], ...] = ()
+    """Norms of each parameter's gradient, in evenly spread steps."""
+    parameters: tuple[str, ...] = ()
+    weight_digest: str = ""
+    buffer_digest: str = ""
+    generator_digest: str = ""
+    finite: bool = True
+    """Are all final weights finite?"""
+    epochs: tuple[int, ...] = ()
+    """Steps before which the training loader made a new iterator."""
+    checks: tuple[Check, ...] = ()
+    sampled: bool = False
+    """True: the model is so large that evenly drawn elements of each tensor were compared."""
+    ended: bool = False
+    """True: the script ended before all steps that were asked for."""
+    unseeded: tuple[str, ...] = ()
+
+    @classmethod
+    def from_answer(cls, answer: Mapping[str, Any]) -> Numerics:
+        return cls(
+            losses=tuple(tuple(step) for step in answer["losses"]),
+            norms=tuple(answer["gradient_norms"]),
+            by_tensor=tuple(tuple(step) for step in answer["gradient_norms_by_tensor"]),
+            parameters=tuple(answer["parameters"]),
+            weight_digest=answer["weight_digest"],
+            buffer_digest=answer["buffer_digest"],
+            generator_digest=answer["generator_digest"],
+            finite=answer["finite"],
+            epochs=tuple(answer["epochs"]),
+            checks=tuple(Check.from_json(one) for one in answer["checks"]),
+            sampled=answer["compared"] == "samples",
+            ended=answer["ended"],
+            unseeded=tuple(answer["unseeded"]),
+        )
+
+    @property
+    def steps(self) -> int:
+        return len(self.norms)
+
+    def mean_losses(self) -> tuple[float | None, ...]:
+        return tuple(sum(step) / len(step) if step else None for step in self.losses)
+
+    def stays_finite(self) -> bool:
+        """Is every loss, gradient and final weight a number?"""
+        values = [loss for step in self.losses for loss in step] + [n for n in self.norms if n is not None]
+        return self.finite and all(map(math.isfinite, values))
+
+
+def _tensors(rows: Sequence[Sequence[Any]]) -> tuple[TensorDifference, ...]:
+    return tuple(TensorDifference(name=n, error=e, moved=m, rounding=r) for n, e, m, r in rows)

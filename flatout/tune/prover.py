@@ -1,0 +1,258 @@
+"""Prove a set of levers in fresh processes: record the plain script, record it with the levers, judge each claim.
+
+prover = Prover(setup, ProofBudget(seconds=120, step_seconds=0.01, startup_seconds=3))
+proof = prover.prove(choices)              # verdict, reason, horizon, one Claim for each class of levers
+prover.close()
+
+The plain script's runs are kept from one call to the next, so that proving a part of the levers costs one or two runs.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import TrialError
+from flatout.levers.lever import EXACTNESS_ORDER, Choice
+from flatout.plan import Exactness
+from flatout.script.numerics import Nudge, NumericsRequest, Role
+from flatout.tune import proof as judge
+from flatout.tune.numerics import Numerics
+from flatout.tune.trial import Claim, Proof, ProofVerdict
+from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
+
+WANTED_STEPS = {"bit-same": 300, "rounding": 300, "reduced": 500}
+WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
+"""What a script does once an epoch is seen only by a run of more than two; 'more', as a first step has passed."""
+LEAST_STEPS = 8
+CHECKS, STEPS_A_CHECK = 12, 4
+SHARE_FOR_RUNS = 0.7
+"""Of the time; the rest is for finding a guilty lever."""
+RECORDING_FACTOR = 1.5
+STATISTICAL_RUNS = 3
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofBudget:
+    """What bounds a proof: the time, and what is known of the script."""
+
+    seconds: float
+    step_seconds: float
+    startup_seconds: float = 0.0
+    total_steps: int | None = None
+    """Steps after which the script ends; None: not known."""
+    epoch_steps: int | None = None
+
+
+class Prover:
+    """Records and judges. Trials run under `setup`; a reference of the plain run lies in a folder of its own."""
+
+    def __init__(self, setup: TrialSetup, budget: ProofBudget, progress: Progress = lambda text: None) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="reference-", dir=setup.work_folder))
+        self._setup = replace(setup, shared=(*setup.shared, self._folder))
+        self._budget, self._progress = budget, progress
+        self._steps: int | None = None
+        self._plains: list[Numerics] = []
+        """Of one seed: the one that left the reference, and more where a claim needs them."""
+        self._nudged: Numerics | None = None
+        self._coarse: Numerics | None = None
+        self._repeats: bool | None = None
+
+    def __enter__(self) -> Prover:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def prove(self, choices: Sequence[Choice]) -> Proof:
+        """The verdict on these levers together."""
+        plain = self._plain(choices)
+        claims: list[Claim] = []
+        evidence: dict[str, Any] = {}
+        for claimed in EXACTNESS_ORDER:
+            own = tuple(choice.label for choice in choices if choice.lever.exactness == claimed)
+            if not own:
+                continue
+            rank = EXACTNESS_ORDER.index(claimed)
+            so_far = [choice for choice in choices if EXACTNESS_ORDER.index(choice.lever.exactness) <= rank]
+            self._progress(f"proof: {', '.join(own)} {'is' if len(own) == 1 else 'are'} {claimed}?")
+            try:
+                verdict, reason, evidence = self._claim(claimed, so_far)
+            except TrialError as error:
+                verdict, reason, evidence = "rejected", _failure(error), {}
+            claims.append(Claim(levers=own, claimed=claimed, verdict=verdict, reason=reason))
+            if verdict == "rejected":
+                break
+            if verdict == "statistical":  # no step can be compared: the rest is judged in the same way, together
+                return self._proof_by_levels(choices, plain)
+        return self._proof(claims, plain, evidence)
+
+    # the claims
+
+    def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> tuple[ProofVerdict, str, dict[str, Any]]:
+        plain = self._plain(choices)
+        if claimed == "bit-same":
+            return self._bit_same(plain, choices)
+        if not self._repeatable():
+            return "statistical", "", {}
+        nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding")
+        checked = self._record(choices, role="checked")
+        evidence = {
+            "loss_difference": judge.largest_loss_difference(plain, checked),
+            "loss_floor": judge.largest_loss_difference(plain, nudged),
+            "gradient_difference": judge.largest_gradient_difference(checked),
+            "gradient_floor": judge.largest_gradient_difference(nudged),
+            "candidate_losses": checked.mean_losses(),
+        }
+        beyond = judge.not_within_rounding(plain, nudged, checked)
+        if beyond is None:
+            reason = "each gradient, update and loss as close as one rounding error in the weights leads"
+            return "within rounding", reason, evidence
+        if claimed == "rounding":
+            return "rejected", beyond, evidence
+        return self._reduced(plain, nudged, checked, choices, evidence)
+
+    def _bit_same(self, plain: Numerics, choices: Sequence[Choice]) -> tuple[ProofVerdict, str, dict[str, Any]]:
+        candidate = self._record(choices)
+        difference = judge.not_bit_same(plain, candidate)
+        if difference is None:
+            self._repeats = True  # it would be odd if two plain runs differed
+            reason = "losses, gradient norms, weights and random numbers equal to the last bit"
+            return "bit-same", reason, {"candidate_losses": candidate.mean_losses()}
+        if self._repeatable():
+            return "rejected", f"it should change no bit, but {difference}", {}
+        return "statistical", "", {}
+
+    def _reduced(
+        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: dict[str, Any]
+    ) -> tuple[ProofVerdict, str, dict[str, Any]]:
+        if reason := judge.not_reduced(plain, nudged, checked):
+            return "rejected", reason, evidence
+        coarse = self._coarse = self._coarse or self._record([], nudge="16-bit")
+        free = self._record(choices)
+        if reason := judge.drifts(plain, coarse, free):
+            return "rejected", reason, evidence
+        drift = _largest_mean(judge.late_differences(plain, free))
+        own = _largest_mean(judge.late_differences(plain, coarse))
+        evidence |= {"loss_drift": drift, "candidate_losses": free.mean_losses()}
+        level = f"losses of the later half {drift:+.2%} off (16-bit noise in the first weights: {own:+.2%})"
+        return (
+            "reduced",
+            f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}",
+            evidence,
+        )
+
+    def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
+        """Of a script that does not repeat itself: several runs of each side, compared by their levels."""
+        while len(self._plains) < STATISTICAL_RUNS:
+            self._plains.append(self._record([]))
+        try:
+            candidates = [self._record(choices) for _ in range(STATISTICAL_RUNS)]
+            reason, resolution = judge.not_alike(self._plains, candidates)
+        except TrialError as error:
+            candidates, reason, resolution = [], _failure(error), None
+        labels = tuple(choice.label for choice in choices)
+        worst = max((choice.lever.exactness for choice in choices), key=EXACTNESS_ORDER.index)
+        verdict: ProofVerdict = "rejected" if reason else "statistical"
+        told = reason or (
+            f"{STATISTICAL_RUNS} runs of each differ no more than plain runs do among themselves; "
+            f"a difference of the losses below {resolution:.1%} would not have been seen"
+        )
+        claim = Claim(levers=labels, claimed=worst, verdict=verdict, reason=told)
+        losses = {"candidate_losses": candidates[0].mean_losses()} if candidates else {}
+        return self._proof([claim], plain, {"resolution": resolution, **losses})
+
+    def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: dict[str, Any]) -> Proof:
+        last = claims[-1]
+        repeats = self._repeats is not False
+        return Proof(
+            verdict=last.verdict,
+            reason=last.reason,
+            steps=plain.steps,
+            epochs=plain.steps / self._budget.epoch_steps if self._budget.epoch_steps else None,
+            claims=tuple(claims),
+            repeatable=repeats,
+            notes=tuple(_notes(plain, repeats)),
+            baseline_losses=plain.mean_losses(),
+            **evidence,
+        )
+
+    # the runs
+
+    def _plain(self, choices: Sequence[Choice]) -> Numerics:
+        """The plain run that leaves the reference; shorter than planned where the script is."""
+        if not self._plains:
+            self._steps = self._wanted_steps(choices)
+            self._progress(f"proof: the plain script, {self._steps} steps")
+            first = self._record([], role="reference")
+            if first.ended and first.steps > 1:  # all runs stop within the script, before its end can change anything
+                for old in self._folder.glob("*.pt"):
+                    old.unlink()
+                self._steps = first.steps - 1
+                first = self._record([], role="reference")
+            self._plains.append(first)
+        return self._plains[0]
+
+    def _repeatable(self) -> bool:
+        if self._repeats is None:
+            self._plains.append(self._record([]))
+            self._repeats = judge.not_bit_same(self._plains[0], self._plains[1]) is None
+        return self._repeats
+
+    def _record(self, choices: Sequence[Choice], *, role: Role = "free", nudge: Nudge = "none") -> Numerics:
+        assert self._steps is not None
+        count = max(1, min(CHECKS, self._steps // STEPS_A_CHECK))
+        checks = tuple(i * self._steps // count for i in range(count))
+        request = NumericsRequest(steps=self._steps, role=role, folder=str(self._folder), checks=checks, nudge=nudge)
+        from_start = [choice for choice in choices if choice.lever.switch != "live"]
+        live = [choice for choice in choices if choice.lever.switch == "live"]
+        with TrialProcess(self._setup, from_start, label="proof") as process:
+            process.start()
+            return Numerics.from_answer(process.numerics(live, request))
+
+    def _wanted_steps(self, choices: Sequence[Choice]) -> int:
+        """As many as the claims want and the time affords; two epochs where that is possible."""
+        budget = self._budget
+        claims = {choice.lever.exactness for choice in choices}
+        wanted = max(WANTED_STEPS[claim] for claim in claims) if claims else WANTED_STEPS["rounding"]
+        if budget.epoch_steps:
+            wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * budget.epoch_steps)))
+        # plain and again; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
+        runs = 2 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
+        available = max(0.0, SHARE_FOR_RUNS * budget.seconds - runs * budget.startup_seconds)
+        affordable = int(available / (runs * RECORDING_FACTOR * max(budget.step_seconds, 1e-5)))
+        return max(LEAST_STEPS, min(wanted, affordable, (budget.total_steps or MOST_STEPS) - 2))
+
+
+def _failure(error: TrialError) -> str:
+    lines = error.error.strip().splitlines() if isinstance(error, TrialEnded) else []
+    return f"a fresh run with it failed: {lines[-1] if lines else error}"
+
+
+def _largest_mean(streams: Sequence[Sequence[float]]) -> float:
+    return max((sum(stream) / len(stream) for stream in streams), key=abs, default=0.0)
+
+
+def _notes(plain: Numerics, repeats: bool) -> list[str]:
+    notes = []
+    if plain.unseeded:
+        shown = ", ".join(plain.unseeded[:3]) + (" ..." if len(plain.unseeded) > 3 else "")
+        notes.append(f"the script leaves generators unseeded ({shown}); the proof gave both sides the same seeds")
+    if not repeats:
+        notes.append(
+            "plain runs differ although every generator was seeded: the script depends on the order of threads or "
+            "processes, on the clock, or on an operation without a fixed order"
+        )
+    if plain.sampled:
+        notes.append("the model is too large to be compared whole: 16,384 elements of each tensor were")
+    return notes

@@ -1,0 +1,173 @@
+"""Fresh processes decide about what a search has kept: are the numbers right, and is it really faster?
+
+What fails is taken out: the guilty lever where the numbers are off, everything where the whole is not faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from flatout.errors import TrialError
+from flatout.levers.lever import Choice
+from flatout.timing import LoadWatch
+from flatout.tune.prover import ProofBudget, Prover
+from flatout.tune.search import SearchState
+from flatout.tune.trial import Proof
+from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
+from flatout.tune.windows import Arm, Pace, Pairing, compare_arms
+
+LEAST_PAIRS, MOST_PAIRS = 8, 25
+MOST_STARTS = 40
+"""So often a short script is started again within the last comparison."""
+
+Progress = Callable[[str], None]
+
+
+class Verifier:
+    """Proves and measures `state.kept` within `seconds`, and takes out of it what does not hold."""
+
+    def __init__(self, setup: TrialSetup, state: SearchState, seconds: float, progress: Progress) -> None:
+        self.setup, self.state, self.seconds, self._progress = setup, state, seconds, progress
+        self.warnings: list[str] = []
+        self._prover = Prover(setup, _budget(state, seconds), progress)
+        self._proved = 0
+        """Levers in the set that was proved and then partly given back."""
+
+    def run(self) -> tuple[Proof | None, Pairing | None]:
+        with self._prover:
+            return self._run()
+
+    def _run(self) -> tuple[Proof | None, Pairing | None]:
+        proof: Proof | None = None
+        while self.state.kept:
+            proof = self._prover.prove(self.state.kept)
+            if proof.holds:
+                break
+            self._take_back(*self._find_guilty(proof))
+        if not self.state.kept:
+            return None, None
+        final = self._final_comparison()
+        if final is not None and final.comparison.verdict != "faster":
+            self._progress("not clear yet; measuring once more")
+            final = self._final_comparison() or final
+        if final is None or final.comparison.verdict != "faster":
+            self._give_back(final)
+            return self._for_memory(proof, final)
+        return proof, final
+
+    def _for_memory(self, proof: Proof | None, final: Pairing | None) -> tuple[Proof | None, Pairing | None]:
+        """What is left when nothing is faster: levers that save memory, if their numbers hold without the others."""
+        if not self.state.kept:
+            return None, None
+        if len(self.state.kept) < self._proved:
+            proof = self._prover.prove(self.state.kept)
+            if not proof.holds:
+                for choice in list(self.state.kept):
+                    self._take_back(choice, proof.reason)
+                return None, None
+            final = self._final_comparison() or final
+        return proof, final
+
+    def _give_back(self, final: Pairing | None) -> None:
+        """No gain in time that could not be shown in fresh processes goes into a plan."""
+        reason = "faster in the search, but the whole could not be measured in fresh processes"
+        if final is not None:
+            found = final.comparison
+            reason = (
+                f"faster in the search, but the whole was not in fresh processes (x{found.ratio:.2f}, {found.verdict})"
+            )
+        lasting = {choice.field for choice in self.state.for_memory}
+        self._proved = len(self.state.kept)
+        self.state.kept = [choice for choice in self.state.kept if choice in self.state.for_memory]
+        self.state.trials = [
+            replace(trial, outcome="dropped", reason=reason)
+            if trial.outcome == "kept" and not set(trial.plan_field.split("+")) <= lasting
+            else trial
+            for trial in self.state.trials
+        ]
+
+    def _find_guilty(self, proof: Proof) -> tuple[Choice, str]:
+        """The first lever with which the numbers go wrong, by halves: of those that made the claim that failed, over
+        growing prefixes, on top of all that made a stricter one."""
+        failed = proof.claims[-1]
+        suspects = [choice for choice in self.state.kept if choice.label in failed.levers]
+        sound = {label for claim in proof.claims[:-1] for label in claim.levers}
+        low, high, reason = 0, len(suspects), proof.reason  # the first `low` hold, the first `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            self._progress(f"the numbers are off; which lever is it? ({high - low} left)")
+            tried = [c for c in self.state.kept if c.label in sound or c in suspects[:middle]]
+            partial = self._prover.prove(tried)
+            if partial.holds:
+                low = middle
+            else:
+                high, reason = middle, partial.reason
+        return suspects[high - 1], reason
+
+    def _take_back(self, guilty: Choice, reason: str) -> None:
+        self.state.kept = [choice for choice in self.state.kept if choice != guilty]
+        self.state.trials = [
+            replace(trial, outcome="failed", reason=f"numbers: {reason}")
+            if trial.outcome == "kept" and guilty.field in trial.plan_field.split("+")
+            else trial
+            for trial in self.state.trials
+        ]
+
+    def _final_comparison(self) -> Pairing | None:
+        """Plain against planned, each in a process that runs so from its start; a short script is started again until
+        there are enough pairs."""
+        self._progress("measuring the winner against the plain script, in fresh processes")
+        load = LoadWatch()
+        pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=max(5.0, 0.15 * self.seconds))
+        pace = replace(pace, most_pairs=MOST_PAIRS, least_pairs=LEAST_PAIRS, stop_when_futile=False)
+        pace = pace.within(self.state.total_steps)
+        pairs: list[tuple[float, float]] = []
+        try:
+            for _ in range(MOST_STARTS):
+                before = len(pairs)
+                try:
+                    return self._compare_once(pace, pairs)
+                except TrialEnded as end:
+                    if end.status != 0 or (len(pairs) == before and pace.within(end.steps) == pace):
+                        raise
+                    pace = pace.within(end.steps)
+        except TrialError as error:
+            self.warnings.append(f"the last comparison in fresh processes was cut short: {error}")
+        finally:
+            self.warnings += busy(load, "the last comparison")
+        return None
+
+    def _compare_once(self, pace: Pace, pairs: list[tuple[float, float]]) -> Pairing:
+        live = [choice for choice in self.state.kept if choice.lever.switch == "live"]
+        from_start = [choice for choice in self.state.kept if choice.lever.switch != "live"]
+        with (
+            TrialProcess(self.setup, label="plain") as plain,
+            TrialProcess(self.setup, from_start, label="planned") as planned,
+        ):
+            plain.start()
+            planned.start()
+            return compare_arms(Arm(plain, resting=True), Arm(planned, live, resting=True), pace, collected=pairs)
+
+
+def _budget(state: SearchState, seconds: float) -> ProofBudget:
+    seen = state.first_observed
+    batches = next((loader.batches_per_epoch for loader in seen.loaders if loader.batches_per_epoch), None)
+    return ProofBudget(
+        seconds=seconds,
+        step_seconds=seen.step_seconds or 0.01,
+        startup_seconds=state.startup_seconds or 0.0,
+        total_steps=state.total_steps,
+        epoch_steps=max(1, round(batches / max(1.0, seen.backwards_per_step or 1.0))) if batches else None,
+    )
+
+
+def busy(load: LoadWatch, when: str) -> list[str]:
+    """Levers that help on a machine that others use (fewer threads, say) need not help on a quiet one."""
+    found = load.read()
+    if found is None or not found.contended:
+        return []
+    return [
+        f"others kept {found.others_cores:.1f} of {found.logical_cores} cores busy during {when}: "
+        "this holds for such a machine; tune again when it is quiet"
+    ]

@@ -1,0 +1,49 @@
+"""Trials of one script draw the same numbers, whatever it leaves unseeded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+DRAWS = """
+import sys, json, random, time
+from flatout.script.seeds import TrialSeeds
+seeds = TrialSeeds(0)
+seeds.install()
+import numpy, torch
+code = '''
+drawn = [
+    random.random(), random.Random().random(), random.Random(3).random(),
+    float(numpy.random.default_rng().random()), float(numpy.random.RandomState().rand()), float(numpy.random.rand()),
+    float(numpy.random.default_rng(7).random()), float(torch.rand(())),
+]
+random.seed(); drawn.append(random.random())
+numpy.random.seed(int(time.time())); drawn.append(float(numpy.random.rand()))
+torch.manual_seed(int(time.time() * 1000)); drawn.append(float(torch.rand(())))
+torch.seed(); drawn.append(float(torch.rand(())))
+torch.manual_seed(5); drawn.append(float(torch.rand(())))
+import tempfile; tempfile.mkdtemp()
+'''
+exec(compile(code, "train.py", "exec"))
+print(json.dumps([drawn, seeds.unseeded]))
+"""
+
+
+def test_unseeded_generators_repeat_and_seeded_ones_stay_as_they_are() -> None:
+    runs = [subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True) for _ in range(2)]
+    assert runs[0].returncode == 0, runs[0].stderr
+    (drawn, unseeded), (again, _) = (json.loads(run.stdout) for run in runs)
+    assert drawn == again
+    assert len(set(drawn)) == len(drawn)
+    import random
+
+    import numpy
+    import torch
+
+    assert drawn[2] == random.Random(3).random()
+    assert drawn[6] == numpy.random.default_rng(7).random()
+    assert drawn[-1] == float(torch.rand((), generator=torch.Generator().manual_seed(5)))
+    assert any(place.startswith("numpy.random.default_rng at train.py:") for place in unseeded)
+    assert any(place.startswith("torch.manual_seed at train.py:") for place in unseeded)
+    assert not any("tempfile" in place for place in unseeded)
