@@ -1,6 +1,6 @@
 """Prove a set of levers in fresh processes: record the plain script, record it with the levers, judge each claim.
 
-prover = Prover(setup, ProofBudget(seconds=120, step_seconds=0.01, startup_seconds=3))
+prover = Prover(setup, Pattern(step_seconds=0.01, startup_seconds=3), Deadline(120))
 proof = prover.prove(choices)              # verdict, reason, horizon, one Claim for each class of levers
 prover.close()
 
@@ -22,6 +22,7 @@ from flatout.levers.lever import EXACTNESS_ORDER, Choice
 from flatout.plan import Exactness
 from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.tune import proof as judge
+from flatout.tune.deadline import Deadline
 from flatout.tune.numerics import Numerics
 from flatout.tune.trial import Claim, Proof, ProofVerdict
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
@@ -40,24 +41,26 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProofBudget:
-    """What bounds a proof: the time, and what is known of the script."""
+class Pattern:
+    """What is known of the script's course, from which the length of a proof follows."""
 
-    seconds: float
     step_seconds: float
     startup_seconds: float = 0.0
     total_steps: int | None = None
     """Steps after which the script ends; None: not known."""
     epoch_steps: int | None = None
+    """Of one pass over the training loader; None: there is no loader, or its length is unknown."""
 
 
 class Prover:
     """Records and judges. Trials run under `setup`; a reference of the plain run lies in a folder of its own."""
 
-    def __init__(self, setup: TrialSetup, budget: ProofBudget, progress: Progress = lambda text: None) -> None:
+    def __init__(
+        self, setup: TrialSetup, pattern: Pattern, deadline: Deadline, progress: Progress = lambda text: None
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="reference-", dir=setup.work_folder))
         self._setup = replace(setup, shared=(*setup.shared, self._folder))
-        self._budget, self._progress = budget, progress
+        self._pattern, self._deadline, self._progress = pattern, deadline, progress
         self._steps: int | None = None
         self._plains: list[Numerics] = []
         """Of one seed: the one that left the reference, and more where a claim needs them."""
@@ -70,6 +73,13 @@ class Prover:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def affords_another(self) -> bool:
+        """Is there time for one more run of the length of those before?"""
+        pattern = self._pattern
+        run_seconds = pattern.startup_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
+        return run_seconds <= self._deadline.seconds_left
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -179,7 +189,7 @@ class Prover:
             verdict=last.verdict,
             reason=last.reason,
             steps=plain.steps,
-            epochs=plain.steps / self._budget.epoch_steps if self._budget.epoch_steps else None,
+            epochs=plain.steps / self._pattern.epoch_steps if self._pattern.epoch_steps else None,
             claims=tuple(claims),
             repeatable=repeats,
             notes=tuple(_notes(plain, repeats)),
@@ -216,22 +226,22 @@ class Prover:
         request = NumericsRequest(steps=self._steps, role=role, folder=str(self._folder), checks=checks, nudge=nudge)
         from_start = [choice for choice in choices if choice.lever.switch != "live"]
         live = [choice for choice in choices if choice.lever.switch == "live"]
-        with TrialProcess(self._setup, from_start, label="proof") as process:
+        with self._deadline.stage("the proof"), TrialProcess(self._setup, from_start, label="proof") as process:
             process.start()
             return Numerics.from_answer(process.numerics(live, request))
 
     def _wanted_steps(self, choices: Sequence[Choice]) -> int:
         """As many as the claims want and the time affords; two epochs where that is possible."""
-        budget = self._budget
+        pattern = self._pattern
         claims = {choice.lever.exactness for choice in choices}
         wanted = max(WANTED_STEPS[claim] for claim in claims) if claims else WANTED_STEPS["rounding"]
-        if budget.epoch_steps:
-            wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * budget.epoch_steps)))
+        if pattern.epoch_steps:
+            wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
         # plain and again; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
         runs = 2 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
-        available = max(0.0, SHARE_FOR_RUNS * budget.seconds - runs * budget.startup_seconds)
-        affordable = int(available / (runs * RECORDING_FACTOR * max(budget.step_seconds, 1e-5)))
-        return max(LEAST_STEPS, min(wanted, affordable, (budget.total_steps or MOST_STEPS) - 2))
+        available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - runs * pattern.startup_seconds)
+        affordable = int(available / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
+        return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
 
 
 def _failure(error: TrialError) -> str:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+<<<<<<< HEAD
 import time
+=======
+import tempfile
+>>>>>>> 2fcbb8e (The proof and the last comparison keep to the tune's deadline)
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,7 @@ from flatout.script.entry import Target
 from flatout.script.trial_child import load_levers
 from flatout.script.work_folder import work_folder
 from flatout.timing import LoadWatch
+from flatout.tune.deadline import Deadline
 from flatout.tune.search import Search, SearchLimits, SearchState
 from flatout.tune.trial import Proof
 from flatout.tune.trial_process import TrialSetup
@@ -79,7 +84,7 @@ class TuneResult:
 def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda text: None) -> TuneResult:
     """Tune one script. Changes nothing of the user's; whoever calls it writes the plan."""
     request.target.check()
-    began = time.monotonic()
+    deadline = Deadline(request.budget_seconds)
     with work_folder() as folder:
         setup = TrialSetup(
             target=request.target,
@@ -102,7 +107,7 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
         load = LoadWatch()
         state = search.run()
         state.warnings += busy(load, "the search")
-        verifier = Verifier(setup, state, request.budget_seconds * PROOF_SHARE, progress)
+        verifier = Verifier(setup, state, deadline, progress)
         proof, final = verifier.run()
         return TuneResult(
             request=request,
@@ -111,7 +116,7 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
             plan=_plan(request, machine, state, proof, final),
             proof=proof,
             final=final,
-            seconds=time.monotonic() - began,
+            seconds=deadline.elapsed_seconds,
             warnings=(*state.warnings, *verifier.warnings),
             log_folder=_keep_logs(folder, request.log_folder),
         )

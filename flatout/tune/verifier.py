@@ -11,12 +11,15 @@ from dataclasses import replace
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.timing import LoadWatch
-from flatout.tune.prover import ProofBudget, Prover
+from flatout.tune.deadline import Deadline
+from flatout.tune.prover import Pattern, Prover
 from flatout.tune.search import SearchState
 from flatout.tune.trial import Proof
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
 from flatout.tune.windows import Arm, Pace, Pairing, compare_arms
 
+COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
+"""Of the time that is left for the verifier, for the last comparison."""
 LEAST_PAIRS, MOST_PAIRS = 8, 25
 MOST_STARTS = 40
 """So often a short script is started again within the last comparison."""
@@ -25,12 +28,13 @@ Progress = Callable[[str], None]
 
 
 class Verifier:
-    """Proves and measures `state.kept` within `seconds`, and takes out of it what does not hold."""
+    """Proves and measures `state.kept` before `deadline`, and takes out of it what does not hold."""
 
-    def __init__(self, setup: TrialSetup, state: SearchState, seconds: float, progress: Progress) -> None:
-        self.setup, self.state, self.seconds, self._progress = setup, state, seconds, progress
+    def __init__(self, setup: TrialSetup, state: SearchState, deadline: Deadline, progress: Progress) -> None:
+        self.setup, self.state, self._deadline, self._progress = setup, state, deadline, progress
+        self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, COMPARISON_SHARE * deadline.seconds_left)
         self.warnings: list[str] = []
-        self._prover = Prover(setup, _budget(state, seconds), progress)
+        self._prover = Prover(setup, _pattern(state), deadline.reserving(self._comparison_seconds), progress)
         self._proved = 0
         """Levers in the set that was proved and then partly given back."""
 
@@ -44,11 +48,13 @@ class Verifier:
             proof = self._prover.prove(self.state.kept)
             if proof.holds:
                 break
-            self._take_back(*self._find_guilty(proof))
+            for choice, reason in self._find_guilty(proof):
+                self._take_back(choice, reason)
         if not self.state.kept:
             return None, None
         final = self._final_comparison()
-        if final is not None and final.comparison.verdict != "faster":
+        unclear = final is not None and final.comparison.verdict == "not significant"
+        if unclear and self._deadline.seconds_left >= self._comparison_seconds:
             self._progress("not clear yet; measuring once more")
             final = self._final_comparison() or final
         if final is None or final.comparison.verdict != "faster":
@@ -87,14 +93,19 @@ class Verifier:
             for trial in self.state.trials
         ]
 
-    def _find_guilty(self, proof: Proof) -> tuple[Choice, str]:
+    def _find_guilty(self, proof: Proof) -> list[tuple[Choice, str]]:
         """The first lever with which the numbers go wrong, by halves: of those that made the claim that failed, over
-        growing prefixes, on top of all that made a stricter one."""
+        growing prefixes, on top of all that made a stricter one. All suspects, where time is too short to tell."""
         failed = proof.claims[-1]
         suspects = [choice for choice in self.state.kept if choice.label in failed.levers]
         sound = {label for claim in proof.claims[:-1] for label in claim.levers}
         low, high, reason = 0, len(suspects), proof.reason  # the first `low` hold, the first `high` do not
         while high - low > 1:
+            if not self._prover.affords_another:
+                return [
+                    (choice, f"{reason} (one of {high - low}; no time was left to find which)")
+                    for choice in suspects[low:]
+                ]
             middle = (low + high) // 2
             self._progress(f"the numbers are off; which lever is it? ({high - low} left)")
             tried = [c for c in self.state.kept if c.label in sound or c in suspects[:middle]]
@@ -103,7 +114,7 @@ class Verifier:
                 low = middle
             else:
                 high, reason = middle, partial.reason
-        return suspects[high - 1], reason
+        return [(suspects[high - 1], reason)]
 
     def _take_back(self, guilty: Choice, reason: str) -> None:
         self.state.kept = [choice for choice in self.state.kept if choice != guilty]
@@ -119,7 +130,7 @@ class Verifier:
         there are enough pairs."""
         self._progress("measuring the winner against the plain script, in fresh processes")
         load = LoadWatch()
-        pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=max(5.0, 0.15 * self.seconds))
+        pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=self._comparison_seconds)
         pace = replace(pace, most_pairs=MOST_PAIRS, least_pairs=LEAST_PAIRS, stop_when_futile=False)
         pace = pace.within(self.state.total_steps)
         pairs: list[tuple[float, float]] = []
@@ -142,6 +153,7 @@ class Verifier:
         live = [choice for choice in self.state.kept if choice.lever.switch == "live"]
         from_start = [choice for choice in self.state.kept if choice.lever.switch != "live"]
         with (
+            self._deadline.stage("the last comparison"),
             TrialProcess(self.setup, label="plain") as plain,
             TrialProcess(self.setup, from_start, label="planned") as planned,
         ):
@@ -150,11 +162,10 @@ class Verifier:
             return compare_arms(Arm(plain, resting=True), Arm(planned, live, resting=True), pace, collected=pairs)
 
 
-def _budget(state: SearchState, seconds: float) -> ProofBudget:
+def _pattern(state: SearchState) -> Pattern:
     seen = state.first_observed
     batches = next((loader.batches_per_epoch for loader in seen.loaders if loader.batches_per_epoch), None)
-    return ProofBudget(
-        seconds=seconds,
+    return Pattern(
         step_seconds=seen.step_seconds or 0.01,
         startup_seconds=state.startup_seconds or 0.0,
         total_steps=state.total_steps,
