@@ -8,11 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-<<<<<<< HEAD
-import time
-=======
-import tempfile
->>>>>>> 2fcbb8e (The proof and the last comparison keep to the tune's deadline)
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
