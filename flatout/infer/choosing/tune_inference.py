@@ -23,9 +23,9 @@ from flatout.infer.choosing.search import InferenceSearch, Limits
 from flatout.infer.choosing.tuned_generation import TunedGeneration
 from flatout.infer.choosing.tuned_prediction import TunedPrediction
 from flatout.infer.choosing.tuning import InferenceTuning, Task
-from flatout.infer.exporting.left_unchanged import left_unchanged
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.prompts import read_prompts
+from flatout.infer.left_unchanged import left_unchanged
 from flatout.levers.lever import EXACTNESS_ORDER
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect

@@ -38,7 +38,6 @@ from flatout.infer.exporting.check import (
 )
 from flatout.infer.exporting.formats import EXPORTERS, Exporter, Job
 from flatout.infer.exporting.fresh_inputs import Example, embedding_limits, example_from
-from flatout.infer.exporting.left_unchanged import left_unchanged, weight_sizes
 from flatout.infer.exporting.plain_outputs import with_plain_outputs
 from flatout.infer.exporting.report import (
     Dynamic,
@@ -50,6 +49,7 @@ from flatout.infer.exporting.report import (
     NotExported,
 )
 from flatout.infer.exporting.trace import BY_DATA, Traced, failure_of, quiet, trace
+from flatout.infer.left_unchanged import left_unchanged, weight_sizes
 
 FEWER: dict[Dynamic, tuple[Dynamic, ...]] = {"length": ("batch", "none"), "batch": ("none",), "none": ()}
 """What is tried where fixed sizes are allowed, in this order."""

@@ -1,45 +1,67 @@
 """What a model allows: tried on a few of the user's own samples, never assumed.
 
     alone        each sample by itself: what is right
-    equal        only samples of one length together: always allowed
-    padded       a batch gives what the samples give alone, and no bit of it changes with what stands in the padding
-    packed       a row of sequences gives what they give alone, and no bit of one changes with its neighbours
+    equal        a batch of one shape gives what the samples give alone, at any place, and no bit of a sample's output
+                 changes with its neighbours
+    padded       the same for samples of unlike lengths, the shortest beside the longest, at two amounts of padding,
+                 and no bit of it changes with what stands in the padding
+    packed       the same for a row of sequences, and no bit of one changes with its neighbours
 
 The second half of each is what makes the test sharp: a leak from padding or a neighbour may be smaller than rounding
-is in bf16, but it cannot leave every bit as it was.
+is in bf16, but it cannot leave every bit as it was. What was found holds for the lengths that were tried; beyond them
+it is tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flatout.data.nested import leaves_in
-from flatout.errors import UsageError
+from flatout.infer.prediction.agreement import Agreement, Outputs, same_bits
+from flatout.infer.prediction.layout import find_layout
 from flatout.infer.prediction.model_batch import Batching, Runner
 from flatout.infer.prediction.packing import CannotPack
 from flatout.infer.prediction.samples import Sample
+from flatout.infer.prediction.unlike import Noise, disturbed, shortened
 
-_ROUNDING = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.01, "int8": 0.1}
-"""Largest distance of a batched output from the same alone, relative, in the Euclidean norm: sums in another order
-differ by far less, a wrong position or mask by far more."""
-TRIED = 3
+BEYOND = 2
+"""Lengths that leave what was tried by this factor are tried anew."""
+TRIES = 4
+"""Samples that are passed over because the model fails on them."""
+SHORTENED = 8
+"""A sample of the longest's first eighth stands beside it, where the user has none as short."""
 
 
 @dataclass(frozen=True)
 class Allowed:
     """Which batchings were found right, with the reasons of the others."""
 
-    packed: bool
-    padded: bool
-    reasons: dict[str, str]
+    equal: bool
+    packed: bool = False
+    padded: bool = False
+    reasons: dict[str, str] = field(default_factory=dict)
+    shortest: int = 0
+    """Tokens of the shortest and of the longest sample that was tried; 0: of one length only."""
+    longest: int = 0
+
+    def covers(self, lengths: Sequence[int]) -> bool:
+        """Are these lengths (sorted) near enough to those that were tried? Where nothing was found right they are."""
+        if not self.equal or lengths[0] == lengths[-1]:
+            return True
+        if not self.longest:
+            return False
+        if not (self.padded or self.packed):
+            return True
+        return lengths[-1] <= BEYOND * self.longest and BEYOND * lengths[0] >= self.shortest
 
     def choose(self, wanted: Batching | None) -> tuple[Batching, str]:
         """What to do and why: what the plan wants if that is right, else the best that is."""
+        if not self.equal:
+            return "alone", self.reasons["equal"]
         best: Batching = "packed" if self.packed else "padded" if self.padded else "equal"
         if wanted is None or wanted == "equal":
             chosen = wanted or best
@@ -52,143 +74,189 @@ class Allowed:
             reason = f"{reason}; {self.reasons['padded']}"
         return chosen, reason
 
+    def only_alone(self, reason: str) -> Allowed:
+        """After a batch was found wrong."""
+        return replace(self, equal=False, packed=False, padded=False, reasons={"equal": reason})
 
-def try_batchings(runner: Runner, samples: Sequence[Sample], *, packing: bool) -> Allowed | None:
-    """Try them on some samples of one kind; None where all are of one length. Sets `runner.token_level`."""
-    chosen = _of_several_lengths(samples)
-    if len(chosen) < 2:
+
+@dataclass
+class Trial:
+    """Tries batchings of one kind of sample. `agreement` learns how much the model rounds."""
+
+    runner: Runner
+    agreement: Agreement
+    most_tokens: int
+    """Of a batch: longer samples never meet a neighbour."""
+
+    def equal(self, samples: Sequence[Sample]) -> Allowed | None:
+        """Batches of one shape; sets the runner's layout. None where none of the samples could be run."""
+        for sample, neighbour in _with_a_neighbour(samples)[:TRIES]:
+            try:
+                self.runner.run([sample], "alone")
+            except Exception:  # a bad input: its batch will say so
+                continue
+            reason = self._why_not_equal(sample, neighbour)
+            return Allowed(equal=not reason, reasons={"equal": reason} if reason else {})
         return None
-    alone = [_outputs(runner.run([sample], "equal")) for sample in chosen]
-    level, reason = _token_level(alone, chosen)
-    if reason:
-        return Allowed(False, False, {"padded": reason, "packed": reason})
-    runner.token_level = (runner.token_level or frozenset()) | level  # another kind of sample may have told of more
-    reasons = {"padded": _why_not_padded(runner, chosen, alone)}
-    reasons["packed"] = _why_not_packed(runner, chosen, alone) if packing else "the plan compiles the model"
-    return Allowed(not reasons["packed"], not reasons["padded"], {name: why for name, why in reasons.items() if why})
+
+    def ragged(self, known: Allowed, samples: Sequence[Sample], *, packing: bool) -> Allowed:
+        """Samples of unlike lengths, for which `known` holds so far."""
+        chosen, alone = self._of_several_lengths(samples)
+        if len(chosen) < 2:
+            return known
+        self.agreement.learn(alone)
+        lengths = [sample.tokens for sample in chosen]
+        tried = replace(known, shortest=min(lengths), longest=max(lengths))
+        level, reason = _token_level(alone, chosen)
+        if reason:
+            return replace(tried, packed=False, padded=False, reasons={"padded": reason, "packed": reason})
+        self.runner.token_level = (self.runner.token_level or frozenset()) | level  # another kind may have told of more
+        reasons = {"padded": self._why_not_padded(chosen, alone)}
+        reasons["packed"] = self._why_not_packed(chosen, alone) if packing else "the plan compiles the model"
+        why = {name: reason for name, reason in reasons.items() if reason}
+        return replace(tried, packed=not reasons["packed"], padded=not reasons["padded"], reasons=why)
+
+    def layout(self, sample: Sample, other: Sample | None = None) -> str:
+        """Sets the runner's layout, from the sample alone and in a batch; why it has none."""
+        one, several = self._raw([sample]), self._raw([sample, *[other or sample] * 2])
+        self.runner.layout, reason = find_layout(one, several, 3)
+        return reason
+
+    # samples
+
+    def _that_run(self, candidates: Sequence[Sample]) -> Iterator[tuple[Sample, Outputs]]:
+        """Those that the model takes, with their outputs alone."""
+        for one in candidates[:TRIES]:
+            try:
+                yield one, self.runner.alone(one)
+            except Exception:  # a bad input: its batch will say so
+                continue
+
+    def _of_several_lengths(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Outputs]]:
+        """The longest, the shortest, one between them, and one that is shorter still; the longest first."""
+        by_length = {sample.length: sample for sample in samples if sample.tokens < self.most_tokens}
+        ordered = [by_length[length] for length in sorted(by_length, key=lambda length: length or 0)]
+        if len(ordered) < 2:
+            return [], []
+        longest = next(self._that_run(ordered[::-1]), None)
+        shortest = next(self._that_run(ordered), None)
+        if longest is None or shortest is None or longest[0].length == shortest[0].length:
+            return [], []
+        found = [longest, shortest]
+        most, least = longest[0].tokens, shortest[0].tokens
+        if 3 * most <= self.most_tokens and len(ordered) > 2:
+            found += self._that_run([ordered[len(ordered) // 2]])
+        if (length := max(1, most // SHORTENED)) < least:
+            found += self._that_run([shortened(longest[0], length)])
+        distinct = {one.tokens: (one, alone) for one, alone in found}
+        kept = [distinct[length] for length in sorted(distinct, reverse=True)]
+        return [one for one, _ in kept], [alone for _, alone in kept]
+
+    # trying
+
+    def _why_not_equal(self, sample: Sample, neighbour: Sample | None) -> str:
+        louder, quieter = disturbed(sample, 4.0), disturbed(sample, 0.25)
+        first = neighbour or louder
+        try:
+            if reason := self.layout(sample, first):
+                return reason
+            alone = self.runner.alone(sample)
+            found = self._together([sample, first, first], "equal")
+            moved = self._together([first, first, sample], "equal")
+            try:
+                others = [self._together([sample, *pair], "equal") for pair in ((louder, quieter), (quieter, louder))]
+            except Exception:  # the model refuses what is not the user's: then only theirs is tried
+                others = [self._together([sample, sample, first], "equal")]
+        except Exception as error:  # the model is not ours: what it raises on a batch it was not made for is open
+            return f"a batch fails: {_first_line(error)}"
+        self.agreement.learn([alone, *found])
+        if not all(same_bits(found[:1], one[:1]) for one in others):
+            return "in a batch a sample's output depends on its neighbours"
+        self.agreement.measured(found[0], alone)
+        reason = self._difference([found[0], moved[-1]], [alone, alone])
+        return f"in a batch, {reason}" if reason else ""
+
+    def _why_not_padded(self, samples: Sequence[Sample], alone: Sequence[Outputs]) -> str:
+        try:
+            found = self._together(samples, "padded")
+            changed = [self._together(samples, "padded", padding=self._noise(seed)) for seed in (1, 2)]
+        except Exception as error:
+            return f"a padded batch fails: {_first_line(error)}"
+        if reason := self._difference(found, alone):
+            return f"padded, {reason}"
+        if not all(same_bits(found, one) for one in changed):
+            return "padded, the outputs depend on what stands in the padding"
+        try:
+            wider = self._together(samples, "padded", tokens=self._more_than(samples[0].tokens), padding=self._noise(3))
+        except Exception:  # the model may take no longer inputs
+            return ""
+        reason = self._difference(wider, alone)
+        return f"padded further, {reason}" if reason else ""
+
+    def _why_not_packed(self, samples: Sequence[Sample], alone: Sequence[Outputs]) -> str:
+        if len(self.runner.blocks) < 1:
+            return "it has no repeated blocks in which tokens could be packed"
+        others = [disturbed(sample, 4.0) for sample in samples]
+        try:
+            found = self._together(samples, "packed")
+            first = self._together([samples[0], *others[1:]], "packed")[0]
+            last = self._together([*others[:-1], samples[-1]], "packed")[-1]
+        except Exception as error:
+            return str(error) if isinstance(error, CannotPack) else f"a packed row fails: {_first_line(error)}"
+        if reason := self._difference(found, alone):
+            return f"packed, {reason}"
+        if not same_bits([found[0], found[-1]], [first, last]):
+            return "packed, a sequence's output depends on its neighbours"
+        return ""
+
+    def _together(
+        self, samples: Sequence[Sample], how: Batching, *, tokens: int | None = None, padding: Noise | None = None
+    ) -> list[dict[str, Tensor]]:
+        output = self.runner.run(samples, how, tokens=tokens, padding=padding)
+        return self.runner.outputs(output, samples, padded=how != "equal")
+
+    def _raw(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        return self.runner.leaves(self.runner.run(samples, "equal"))
+
+    def _difference(self, found: Sequence[Outputs], alone: Sequence[Outputs]) -> str:
+        reasons = (self.agreement.why_not(ours, right) for ours, right in zip(found, alone, strict=True))
+        return next((reason for reason in reasons if reason), "")
+
+    def _more_than(self, tokens: int) -> int:
+        more = 2 * tokens if 2 * tokens <= max(64, self.most_tokens) else tokens + tokens // 4 + 1
+        longest = self.runner.calling.longest
+        return more if longest is None else max(tokens, min(more, longest))
+
+    def _noise(self, seed: int) -> Noise:
+        return Noise(self.runner.calling, seed)
 
 
-def _of_several_lengths(samples: Sequence[Sample]) -> list[Sample]:
-    """Few samples of different lengths, the longest first: about the shortest, the middle and the upper quarter."""
-    by_length: dict[int, Sample] = {}
-    kind = samples[0].kind if samples else None
+def _with_a_neighbour(samples: Sequence[Sample]) -> list[tuple[Sample, Sample | None]]:
+    """(sample, another of its shape or None): short ones first, those that have another before those that have none."""
+    by_shape: dict[Any, list[Sample]] = {}
     for sample in samples:
-        if sample.length is not None and sample.kind == kind:
-            by_length.setdefault(sample.length, sample)
-    lengths = sorted(by_length)
-    if not lengths:
-        return []
-    places = sorted({0, len(lengths) // 2, len(lengths) * 3 // 4}, reverse=True)
-    return [by_length[lengths[place]] for place in places][:TRIED]
+        by_shape.setdefault(sample.shape, []).append(sample)
+    groups = sorted(by_shape.values(), key=lambda group: (len(group) == 1, group[0].tokens))
+    pairs: list[tuple[Sample, Sample | None]] = []
+    for group in groups:
+        pairs += [*pairwise(group[:3])] or [(group[0], None)]
+    return pairs
 
 
-def _outputs(output: Any) -> dict[str, Tensor]:
-    found = dict(leaves_in(output, "output", lambda leaf: isinstance(leaf, Tensor)))
-    for path, leaf in found.items():
-        if leaf.dim() == 0:
-            remedy = "wrap the model so that it returns only what belongs to samples"
-            raise UsageError(f"{path} is a scalar", limit="an output has a row for each sample", remedy=remedy)
-    return found
-
-
-def _token_level(alone: Sequence[dict[str, Tensor]], samples: Sequence[Sample]) -> tuple[frozenset[str], str]:
+def _token_level(alone: Sequence[Outputs], samples: Sequence[Sample]) -> tuple[frozenset[str], str]:
     paths = set()
     for path, leaf in alone[0].items():
-        shapes = [outputs[path].shape[1:] for outputs in alone]
+        if any(path not in outputs for outputs in alone):
+            return frozenset(), f"{path} is not returned for every length"
+        shapes = [outputs[path].shape for outputs in alone]
         if all(shape == shapes[0] for shape in shapes):
             continue
         follows = all(len(shape) and shape[0] == one.length for shape, one in zip(shapes, samples, strict=True))
         if not follows or len({shape[1:] for shape in shapes}) > 1:
-            return (
-                frozenset(),
-                f"{path} is {list(leaf.shape)} for {samples[0].length} tokens: nobody can tell its padding",
-            )
+            shown = f"{path} is {list(leaf.shape)} for {samples[0].length} tokens"
+            return frozenset(), f"{shown}: nobody can tell its padding"
         paths.add(path)
     return frozenset(paths), ""
-
-
-def _why_not_padded(runner: Runner, samples: Sequence[Sample], alone: Sequence[dict[str, Tensor]]) -> str:
-    other = int(next(iter(samples[0].tensors.values())).flatten()[0])
-    try:
-        found = _per_sample(runner, runner.run(samples, "padded"), samples)
-        changed = _per_sample(runner, runner.run(samples, "padded", padding=other), samples)
-    except Exception as error:  # the model is not ours: what it raises on a batch it was not made for is open
-        return f"a padded batch fails: {_first_line(error)}"
-    if reason := _difference(runner, found, alone):
-        return f"padded, {reason}"
-    if not _same_bits(found, changed):
-        return "padded, the outputs depend on what stands in the padding"
-    return ""
-
-
-def _why_not_packed(runner: Runner, samples: Sequence[Sample], alone: Sequence[dict[str, Tensor]]) -> str:
-    if len(runner.blocks) < 1:
-        return "it has no repeated blocks in which tokens could be packed"
-    behind = [samples[0], *(_disturbed(sample) for sample in samples[1:])]
-    before = [*(_disturbed(sample) for sample in samples[:-1]), samples[-1]]
-    try:
-        found = _per_sample(runner, runner.run(samples, "packed"), samples)
-        first = _per_sample(runner, runner.run(behind, "packed"), samples)[:1]
-        last = _per_sample(runner, runner.run(before, "packed"), samples)[-1:]
-    except Exception as error:
-        return str(error) if isinstance(error, CannotPack) else f"a packed row fails: {_first_line(error)}"
-    if reason := _difference(runner, found, alone):
-        return f"packed, {reason}"
-    if not _same_bits([found[0], found[-1]], [*first, *last]):
-        return "packed, a sequence's output depends on its neighbours"
-    return ""
-
-
-def _disturbed(sample: Sample) -> Sample:
-    """The same shapes with other content, each value one that the sample has or is next to."""
-
-    def other(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor * 0.5 + 0.25
-        if tensor.dtype is torch.bool:
-            return tensor
-        mirrored = tensor.max() + tensor.min() - tensor
-        if torch.equal(mirrored, tensor):
-            return tensor - 1 if int(tensor.min()) > 0 else tensor + 1
-        return mirrored
-
-    first, *rest = sample.tensors
-    tensors = {first: other(sample.tensors[first]), **{name: sample.tensors[name] for name in rest}}
-    return Sample(sample.index, tensors, sample.length, sample.kind)
-
-
-def _per_sample(runner: Runner, output: Any, samples: Sequence[Sample]) -> list[dict[str, Tensor]]:
-    rows = runner.cut(output, samples, padded=True)
-    return [dict(leaves_in(row, "output", lambda leaf: isinstance(leaf, Tensor))) for row in rows]
-
-
-def _difference(runner: Runner, found: Sequence[dict[str, Tensor]], alone: Sequence[dict[str, Tensor]]) -> str:
-    limit = _ROUNDING[runner.placed.rate]
-    for ours, right in zip(found, alone, strict=True):
-        for path, leaf in ours.items():
-            expected = right[path][0].to("cpu", leaf.dtype)
-            if leaf.shape != expected.shape:
-                return f"{path} of a sample is {list(leaf.shape)}, alone {list(expected.shape)}"
-            if not leaf.is_floating_point():
-                if not torch.equal(leaf, expected):
-                    return f"{path} differs from the same sample alone"
-                continue
-            distance = float((leaf - expected).norm() / expected.norm().clamp(min=1e-12))
-            if not distance <= limit and not _both_nan(leaf, expected):
-                return f"{path} differs from the same sample alone by {distance:.1%} (rounding: {limit:.1%})"
-    return ""
-
-
-def _both_nan(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.allclose(a, b, rtol=1e-2, equal_nan=True))
-
-
-def _same_bits(a: Sequence[dict[str, Tensor]], b: Sequence[dict[str, Tensor]]) -> bool:
-    return all(
-        torch.allclose(one[path], other[path], rtol=0, atol=0, equal_nan=True)
-        for one, other in zip(a, b, strict=True)
-        for path in one
-    )
 
 
 def _first_line(error: BaseException) -> str:

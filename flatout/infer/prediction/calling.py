@@ -7,6 +7,7 @@ checked against it: the model's own error says what was wrong, and `predict` fin
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,8 +32,14 @@ class Calling:
     mask_name: str | None = None
     """The keyword that takes which tokens are real; None: the model knows no padding."""
     mask_style: MaskStyle = "ones"
+    mask_required: bool = False
+    """The model cannot be called without a mask."""
     vocabulary: int | None = None
     """Token ids are below it."""
+    vocabulary_sure: bool = True
+    """False: it is the size of the only embedding, which may be of something else than the first input."""
+    checks_itself: bool = False
+    """On a CPU an id that is not in an embedding is an ordinary error of the model's."""
     longest: int | None = None
     """Tokens of the longest input that the model has positions for."""
     padding_id: int = 0
@@ -40,12 +47,12 @@ class Calling:
     constants: tuple[tuple[str, Any], ...] = ()
     """Further keywords of every call."""
 
-    def mask(self, lengths: Tensor, tokens: int) -> Tensor:
-        """Lengths [batch] -> the mask [batch, tokens] in the model's own style."""
+    def mask(self, lengths: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Lengths [batch] -> the mask [batch, tokens] in the model's own style. dtype: that of the user's own masks."""
         real = torch.arange(tokens, device=lengths.device) < lengths[:, None]
-        if self.mask_style == "ones":
-            return real.long()
-        return real if self.mask_style == "real" else ~real
+        if dtype is None:
+            dtype = torch.int64 if self.mask_style == "ones" else torch.bool
+        return (~real if self.mask_style == "padding" else real).to(dtype)
 
 
 def calling_of(model: nn.Module) -> Calling:
@@ -55,11 +62,15 @@ def calling_of(model: nn.Module) -> Calling:
     config = getattr(model, "config", None)
     hugging_face = hasattr(model, "main_input_name") and config is not None
     padding_id = getattr(config, "pad_token_id", None) if hugging_face else None
+    vocabulary, sure = _vocabulary(model, config)
     return Calling(
         input_name=str(model.main_input_name) if hugging_face else None,
         mask_name=mask_name,
         mask_style=_MASKS[mask_name] if mask_name else "ones",
-        vocabulary=_vocabulary(model, config),
+        mask_required=mask_name is not None and names[mask_name].default is inspect.Parameter.empty,
+        vocabulary=vocabulary,
+        vocabulary_sure=sure,
+        checks_itself=next((one.device.type == "cpu" for one in model.parameters()), True),
         longest=_longest(model, config),
         padding_id=padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0,
         # A cache of keys and values is of no use to one pass, and no tensor that could be cut into samples.
@@ -67,22 +78,23 @@ def calling_of(model: nn.Module) -> Calling:
     )
 
 
-def _parameters(model: nn.Module) -> set[str]:
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     try:
-        return set(inspect.signature(model.forward).parameters)
+        return inspect.signature(model.forward).parameters
     except (TypeError, ValueError):
-        return set()
+        return {}
 
 
-def _vocabulary(model: nn.Module, config: Any) -> int | None:
+def _vocabulary(model: nn.Module, config: Any) -> tuple[int | None, bool]:
+    """Its size, and whether it is surely that of the first input."""
     if hasattr(model, "get_input_embeddings"):
         size = getattr(_embedding(model), "num_embeddings", None)
-        return size if isinstance(size, int) else None
+        return (size, True) if isinstance(size, int) else (None, True)
     size = getattr(config, "vocab_size", None)
     if isinstance(size, int):
-        return size
+        return size, True
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    return embeddings[0].num_embeddings if len(embeddings) == 1 else None
+    return (embeddings[0].num_embeddings, False) if len(embeddings) == 1 else (None, True)
 
 
 def _embedding(model: Any) -> Any:

@@ -1,7 +1,9 @@
 """Batch norms multiplied into the convolutions before them: in evaluation both are one linear map.
 
 Which norm follows which convolution is seen, not guessed from names: the model runs once, and a pair counts if the
-norm's input is the very tensor that the convolution gave, nothing else read it, and each of the two ran once.
+norm's input is the very tensor that the convolution gave, nothing else read it or returned it, and each of the two ran
+once. Convolutions whose weights are computed (spectral or weight norm, parametrisations), and layers with hooks, stay.
+The folded model is then run beside what it gave before: a difference undoes all of it.
 """
 
 from __future__ import annotations
@@ -18,19 +20,55 @@ from torch.overrides import TorchFunctionMode
 from flatout.data.nested import leaves_in
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LEAVE_TORCH = {Tensor.numpy, Tensor.tolist, Tensor.item, Tensor.__array__, Tensor.__bool__, Tensor.__float__}
 
 
-def fold_batch_norms(model: nn.Module, run: Callable[[], Any]) -> int:
-    """Change `model` in place, as `run` (one call of it, in evaluation mode) shows it; returns how many were folded."""
-    pairs = _pairs(model, run)
+def fold_batch_norms(model: nn.Module, run: Callable[[], Any], why_not: WhyNot | None = None) -> tuple[int, str]:
+    """Change `model` in place, as `run` (one call of it, in evaluation mode) shows it.
+
+    why_not: of the outputs after and before, in what they differ ('' = they agree); without it nothing is compared.
+    Returns how many were folded, and why none or fewer than all were ('' if all).
+    """
+    pairs, output = _pairs(model, run)
+    before = [_Before(convolution) for convolution, _ in pairs]
     for convolution, norm in pairs:
         _fold(convolution, norm)
-    folded = {id(norm) for _, norm in pairs}
+    places = _replaced(model, {id(norm) for _, norm in pairs})
+    with torch.no_grad():
+        reason = why_not(run(), output) if why_not is not None and pairs else ""
+    if reason:
+        for parent, name, norm in places:
+            setattr(parent, name, norm)
+        for known in before:
+            known.put_back()
+        return 0, f"folded, {reason}"
+    left = sum(isinstance(one, _BatchNorm) for one in model.modules())
+    return len(pairs), f"{left} left, which do not follow a plain convolution alone" if left else ""
+
+
+WhyNot = Callable[[Any, Any], str]
+
+
+class _Before:
+    """A convolution's parameters, to be put back."""
+
+    def __init__(self, convolution: Any) -> None:
+        self._convolution, self._weight, self._bias = convolution, convolution.weight, convolution.bias
+
+    def put_back(self) -> None:
+        self._convolution.weight, self._convolution.bias = self._weight, self._bias
+
+
+def _replaced(model: nn.Module, folded: set[int]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, norm) of each norm that now is an Identity."""
+    places = []
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in folded:
+        for name, child in list(parent._modules.items()):
+            if child is not None and id(child) in folded:
+                places.append((parent, name, child))
                 setattr(parent, name, nn.Identity())
-    return len(pairs)
+    return places
 
 
 class _Readers(TorchFunctionMode):
@@ -43,7 +81,8 @@ class _Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(True for _ in leaves_in(result, "", _is_tensor)):  # asking for a shape reads nothing
+        # Asking for a shape reads nothing; leaving torch does.
+        if func in _LEAVE_TORCH or any(True for _ in leaves_in(result, "", _is_tensor)):
             for _, leaf in leaves_in((args, kwargs or {}), "", _is_tensor):
                 if id(leaf) in self.outputs:
                     self.reads[id(leaf)] += 1
@@ -54,7 +93,8 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _pairs(model: nn.Module, run: Callable[[], Any]) -> list[tuple[Any, Any]]:
+def _pairs(model: nn.Module, run: Callable[[], Any]) -> tuple[list[tuple[Any, Any]], Any]:
+    """(convolution, norm) and the output of the run."""
     readers = _Readers()
     calls: Counter[int] = Counter()
     followed: list[tuple[nn.Module, nn.Module, int]] = []
@@ -71,22 +111,35 @@ def _pairs(model: nn.Module, run: Callable[[], Any]) -> list[tuple[Any, Any]]:
             followed.append((known[1], module, id(args[0])))
 
     for module in model.modules():
-        if type(module) in _CONVOLUTIONS:
+        if type(module) in _CONVOLUTIONS and _plain(module) and module._parameters.get("weight") is not None:
             handles.append(module.register_forward_hook(gave))
-        elif isinstance(module, _BatchNorm) and module.running_mean is not None and not module.training:
+        elif type(module) in _NORMS and _plain(module) and _keeps_statistics(module):
             handles.append(module.register_forward_pre_hook(takes))
     norms_reads = 1  # batch_norm is one operation; whatever reads the tensor besides makes it more
     try:
         with torch.no_grad(), readers:
-            run()
+            result = run()
     finally:
         for handle in handles:
             handle.remove()
-    return [
+    returned = {leaf.untyped_storage().data_ptr() for _, leaf in leaves_in(result, "", _is_tensor)}
+    pairs = [
         (convolution, norm)
         for convolution, norm, output in followed
-        if calls[id(convolution)] == calls[id(norm)] == 1 and readers.reads[output] == norms_reads
+        if calls[id(convolution)] == calls[id(norm)] == 1
+        and readers.reads[output] == norms_reads
+        and readers.outputs[output][0].untyped_storage().data_ptr() not in returned
     ]
+    return pairs, result
+
+
+def _plain(module: Any) -> bool:
+    """Nobody hooked into it, and its forward is its class's."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _keeps_statistics(norm: Any) -> bool:
+    return norm.running_mean is not None and norm.running_var is not None and not norm.training
 
 
 @torch.no_grad()
@@ -100,7 +153,9 @@ def _fold(convolution: Any, norm: Any) -> None:
     weight = convolution.weight.float() * scale.view(-1, *(1,) * (convolution.weight.dim() - 1))
     layout = torch.channels_last if convolution.weight.dim() == 4 and _is_channels_last(convolution.weight) else None
     weight = weight.to(convolution.weight.dtype)
-    convolution.weight.data = weight if layout is None else weight.contiguous(memory_format=layout)
+    # A new parameter: another layer may share the old one.
+    made = weight if layout is None else weight.contiguous(memory_format=layout)
+    convolution.weight = nn.Parameter(made, requires_grad=False)
     convolution.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
 
 

@@ -17,7 +17,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -33,11 +33,11 @@ _FUSED_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Mult
 """They read their linear layers' weights instead of calling them."""
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Linear):
     """fp32, bf16 or fp16 [..., in] -> the weight's dtype [..., out]; on the CPU only, without gradients."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)  # opaque: no buffer
         self.dtype = layer.weight.dtype
@@ -48,15 +48,15 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
-class RoundedLinear(nn.Module):
+class RoundedLinear(nn.Linear):
     """fp32, bf16 or fp16 [..., in] -> the same dtype [..., out], by weights of 8 or 4 bits."""
 
     values: Tensor
     scales: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # type: ignore[assignment]
 
     def __init__(self, layer: nn.Linear, *, bits: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = layer.in_features, layer.out_features, bits
         self.dtype = layer.weight.dtype
         if bits == 8:
@@ -77,7 +77,7 @@ class RoundedLinear(nn.Module):
         return nn.functional.linear(x, groups.flatten(1), None if self.bias is None else self.bias.to(x.dtype))
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(nn.Linear):
     """fp32, bf16 or fp16 [..., in] -> the layer's dtype [..., out]; each token of the input has a scale of its own."""
 
     scales: Tensor
@@ -87,7 +87,7 @@ class Int8Linear(nn.Module):
     no_zeros: Tensor
 
     def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.dtype = layer.weight.dtype
         values, scales = quantize_rows_int8(layer.weight)
@@ -113,7 +113,7 @@ class Int8Linear(nn.Module):
             y = torch._int_mm(signed, self.values.t()) * self.scales
         else:  # whole numbers in floating point: slow, the same result
             y = nn.functional.linear(levels.float() - ZERO_POINT, self.values.float()) * self.scales
-        y = scale_back(y, token_scales, self.bias)  # type: ignore[arg-type]
+        y = scale_back(y, token_scales, self.bias)
         return y.to(self.dtype).unflatten(0, x.shape[:-1])
 
     def _by_onednn(self, levels: Tensor) -> Tensor:
@@ -140,15 +140,19 @@ def packs(dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and bool({"avx512_bf16", "amx_bf16"} & features)
 
 
-def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:
-    """Put `make(layer)` in the place of every plain linear layer that is called (None: leave it); how many were."""
+def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None], besides: Collection[str] = ()) -> int:
+    """Put `make(layer)` in the place of every plain linear layer that is called (None: leave it); how many were.
+
+    besides: names of layers that stay as they are.
+    """
+    stay = {id(model.get_submodule(name)) for name in besides}
     made: dict[int, nn.Module] = {}
     swapped = 0
     for parent in list(model.modules()):
         if isinstance(parent, _FUSED_LAYERS):
             continue
         for name, child in list(parent._modules.items()):  # named_children leaves out a layer's second name
-            if not _plain(child):
+            if not _plain(child) or id(child) in stay:
                 continue
             if id(child) not in made:
                 replacement = make(child)  # type: ignore[arg-type]
@@ -162,5 +166,38 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
 
 def _plain(module: Any) -> bool:
     """A Linear itself, no kind of it, that nobody hooked into or gave a parametrisation."""
-    hooked = type(module) is nn.Linear and (module._forward_hooks or module._forward_pre_hooks)
-    return type(module) is nn.Linear and not hooked and module.weight.numel() >= LEAST_WEIGHTS
+    if type(module) is not nn.Linear or "forward" in vars(module) or module._parameters.get("weight") is None:
+        return False
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return not hooked and module.weight.numel() >= LEAST_WEIGHTS
+
+
+class _Watched(nn.Linear):
+    """A Linear that remembers whether its weight was read by anything but its own call."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and not self.__dict__.get("_in_call"):
+            self.__dict__["_read"] = True
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["_in_call"] = True
+        try:
+            return super().forward(x)
+        finally:
+            self.__dict__["_in_call"] = False
+
+
+def read_by_others(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """Names of the plain linear layers whose weights the model reads itself while it runs."""
+    watched = {name: layer for name, layer in model.named_modules() if _plain(layer)}
+    for layer in watched.values():
+        layer.__class__ = _Watched
+    try:
+        run()
+        return [name for name, layer in watched.items() if vars(layer).get("_read")]
+    finally:
+        for layer in watched.values():
+            layer.__class__ = nn.Linear
+            vars(layer).pop("_read", None)
+            vars(layer).pop("_in_call", None)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flatout.data.nested import leaves_in, map_leaves
-from flatout.errors import UsageError
 from flatout.infer.prediction.calling import Calling
+from flatout.infer.prediction.layout import Layout
 from flatout.infer.prediction.packing import packed_blocks
 from flatout.infer.prediction.placed import Placed
 from flatout.infer.prediction.samples import Sample
+from flatout.infer.prediction.unlike import Noise
 
-Batching = Literal["packed", "equal", "padded"]
+Batching = Literal["packed", "equal", "padded", "alone"]
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Runner:
     blocks: Sequence[nn.Module] = ()
     token_level: frozenset[str] | None = None
     """Which leaves of the output have a row for each token, by path; None until samples of two lengths were seen."""
+    layout: Layout = field(default_factory=Layout)
+    """Where samples lie in the output."""
     call: Any = None
     """What is called in place of the model: its compiled form."""
 
@@ -39,20 +42,21 @@ class Runner:
         *,
         rows: int | None = None,
         tokens: int | None = None,
-        padding: int | None = None,
+        padding: Noise | None = None,
     ) -> Any:
         """The model's output for these samples of one kind, its batch dimension first, on the model's device.
 
-        equal: they are of one length. rows, tokens: fill the batch up to that shape (so that few shapes are compiled).
-        padding: what to put into padding instead of the padding id.
+        equal, alone: they are of one length. rows, tokens: fill the batch up to that shape (so that few shapes are
+        compiled). padding: what to put into padding instead of the padding id.
         """
         lengths = [sample.tokens for sample in samples]
         longest = max(lengths) if tokens is None else tokens
         tensors = self._stacked(samples, longest, padding)
-        ragged = how != "equal" and samples[0].length is not None and (tokens is not None or len(set(lengths)) > 1)
-        if ragged and self.calling.mask_name is not None and self.calling.mask_name not in tensors:
-            at = torch.tensor(lengths, device=self.placed.device)
-            tensors[self.calling.mask_name] = self.calling.mask(at, longest)
+        sequence = samples[0].length is not None
+        ragged = how in ("packed", "padded") and sequence and (tokens is not None or len(set(lengths)) > 1)
+        masked = ragged or (sequence and (self.calling.mask_required or samples[0].mask_dtype is not None))
+        if masked and self.calling.mask_name is not None and self.calling.mask_name not in tensors:
+            tensors[self.calling.mask_name] = self._mask(lengths, longest, samples[0].mask_dtype)
         if rows is not None and rows > len(samples):
             tensors = {name: _filled(one, rows) for name, one in tensors.items()}
         args = [tensors.pop(place) for place in range(len(tensors)) if place in tensors]
@@ -64,36 +68,56 @@ class Runner:
         with packing:
             return (self.call or self.placed.model)(*args, **keywords)
 
-    def cut(self, output: Any, samples: Sequence[Sample], *, padded: bool) -> list[Any]:
+    def cut(self, output: Any, samples: Sequence[Sample], *, padded: bool, rows: int | None = None) -> list[Any]:
         """The output of each sample, on the CPU, in the dtype of the user's model; a row of its own memory each.
 
-        Raises UsageError where a tensor of the output has not a row for each sample.
+        rows: of the batch, if it was filled up. Raises UsageError where a tensor has not a row for each of them.
         """
-        rows = len(samples)
-        for path, leaf in leaves_in(output, "output", _is_tensor):
-            if leaf.dim() == 0 or leaf.shape[0] < rows:
-                what = f"{path} is {list(leaf.shape)} for a batch of {rows}"
-                remedy = "wrap the model so that it returns only what belongs to samples"
-                raise UsageError(what, limit="each tensor of the output has a row for each sample", remedy=remedy)
         host = map_leaves(self._to_host, output, _is_tensor)
-        return [self._row(host, place, sample, padded) for place, sample in enumerate(samples)]
+        paths = {id(leaf): path for path, leaf in leaves_in(host, "output", _is_tensor)}
+        trimmed = (self.token_level or frozenset()) if padded else frozenset()
+        return [
+            map_leaves(self._taking(place, sample, rows or len(samples), paths, trimmed), host, _is_tensor)
+            for place, sample in enumerate(samples)
+        ]
 
-    def _row(self, output: Any, place: int, sample: Sample, padded: bool) -> Any:
-        if not padded or not self.token_level:
-            return map_leaves(lambda leaf: leaf[place].clone(), output, _is_tensor)
-        trimmed = {id(leaf) for path, leaf in leaves_in(output, "output", _is_tensor) if path in self.token_level}
+    def outputs(self, output: Any, samples: Sequence[Sample], *, padded: bool) -> list[dict[str, Tensor]]:
+        """The tensors of each sample by path, cut as by `cut`."""
+        cut = self.cut(output, samples, padded=padded)
+        return [dict(leaves_in(row, "output", _is_tensor)) for row in cut]
 
+    @staticmethod
+    def leaves(output: Any) -> dict[str, Tensor]:
+        """The tensors of the output as the model gave them, copied: it may return what it changes at the next call."""
+        return {path: leaf.detach().clone() for path, leaf in leaves_in(output, "output", _is_tensor)}
+
+    def alone(self, sample: Sample) -> dict[str, Tensor]:
+        """What is right: the outputs of a sample that is run by itself, uncompiled."""
+        call, self.call = self.call, None
+        try:
+            return self.outputs(self.run([sample], "alone"), [sample], padded=False)[0]
+        finally:
+            self.call = call
+
+    def _taking(
+        self, place: int, sample: Sample, rows: int, paths: dict[int, str], trimmed: frozenset[str]
+    ) -> Callable[[Tensor], Tensor]:
         def take(leaf: Tensor) -> Tensor:
-            row = leaf[place]
-            return (row[: sample.length] if id(leaf) in trimmed else row).clone()
+            path = paths[id(leaf)]
+            row = self.layout.row(path, leaf, place, rows)
+            return (row[: sample.length] if path in trimmed else row).clone()
 
-        return map_leaves(take, output, _is_tensor)
+        return take
+
+    def _mask(self, lengths: Sequence[int], tokens: int, dtype: torch.dtype | None) -> Tensor:
+        made = self.calling.mask(torch.tensor(lengths, device=self.placed.device), tokens, dtype)
+        return made.to(self.placed.dtype) if made.is_floating_point() else made
 
     def _to_host(self, leaf: Tensor) -> Tensor:
         dtype = self.placed.result_dtype if leaf.is_floating_point() else leaf.dtype
         return leaf.detach().to(device="cpu", dtype=dtype)
 
-    def _stacked(self, samples: Sequence[Sample], longest: int, padding: int | None) -> dict[str | int, Tensor]:
+    def _stacked(self, samples: Sequence[Sample], longest: int, padding: Noise | None) -> dict[str | int, Tensor]:
         found: dict[str | int, Tensor] = {}
         for name in samples[0].tensors:
             parts = [sample.tensors[name] for sample in samples]
@@ -105,10 +129,14 @@ class Runner:
             found[name] = self._on_device(stacked)
         return found
 
-    def _padded(self, name: str | int, parts: Sequence[Tensor], longest: int, padding: int | None) -> Tensor:
+    def _padded(self, name: str | int, parts: Sequence[Tensor], longest: int, padding: Noise | None) -> Tensor:
         main = name == self.calling.input_name or name == 0
-        value = (self.calling.padding_id if padding is None else padding) if main else 0
-        stacked = parts[0].new_full((len(parts), longest, *parts[0].shape[1:]), value)
+        shape = (len(parts), longest, *parts[0].shape[1:])
+        if main and padding is not None:
+            stacked = padding.like(parts[0], shape)
+        else:
+            masks_padding = name == self.calling.mask_name and self.calling.mask_style == "padding"
+            stacked = parts[0].new_full(shape, self.calling.padding_id if main else int(masks_padding))
         for row, part in zip(stacked, parts, strict=True):
             row[: len(part)] = part
         return stacked

@@ -7,7 +7,7 @@ the memory of the model and nothing besides; what needs no change is shared on r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatout.errors import PlanError, UsageError
-from flatout.infer.prediction.folding import fold_batch_norms
 from flatout.infer.prediction.linear import Int8Linear, PackedLinear, RoundedLinear, packs, swap_linears
 from flatout.plan import Plan
 from flatout.precision.quantize import INT4_GROUP
@@ -37,6 +36,8 @@ class Placed:
     rate: str
     """Whose ceiling binds: fp32, bf16, fp16 or int8."""
     channels_last: bool
+    remake: Callable[[], nn.Module] | None
+    """The copy anew, as it was before anything was done to it; None once nothing more is to be done."""
     notes: list[str] = field(default_factory=list)
     """What was done, and what could not be done and why."""
 
@@ -51,28 +52,29 @@ def place(model: nn.Module, plan: Plan, device: Any = None) -> Placed:
     result_dtype = torch.float32 if first is None else first.dtype
     dtype = DTYPES[plan.precision] if plan.precision else result_dtype
     target = _device(device, torch.device("cpu") if first is None else first.device)
-    made = _converted(model, dtype, target)
     channels_last = plan.memory_format == "channels_last"
-    if channels_last:
-        made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def make() -> nn.Module:
+        made = _converted(model, dtype, target)
+        if channels_last:
+            made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made
+
     name = {one: name for name, one in DTYPES.items()}.get(dtype, "fp32")
     rate = "int8" if plan.activations == "int8" else name
-    return Placed(made, dtype, result_dtype, target, rate, channels_last)
+    return Placed(make(), dtype, result_dtype, target, rate, channels_last, make)
 
 
-def fold(placed: Placed, run: Callable[[], Any]) -> None:
-    """Plan.fold_batch_norm; `run` calls the copy once."""
-    count = fold_batch_norms(placed.model, run)
-    placed.notes.append(f"{count} batch norms folded into convolutions")
+def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) -> str:
+    """Linear layers in the plan's bits; those of full bits in oneDNN's layout, where the processor has one.
 
-
-def round_and_pack(placed: Placed, plan: Plan) -> None:
-    """Linear layers in the plan's bits; those of full bits in oneDNN's layout, where the processor has one."""
+    besides: names of layers that stay as they are. Returns what was done, in words; '' for nothing.
+    """
     on_cpu = placed.device.type == "cpu"
     if plan.activations == "int8":
-        count = swap_linears(placed.model, Int8Linear)
-        placed.notes.append(f"{count} linear layers multiply 8-bit inputs by 8-bit weights")
-    elif plan.weights is not None:
+        count = swap_linears(placed.model, Int8Linear, besides)
+        return f"{count} linear layers multiply 8-bit inputs by 8-bit weights"
+    if plan.weights is not None:
         left = []
 
         def make(layer: nn.Linear) -> nn.Module | None:
@@ -81,13 +83,14 @@ def round_and_pack(placed: Placed, plan: Plan) -> None:
                 return None
             return RoundedLinear(layer, bits=8 if plan.weights == "int8" else 4)
 
-        count = swap_linears(placed.model, make)
+        count = swap_linears(placed.model, make, besides)
         skipped = f"; {len(left)} left, whose inputs are no multiple of {INT4_GROUP}" if left else ""
-        placed.notes.append(f"{count} linear layers hold {plan.weights} weights{skipped}")
-    elif on_cpu and plan.compile is None and packs(placed.dtype):
-        count = swap_linears(placed.model, lambda layer: PackedLinear(layer) if _packable(layer, placed) else None)
-        if count:
-            placed.notes.append(f"{count} linear layers hold weights in oneDNN's layout")
+        return f"{count} linear layers hold {plan.weights} weights{skipped}"
+    if on_cpu and plan.compile is None and packs(placed.dtype):
+        pack = lambda layer: PackedLinear(layer) if _packable(layer, placed) else None  # noqa: E731
+        count = swap_linears(placed.model, pack, besides)
+        return f"{count} linear layers hold weights in oneDNN's layout" if count else ""
+    return ""
 
 
 def _packable(layer: nn.Linear, placed: Placed) -> bool:

@@ -32,6 +32,12 @@ class Sample:
     """Tokens; None: of fixed size."""
     kind: Hashable
     """Equal for samples that may share a padded batch: names, dtypes and all sizes but the length."""
+    mask_dtype: torch.dtype | None = None
+    """The input came with a mask that marks every token as real: the batch's is made in its place, in this dtype."""
+
+    def like(self, tensors: dict[str | int, Tensor], length: int | None) -> Sample:
+        """Of the same kind with other content."""
+        return Sample(self.index, tensors, length, self.kind, self.mask_dtype)
 
     @property
     def shape(self) -> Hashable:
@@ -54,14 +60,14 @@ def read_sample(index: int, value: Any, calling: Calling) -> Sample:
     tensors = {name: _tensor(name, part) for name, part in named.items()}
     if all(one.dim() == 2 and one.shape[0] == 1 and not one.is_floating_point() for one in tensors.values()):
         tensors = {name: one[0] for name, one in tensors.items()}  # as tokenisers give it: [1, tokens]
-    _drop_useless_mask(tensors, calling)
+    mask_dtype = _take_full_mask(tensors, calling)
     length = _length(tensors)
     _check(tensors, length, calling)
     kind = tuple(
         (name, one.dtype, one.dim(), tuple(one.shape[1:]) if _is_sequence(one, length) else tuple(one.shape))
         for name, one in tensors.items()
     )
-    return Sample(index, tensors, length, kind)
+    return Sample(index, tensors, length, (*kind, mask_dtype), mask_dtype)
 
 
 def _named(value: Any, calling: Calling) -> dict[str | int, Any]:
@@ -83,8 +89,6 @@ def _tensor(name: str | int, part: Any) -> Tensor:
         raise UsageError(what, limit=KINDS, remedy=remedy) from error
     if tensor.dtype in (torch.uint8, torch.uint16, torch.int8, torch.int16, torch.uint32) and tensor.dim() == 1:
         tensor = tensor.long()  # tokens as files hold them
-    if tensor.dtype is torch.float64:
-        tensor = tensor.float()  # numpy's default, never a network's
     return tensor
 
 
@@ -93,11 +97,16 @@ def _shown(part: Any) -> str:
     return f"{type(part).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
-def _drop_useless_mask(tensors: dict[str | int, Tensor], calling: Calling) -> None:
-    """A mask that marks every token as real says nothing; ours will be made for the batch."""
+def _take_full_mask(tensors: dict[str | int, Tensor], calling: Calling) -> torch.dtype | None:
+    """A mask that marks every token as real is taken out, as the batch's will be made; its dtype, None if there is
+    no such mask."""
     given = tensors.get(calling.mask_name) if calling.mask_name is not None else None
-    if given is not None and calling.mask_style != "padding" and len(tensors) > 1 and bool((given != 0).all()):
-        del tensors[calling.mask_name]  # type: ignore[arg-type]
+    if given is None or len(tensors) == 1 or given.dim() != 1 or len(given) != _length(tensors):
+        return None
+    if not bool((given == 0).all() if calling.mask_style == "padding" else (given == 1).all()):
+        return None
+    del tensors[calling.mask_name]  # type: ignore[arg-type]
+    return given.dtype
 
 
 def _length(tensors: dict[str | int, Tensor]) -> int | None:
@@ -117,15 +126,28 @@ def _check(tensors: dict[str | int, Tensor], length: int | None, calling: Callin
         limit = f"the model has positions for {calling.longest}"
         raise UsageError(f"the input has {length} tokens", limit=limit, remedy="cut it, or split it into parts")
     name = calling.input_name
-    tokens = tensors.get(name, main) if name is not None else main
-    if calling.vocabulary is None or (name is not None and name not in tensors):
+    if name is None or name in tensors:
+        _check_ids(main if name is None else tensors[name], len(tensors), calling)
+
+
+def _check_ids(tokens: Tensor, inputs: int, calling: Calling) -> None:
+    """An id past the vocabulary ends everything on a GPU. With a vocabulary that is only guessed, the model itself says
+    what it takes, but there."""
+    if calling.vocabulary is None or (not calling.vocabulary_sure and (calling.checks_itself or inputs > 1)):
         return
     if tokens.is_floating_point() or tokens.dtype is torch.bool:
+        if not calling.vocabulary_sure:
+            return
         remedy = "pass whole numbers, as with .long()"
         raise UsageError(f"the input is {tokens.dtype} {list(tokens.shape)}", limit="tokens are ids", remedy=remedy)
+    check_in_vocabulary(tokens, calling.vocabulary)
+
+
+def check_in_vocabulary(tokens: Tensor, vocabulary: int) -> None:
+    """UsageError names the first id that is not in it."""
     low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= calling.vocabulary:
+    if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         place = int((tokens == wrong).nonzero()[0][0])
-        limit = f"ids are 0 to {calling.vocabulary - 1}"
+        limit = f"ids are 0 to {vocabulary - 1}"
         raise UsageError(f"token {place} is {wrong}", limit=limit, remedy="use the tokeniser of this model")

@@ -2,13 +2,19 @@
 
 Whatever fails is looked for by halves: the batch is run again in two parts, and so on, until one sample is found alone
 with its error. It becomes a `Failed` in the place of its result; the others are not lost.
+
+How samples are batched was tried before (allowed.py) and is checked on the way (audit.py). A batch that is found wrong
+before any of its kind was handed out is done again, sample by sample; later it ends the run.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
+import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,22 +22,42 @@ from torch import Tensor
 
 from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
-from flatout.infer.prediction.allowed import Allowed, try_batchings
+from flatout.infer.left_unchanged import left_unchanged
+from flatout.infer.prediction.agreement import Agreement
+from flatout.infer.prediction.allowed import Allowed, Trial
+from flatout.infer.prediction.audit import Audit, Mismatch
 from flatout.infer.prediction.batching import Bounds, batches_of, bucket_length
 from flatout.infer.prediction.calling import calling_of
 from flatout.infer.prediction.compiled import CompiledModel
+from flatout.infer.prediction.layout import Layout
 from flatout.infer.prediction.model_batch import Batching, Runner
+from flatout.infer.prediction.operations import Operations
 from flatout.infer.prediction.packing import row_length
-from flatout.infer.prediction.placed import Placed, fold, round_and_pack
+from flatout.infer.prediction.placed import Placed
 from flatout.infer.prediction.predicted import Failed
-from flatout.infer.prediction.samples import Sample
+from flatout.infer.prediction.preparing import OWN_LAYERS, prepare, why_depends_on_more
+from flatout.infer.prediction.samples import Sample, check_in_vocabulary
 from flatout.levers.compile import repeated_blocks
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
-from flatout.train.flops import count_step
 
 HOPELESS = 16
 """After so many samples that failed one by one, and none that did not, the fault is not theirs."""
+FEW = 4
+"""Fewer samples of a kind are run one by one: trying what the model allows would take longer."""
+
+
+@dataclass
+class Kind:
+    """What was learnt about one kind of sample."""
+
+    agreement: Agreement
+    seen: int = 0
+    allowed: Allowed | None = None
+    layout: Layout = field(default_factory=Layout)
+    layout_tried: bool = False
+    batched: bool = False
+    """Results of batches were handed out."""
 
 
 class WindowRun:
@@ -46,38 +72,89 @@ class WindowRun:
         self.flops: float | None = 0.0
         self.batch_tokens, self.batch_size = bounds.batch_tokens, bounds.batch_size
         self.compiled: CompiledModel | None = None
+        self.audit = Audit(self.runner)
         self._prepared = False
-        self._allowed: dict[Hashable, Allowed | None] = {}
-        self._flops_of: dict[Hashable, dict[int, float]] = {}
+        self._in_order: str | None = None
+        """Why samples are run one by one as they come; '' = they need not be; None: not yet known."""
+        self._kinds: dict[Hashable, Kind] = {}
+        self._operations = Operations()
 
     def run(self, samples: Sequence[Sample]) -> dict[int, Any]:
-        """Results or `Failed` by index. Raises UsageError or the model's own error where no sample ever worked."""
+        """Results or `Failed` by index. Raises UsageError or the model's own error where no sample ever worked, and
+        UsageError where results that were handed out before are in doubt."""
         results: dict[int, Any] = {}
+        if not samples:
+            return results
+        self._prepare(samples)
+        if self._in_order or (self._in_order is None and len(samples) < FEW):
+            for sample in samples:
+                self._start(self._kind(sample))
+                self._run_batch([sample], "alone", results)
+            return results
         by_kind: dict[Hashable, list[Sample]] = {}
         for sample in samples:
             by_kind.setdefault(sample.kind, []).append(sample)
-        for kind, members in by_kind.items():
-            self._prepare(members)
-            how = self._choose(kind, members)
+        for members in by_kind.values():
+            self._run_kind(self._kind(members[0]), members, results)
+        return results
+
+    def _run_kind(self, kind: Kind, members: list[Sample], results: dict[int, Any]) -> None:
+        self._start(kind)
+        how = self._choose(kind, members)
+        before = self._counts()
+        try:
             for batch in self._batches(members, how):
                 self._run_batch(batch, how, results)
-        return results
+        except Mismatch as found:
+            self._distrust(kind, found)
+            self._put_back(before)
+            for sample in members:
+                self._run_batch([sample], "alone", results)
+            return
+        kind.batched = kind.batched or how != "alone"
+
+    def _kind(self, sample: Sample) -> Kind:
+        known = self._kinds.get(sample.kind)
+        if known is None:
+            known = self._kinds[sample.kind] = Kind(Agreement(self.runner.placed.rate))
+        return known
+
+    def _start(self, kind: Kind) -> None:
+        self.runner.layout = kind.layout
+
+    def _distrust(self, kind: Kind, found: Mismatch) -> None:
+        """From now on each of this kind alone; UsageError where others were handed out already."""
+        if kind.batched:
+            alone = "Plan(batch_tokens=1)" if found.sample.length is not None else "batch_size=1"
+            raise UsageError(
+                str(found),
+                limit="earlier results of batches may be wrong too, although those that were checked were right",
+                remedy=f"run all of it again, each input alone: {alone} (from the command line with --restart)",
+            ) from found
+        assert kind.allowed is not None, "nothing is batched before it was tried"
+        kind.allowed = kind.allowed.only_alone(str(found))
+        self._say_alone(kind.allowed.reasons["equal"])
+
+    def _counts(self) -> tuple[Any, ...]:
+        return copy.copy(self.batches), self.tokens, self.computed_tokens, self.flops
+
+    def _put_back(self, counts: tuple[Any, ...]) -> None:
+        """What is done again counts once."""
+        self.batches, self.tokens, self.computed_tokens, self.flops = counts
 
     # learning about the model
 
     def _prepare(self, samples: Sequence[Sample]) -> None:
-        """Once, on the first samples: fold, round, pack, compile."""
+        """Does the model keep to its input? Once enough samples are there. At first: fold, round, pack."""
+        if self._in_order is None and (len(samples) >= FEW or (self.plan.fold_batch_norm and not self._prepared)):
+            self._in_order = why_depends_on_more(self.runner, samples)
+            if self._in_order:
+                self._say_alone(self._in_order)
         if self._prepared:
             return
         self._prepared = True
-        placed = self.runner.placed
-        if self.plan.fold_batch_norm:
-            try:
-                fold(placed, lambda: self.runner.run(samples[:1], "equal"))
-            except Exception as error:  # a bad first sample
-                self.notes.append(f"batch norms were not folded: {Failed.by(0, error).what}")
-        round_and_pack(placed, self.plan)
-        self.runner.blocks = repeated_blocks(placed.model)
+        prepare(self.runner, self.plan, samples, fold=not self._in_order)
+        self.runner.blocks = repeated_blocks(self.runner.placed.model)
 
     def _compile(self) -> None:
         if self.plan.compile is not None and self.compiled is None:
@@ -85,60 +162,70 @@ class WindowRun:
             self.compiled = CompiledModel(model, self.plan.compile, device=device)
             self.runner.call = self.compiled
 
-    def _choose(self, kind: Hashable, samples: Sequence[Sample]) -> Batching:
-        """What the plan wants and the model allows. Tried once for each kind of sample, uncompiled."""
+    def _choose(self, kind: Kind, samples: Sequence[Sample]) -> Batching:
+        """What the plan wants and the model allows. Tried uncompiled, and again where lengths leave what was tried."""
+        kind.seen += len(samples)
+        if kind.allowed is None and (kind.seen < FEW or self._one_by_one(samples[0])):
+            return "alone"
         call, self.runner.call = self.runner.call, None
         try:
-            self._learn_flops(kind, samples)
-            if self._allowed.get(kind) is None and self.plan.batching != "equal":
-                self._allowed[kind] = self._try(samples)
+            self._try(kind, samples)
         finally:
             self.runner.call = call
         self._compile()
-        allowed = self._allowed.get(kind)
-        if allowed is None:
-            return "equal"
-        how, reason = allowed.choose(self.plan.batching)
-        if reason and (note := f"batches are {how}: {reason}") not in self.notes:
+        if kind.allowed is None:
+            return "alone"
+        how, reason = kind.allowed.choose(self.plan.batching)
+        if how == "alone":
+            self._say_alone(reason)
+        elif reason and (note := f"batches are {how}: {reason}") not in self.notes:
             self.notes.append(note)
         return how
 
-    def _try(self, samples: Sequence[Sample]) -> Allowed | None:
+    def _one_by_one(self, sample: Sample) -> bool:
+        """Would any batch hold one sample only?"""
+        if self.plan.compile is not None:
+            return False
+        return (self.bounds.batch_size if sample.length is None else self.bounds.batch_tokens) == 1
+
+    def _try(self, kind: Kind, samples: Sequence[Sample]) -> None:
+        self._learn_operations(samples)
+        trial = Trial(self.runner, kind.agreement, self.bounds.batch_tokens)
+        if kind.allowed is None:
+            kind.allowed = trial.equal(samples)
+            kind.layout = self.runner.layout
+        if kind.allowed is None or self.plan.batching == "equal" or samples[0].length is None:
+            return
+        if not kind.allowed.covers(sorted(sample.tokens for sample in samples)):
+            kind.allowed = trial.ragged(kind.allowed, samples, packing=self.plan.compile is None)
+
+    def _learn_layout(self, sample: Sample) -> bool:
+        """Of a model whose output for one sample does not begin with a dimension of 1; was anything learnt?"""
+        kind = self._kind(sample)
+        if kind.layout_tried or kind.allowed is not None:
+            return False
+        kind.layout_tried = True
+        with left_unchanged(self.runner.placed.model, besides=OWN_LAYERS):
+            Trial(self.runner, kind.agreement, self.bounds.batch_tokens).layout(sample)
+        kind.layout = self.runner.layout
+        return True
+
+    def _say_alone(self, reason: str) -> None:
+        if (note := f"inputs are run one by one: {reason}") not in self.notes:
+            self.notes.append(note)
+
+    def _learn_operations(self, samples: Sequence[Sample]) -> None:
         try:
-            return try_batchings(self.runner, samples, packing=self.plan.compile is None)
-        except Exception:  # one of the chosen samples is bad: the batches will say which; the next window tries again
-            return None
-
-    def _learn_flops(self, kind: Hashable, samples: Sequence[Sample]) -> None:
-        """Operations of one sample alone, at two lengths at most: they grow as a * length + b * length^2."""
-        known = self._flops_of.setdefault(kind, {})
-        lengths = {sample.tokens: sample for sample in samples}
-        for length in sorted({min(lengths), max(lengths)} - set(known))[: 2 - len(known)]:
-            finish = count_step(_formulas())
-            try:
-                self.runner.run([lengths[length]], "equal")
-            except Exception:  # a bad sample
-                finish()
-                continue
-            known[length] = finish().flops
-
-    def _flops(self, sample: Sample) -> float | None:
-        known = self._flops_of.get(sample.kind) or {}
-        if not known:
-            return None
-        if sample.tokens in known:
-            return known[sample.tokens]
-        (short, of_short), *others = known.items()
-        if not others or sample.length is None:
-            return of_short * sample.tokens / short
-        ((long, of_long),) = others
-        b = (of_long / long - of_short / short) / (long - short)
-        return (of_short / short - b * short + b * sample.tokens) * sample.tokens
+            self._operations.learn(samples, lambda sample: self.runner.run([sample], "alone"))
+        except Exception:  # a bad sample: its batch will say so
+            return
 
     # batches
 
     def _batches(self, samples: Sequence[Sample], how: Batching) -> list[list[Sample]]:
         groups: list[list[Sample]] = [list(samples)]
+        if how == "alone":
+            return [[sample] for sample in samples]
         if how == "equal":
             groups = _grouped(samples, lambda sample: sample.shape)
         elif self.compiled is not None:
@@ -175,6 +262,7 @@ class WindowRun:
             self._run_batch(batch[:half], how, results)
             self._run_batch(batch[half:], how, results)
             return
+        start = time.perf_counter()
         try:
             outputs = self._outputs(batch, how)
             failure = None
@@ -183,6 +271,9 @@ class WindowRun:
         if failure is not None:  # outside of the handler, which would keep them too
             self._after(failure, batch, how, results)
             return
+        self.audit.batch_seconds += time.perf_counter() - start
+        compiled = self.compiled is not None and self.compiled.gave_up is None
+        self.audit.check(batch, how, outputs, self._kind(batch[0]).agreement, compiled=compiled)
         self.succeeded += len(batch)
         for sample, output in zip(batch, outputs, strict=True):
             results[sample.index] = self._checked(sample, output)
@@ -194,17 +285,26 @@ class WindowRun:
         return shrunk and sum(sample.tokens for sample in batch) > self.batch_tokens
 
     def _outputs(self, batch: list[Sample], how: Batching) -> list[Any]:
-        rows, tokens = self._filled_shape(batch, how)
+        rows, tokens = (None, None) if how == "alone" else self._filled_shape(batch, how)
         with torch.no_grad():
-            output = self.runner.run(batch, how, rows=rows, tokens=tokens)
-            found = self.runner.cut(output, batch, padded=how != "equal")
+            if how == "alone":
+                output = self._operations.counted(batch[0], lambda sample: self.runner.run([sample], how))
+            else:
+                output = self.runner.run(batch, how, rows=rows, tokens=tokens)
+            try:
+                found = self.runner.cut(output, batch, padded=how in ("packed", "padded"), rows=rows)
+            except UsageError:
+                if how != "alone" or not self._learn_layout(batch[0]):
+                    raise
+                found = self.runner.cut(output, batch, padded=False)
         lengths = [sample.tokens for sample in batch]
         ragged = len(set(lengths)) > 1
-        self.batches[how if ragged else "equal"] += 1
+        done = how if ragged or how == "alone" else "equal"
+        self.batches[done] += 1
         self.tokens += sum(lengths)
-        self.computed_tokens += _computed(lengths, how if ragged else "equal", rows, tokens)
+        self.computed_tokens += _computed(lengths, done, rows, tokens)
         for sample in batch:
-            flops = self._flops(sample)
+            flops = self._operations.of(sample)
             self.flops = None if flops is None or self.flops is None else self.flops + flops
         if self.compiled is not None and self.compiled.gave_up and self.compiled.gave_up not in self.notes:
             self.notes.append(self.compiled.gave_up)
@@ -235,10 +335,22 @@ class WindowRun:
                 remedy="try model(batch) on one of them by hand",
             ) from error
         remedy = "cut it, or give the run more memory" if no_memory else ""
+        error = self._plainer(error, sample)
         failed = Failed.by(sample.index, error)
         results[sample.index] = Failed(
             index=sample.index, what=failed.what, limit=failed.limit, remedy=failed.remedy or remedy
         )
+
+    def _plainer(self, error: Exception, sample: Sample) -> Exception:
+        """An embedding only says that an index is out of range."""
+        calling = self.runner.calling
+        tokens = next(iter(sample.tensors.values()))
+        if isinstance(error, IndexError) and calling.vocabulary is not None and not tokens.is_floating_point():
+            try:
+                check_in_vocabulary(tokens, calling.vocabulary)
+            except UsageError as plainer:
+                return plainer
+        return error
 
     def _checked(self, sample: Sample, output: Any) -> Any:
         if not self.check_finite:
@@ -264,19 +376,3 @@ def _grouped(samples: Sequence[Sample], key: Any) -> list[list[Sample]]:
     for sample in samples:
         groups.setdefault(key(sample), []).append(sample)
     return list(groups.values())
-
-
-def _formulas() -> dict[Any, Any]:
-    """Operations of oneDNN's products, which torch's counter does not know."""
-    found: dict[Any, Any] = {}
-
-    def product(x: Any, weight: Any) -> int:
-        return 2 * int(torch.Size(x).numel()) * (weight[0] if weight[1] == x[-1] else weight[1])
-
-    packed = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if packed is not None:
-        found[packed] = lambda x, weight, *_: product(x, weight)
-    whole = getattr(torch.ops.onednn, "qlinear_pointwise", None)
-    if whole is not None:
-        found[whole] = lambda x, x_scale, x_zero, weight, *_: product(x, weight)
-    return found

@@ -131,8 +131,8 @@ def test_contradictions_are_named() -> None:
 
 def test_groups_that_do_not_divide_are_left_and_said() -> None:
     placed = place(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 100), nn.Linear(100, 96)), Plan(weights="int4"))
-    round_and_pack(placed, Plan(weights="int4"))
-    assert placed.notes == ["2 linear layers hold int4 weights; 1 left, whose inputs are no multiple of 32"]
+    said = round_and_pack(placed, Plan(weights="int4"))
+    assert [said] == ["2 linear layers hold int4 weights; 1 left, whose inputs are no multiple of 32"]
 
 
 class Branches(nn.Module):
@@ -162,7 +162,7 @@ def test_norms_are_folded_only_where_that_is_right() -> None:
     model, x = Branches().eval(), torch.randn(2, 4, 6, 6)
     with torch.no_grad():
         right = model(x)
-        assert fold_batch_norms(model, lambda: model(x)) == 2
+        assert fold_batch_norms(model, lambda: model(x)) == (2, "2 left, which do not follow a plain convolution alone")
         torch.testing.assert_close(model(x), right, atol=1e-4, rtol=1e-4)
     assert [type(norm) for norm in model.norms] == [nn.Identity, nn.Identity, nn.BatchNorm2d, nn.BatchNorm2d]
     assert not model.convs[0]._forward_hooks

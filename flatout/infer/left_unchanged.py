@@ -22,14 +22,17 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def left_unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
+def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator[Callable[[], None]]:
     """On leaving, every submodule's attributes and buffers are what they were; random states too.
 
+    besides: classes whose calls are known to change nothing, so that their buffers need not be copied.
     Gives a function that puts them back before the end. Parameters are not copied: nothing here trains.
     """
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    modules = [module for module in model.modules() if not isinstance(module, besides)]
+    attributes = [(module, dict(vars(module))) for module in modules]
     contents = [(value, value.copy()) for _, known in attributes for value in known.values() if _is_container(value)]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    own = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in own.values()]
 
     def restore() -> None:
         for module, known in attributes:
