@@ -26,8 +26,6 @@ OWN_LAYERS = (Int8Linear, PackedLinear, RoundedLinear)
 """Their calls change nothing, and their buffers are weights: too many to be copied."""
 TRIES = 4
 """Samples that are passed over because the model fails on them."""
-NO_ROUNDING = 0.5
-"""Relative. 4-bit weights move outputs by a fifth at most; a layer that was skipped moves them by all of it."""
 
 
 def prepare(runner: Runner, plan: Plan, samples: Sequence[Sample], *, fold: bool = True) -> None:
@@ -147,11 +145,9 @@ def _anew(runner: Runner) -> nn.Module:
 
 
 def _why_not(runner: Runner, sample: Sample, before: Outputs, rounded: bool) -> str:
-    agreement = Agreement(runner.placed.rate)
-    if rounded:
-        agreement.limit = NO_ROUNDING
+    """rounded: to fewer bits, by so much as the plan asks for; whether that is near enough is for its maker to say."""
     try:
         after = _run(runner, sample)
     except Exception as error:
         return f"the model fails ({Failed.by(0, error).what})"
-    return agreement.why_not(after, before)
+    return "" if rounded else Agreement(runner.placed.rate).why_not(after, before)
