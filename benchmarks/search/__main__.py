@@ -23,6 +23,7 @@ from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
+from flatout.tune.deadline import Deadline
 from flatout.tune.search import Search, SearchLimits
 from flatout.tune.trial_process import TrialProcess, TrialSetup
 from flatout.tune.windows import Arm, Pace, compare_arms
@@ -103,7 +104,7 @@ def run(workload: Workload, machine: Machine) -> Outcome:
         best, ratio, count, seconds, choices = exhaustive(setup, machine, workload.fields)
         began = time.perf_counter()
         only = tuple((choice.field, choice.value) for choice in choices)
-        state = Search(setup, machine, LEVERS, SearchLimits(seconds=600, only=only)).run()
+        state = Search(setup, machine, LEVERS, SearchLimits(deadline=Deadline(600), only=only)).run()
         search_seconds = time.perf_counter() - began
         against, interval = against_best(setup, best, state.kept)
     return Outcome(

@@ -55,6 +55,7 @@ def tune(
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.script.entry import Target
+    from flatout.tune.deadline import Deadline
     from flatout.tune.tune import TuneRequest
     from flatout.tune.tune import tune as tune_script
     from flatout.units import parse_seconds
@@ -71,8 +72,10 @@ def tune(
     request.target.check()
     _check_writable(output)
     with signals_as_exits(), progress_line() as progress, _stdin_copy() as stdin_file:
-        machine = machine_with_ceilings(progress)
-        result = tune_script(replace(request, stdin_file=stdin_file), machine, progress)
+        deadline = Deadline(request.budget_seconds)
+        with deadline.stage("measuring this machine"):
+            machine = machine_with_ceilings(progress)
+        result = tune_script(replace(request, stdin_file=stdin_file), machine, progress, deadline)
     document = tune_document(result)
     print(to_text(document) if json else tune_text(result))
     _save(result, document, output)

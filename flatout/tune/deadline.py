@@ -9,7 +9,12 @@ left before it starts something, plans with that, and names what it is doing, so
     if search.seconds_left < cost_of_one_trial_seconds:
         ...                                            # do not start it
     with deadline.stage("starting the script"):        # stages may be nested: the innermost is blamed
-        process.start(timeout_seconds=deadline.seconds_left)
+        process.start()
+
+Trials of a search are broken off a little after it has passed, with BudgetSpent: a TrialError which says nothing about
+the levers. Proof and last comparison are not, because without them the search was for nothing: they plan ahead.
+
+    TrialSetup(..., deadline=search, broken_off=True)
 
     deadline.explanation                               # '' or 'the budget of 30 s was exceeded by 12 s: ...'
 
@@ -23,11 +28,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from flatout.errors import TrialError
 from flatout.units import format_seconds
 
+GRACE = 0.05
+"""Of the budget: what is under way when it is spent may take so much longer before it is broken off."""
 TOLERANCE = 0.1
 """Of the budget: an excess up to here is not worth a word."""
 MOST_STAGES_NAMED = 3
+
+
+class BudgetSpent(TrialError):
+    """A trial was broken off, or not begun, because the time was over."""
+
+    def __init__(self, deadline: Deadline | None) -> None:
+        of = f" of {format_seconds(deadline.budget_seconds)}" if deadline is not None else ""
+        super().__init__(f"the budget{of} is spent")
 
 
 @dataclass
@@ -70,6 +86,12 @@ class Deadline:
     def seconds_left(self) -> float:
         """Never below 0."""
         return max(0.0, self.budget_seconds - self._reserved_seconds - self.elapsed_seconds)
+
+    @property
+    def grace_seconds_left(self) -> float:
+        """Until what is under way is broken off; below 0 afterwards."""
+        end = self.budget_seconds * (1 + GRACE) - self._reserved_seconds
+        return end - self.elapsed_seconds
 
     @property
     def passed(self) -> bool:

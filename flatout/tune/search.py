@@ -7,7 +7,6 @@ lever must show that it still earns its place. A failure takes the lever back, n
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,9 @@ from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan import Exactness
+from flatout.tune.deadline import BudgetSpent, Deadline
 from flatout.tune.for_memory import MemoryGain, judge_gain
+from flatout.tune.short_budget import STARTS_OF_PROOF, no_step, too_slow
 from flatout.tune.trial import NotTried, Trial
 from flatout.tune.trial_process import (
     START_TIMEOUT_SECONDS,
@@ -58,7 +59,7 @@ Progress = Callable[[str], None]
 class SearchLimits:
     """What bounds a search."""
 
-    seconds: float
+    deadline: Deadline
     exactness: Exactness = "reduced"
     total_steps: int | None = None
     """How many steps the script is going to run; None: unknown."""
@@ -95,13 +96,14 @@ class Search:
         limits: SearchLimits,
         progress: Progress = lambda text: None,
     ) -> None:
-        self.setup, self.machine, self.levers, self.limits = setup, machine, levers, limits
+        self.setup = replace(setup, deadline=limits.deadline, broken_off=True)
+        self.machine, self.levers, self.limits = machine, levers, limits
         self.state = SearchState(total_steps=limits.total_steps)
         self._progress = progress
         self._process: TrialProcess | None = None
         self._restarts = 0
         self._levers_left = 1
-        self._deadline = time.monotonic() + limits.seconds
+        self._deadline = limits.deadline
 
     def run(self) -> SearchState:
         try:
@@ -166,12 +168,9 @@ class Search:
                 seen, described = self._watch_plain(max(2, end.steps - 10))
             except TrialEnded as again:
                 raise explain_end(again, self.setup.target.name) from None
-        except TrialHangs as silence:
-            raise ScriptError(
-                f"{self.setup.target.name}: no step for {format_seconds(silence.seconds)}",
-                limit=f"the search has {format_seconds(self.limits.seconds)} in all",
-                remedy="give it more with --budget, if the script starts slowly or its steps are long",
-            ) from None
+        except (TrialHangs, BudgetSpent) as silence:
+            waited = silence.seconds if isinstance(silence, TrialHangs) else self._deadline.elapsed_seconds
+            raise no_step(self.setup.target.name, waited, self.state.startup_seconds, self._deadline) from None
         self.state.observed = replace(
             seen, compiled_in_script=described.compiled_in_script, autocast_in_script=described.autocast_in_script
         )
@@ -184,6 +183,7 @@ class Search:
             process = self._main()
             self.state.isolation = process.isolation
             self.state.startup_seconds = process.startup_seconds
+            self._keep_back(process.startup_seconds or 0.0)
             described = process.describe()
             self._progress("timing the first plain steps")
             window = process.window([], settle=1, steps=1)
@@ -200,18 +200,19 @@ class Search:
                 remedy=str(self.state.isolation.get("reason", "")),
             ) from None
 
+    def _budget(self) -> str:
+        return format_seconds(self._deadline.budget_seconds)
+
+    def _keep_back(self, startup_seconds: float) -> None:
+        """More for the proof, where a slow start makes it long; half of what is left stays with the search."""
+        missing = STARTS_OF_PROOF * startup_seconds - self.limits.deadline.reserved_seconds
+        self._deadline = self.limits.deadline.reserving(max(0.0, min(missing, self.limits.deadline.seconds_left / 2)))
+
     def _affordable_steps(self, step_seconds: float) -> int:
         """How many plain steps may be watched; ScriptError where the budget is too short to compare anything."""
-        needed = STEPS_TO_COMPARE * step_seconds
-        if needed > self._remaining():
-            raise ScriptError(
-                f"{self.setup.target.name}: a step takes {format_seconds(step_seconds)}",
-                limit=f"trying one lever takes about {STEPS_TO_COMPARE} steps, and "
-                f"{format_seconds(max(0.0, self._remaining()))} of the search's "
-                f"{format_seconds(self.limits.seconds)} are left",
-                remedy=f"try --budget {math.ceil((4 * needed + (self.state.startup_seconds or 0.0)) / 60)}m, "
-                "or give the script smaller steps",
-            )
+        if STEPS_TO_COMPARE * step_seconds > self._remaining():
+            startup = self.state.startup_seconds or 0.0
+            raise too_slow(self.setup.target.name, startup, step_seconds, STEPS_TO_COMPARE, self._deadline)
         return max(2, int(OBSERVATION_SHARE * self._remaining() / step_seconds))
 
     def _look_again(self) -> None:
@@ -266,13 +267,13 @@ class Search:
         self.state.not_tried.append(NotTried(label=label, reason=reason))
 
     def _remaining(self) -> float:
-        return self._deadline - time.monotonic()
+        return self._deadline.seconds_left
 
     def _try(self, *choices: Choice) -> bool:
         """Try `choices` together on top of what is kept; True if they were kept."""
         label = " + ".join(choice.label for choice in choices)
         if self._remaining() <= 0:
-            self._skip(label, f"the budget of {format_seconds(self.limits.seconds)} was spent")
+            self._skip(label, self._spent())
             return False
         self._progress(f"trying {label}")
         wanted = self._with(choices)
@@ -283,6 +284,10 @@ class Search:
             gain = self._memory_gain(wanted, choices[-1])
             if gain is not None and outcome == "dropped":
                 outcome, reason = self._judge_memory(gain, choices[-1])
+        except BudgetSpent:
+            self.close()
+            self._skip(label, f"broken off: {self._spent()}")
+            return False
         except (TrialError, ScriptError) as error:
             pairing, payoff, gain = None, None, None
             outcome, reason = self._failure(error)
@@ -295,6 +300,9 @@ class Search:
         if outcome == "kept":
             self._keep(wanted)
         return outcome == "kept"
+
+    def _spent(self) -> str:
+        return f"the search's share of the budget of {self._budget()} was spent"
 
     def _memory_gain(self, wanted: Sequence[Choice], choice: Choice) -> MemoryGain | None:
         """What a choice that is for memory saves of it; None for any other."""

@@ -34,6 +34,7 @@ from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial_end import end_trial
+from flatout.tune.deadline import BudgetSpent, Deadline
 
 START_TIMEOUT_SECONDS = 1800.0
 FIRST_STEPS_SECONDS = 900.0
@@ -59,6 +60,10 @@ class TrialSetup:
     """Trials have only a loopback interface otherwise, each its own."""
     stdin_file: Path | None = None
     seed: int = 0
+    deadline: Deadline | None = None
+    """Of the tune; what runs beyond it is named in its explanation."""
+    broken_off: bool = False
+    """Whether what is under way when the deadline passes ends soon afterwards, with BudgetSpent."""
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
     terminal_size: tuple[int, int] | None = None
     """(rows, columns) where the script would have a terminal to read from: trials get one, at the end of its input."""
@@ -143,6 +148,18 @@ class TrialProcess:
 
     def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
         """Start the script and wait for its first certain step. Raises TrialEnded if there is none."""
+        if self._is_broken_off():
+            raise BudgetSpent(self.setup.deadline)
+        with self._stage(f"starting {self.setup.target.name}"):
+            self._start(timeout_seconds)
+
+    def _is_broken_off(self) -> bool:
+        return self.setup.broken_off and self.setup.deadline is not None and self.setup.deadline.grace_seconds_left <= 0
+
+    def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.setup.deadline is None else self.setup.deadline.stage(name)
+
+    def _start(self, timeout_seconds: float) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
         command_read, self._command_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
@@ -266,7 +283,7 @@ class TrialProcess:
         return self._answer(timeout_seconds)
 
     def _answer(self, timeout_seconds: float) -> dict[str, Any]:
-        line = self._read_line(time.monotonic() + timeout_seconds, timeout_seconds)
+        line = self._read_line(timeout_seconds)
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] == "ended":
             raise TrialEnded(answer["status"], answer["error"], answer["steps"], answer.get("note", ""))
@@ -276,9 +293,15 @@ class TrialProcess:
             raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
         return answer
 
-    def _read_line(self, deadline: float, timeout_seconds: float) -> bytes:
+    def _read_line(self, timeout_seconds: float) -> bytes:
+        end = time.monotonic() + timeout_seconds
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._answer_read], [], [], max(0.0, deadline - time.monotonic()))
+            patience = end - time.monotonic()
+            if self.setup.deadline is not None and self.setup.broken_off:
+                patience = min(patience, self.setup.deadline.grace_seconds_left)
+            ready, _, _ = select.select([self._answer_read], [], [], max(0.0, patience))
+            if not ready and self._is_broken_off():
+                raise BudgetSpent(self.setup.deadline)
             if not ready:
                 raise TrialHangs(timeout_seconds)
             chunk = os.read(self._answer_read, 1 << 16)
@@ -315,4 +338,8 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
             limit="a step is an optimizer's step, or a backward pass followed by a change of the weights",
             remedy="if it trains in processes that it starts, Flatout does not follow it there",
         )
-    return ScriptError(f"{name} ended after {end.steps} steps", limit="too few to compare anything")
+    return ScriptError(
+        f"{name} ended after {end.steps} steps",
+        limit="too few to compare anything",
+        remedy="let it make more while it is tuned, with its own options (more epochs, smaller batches)",
+    )

@@ -76,10 +76,18 @@ class TuneResult:
         return self.final.candidate_seconds if self.final else self.baseline_seconds
 
 
-def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda text: None) -> TuneResult:
-    """Tune one script. Changes nothing of the user's; whoever calls it writes the plan."""
+def tune(
+    request: TuneRequest,
+    machine: Machine,
+    progress: Progress = lambda text: None,
+    deadline: Deadline | None = None,
+) -> TuneResult:
+    """Tune one script. Changes nothing of the user's; whoever calls it writes the plan.
+
+    `deadline`: where some of the budget was spent before this call; None: all of it is left.
+    """
     request.target.check()
-    deadline = Deadline(request.budget_seconds)
+    deadline = deadline or Deadline(request.budget_seconds)
     with work_folder() as folder:
         setup = TrialSetup(
             target=request.target,
@@ -91,16 +99,18 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
             stdin_file=request.stdin_file,
             hang_floor_seconds=request.hang_floor_seconds,
             terminal_size=_terminal_size(),
+            deadline=deadline,
         )
         limits = SearchLimits(
-            seconds=request.budget_seconds * (1 - PROOF_SHARE),
+            deadline=deadline.reserving(request.budget_seconds * PROOF_SHARE),
             exactness=request.exactness,
             total_steps=request.total_steps,
             only=request.only,
         )
         search = Search(setup, machine, load_levers(request.levers), limits, progress)
         load = LoadWatch()
-        state = search.run()
+        with deadline.stage("the search"):
+            state = search.run()
         state.warnings += busy(load, "the search")
         verifier = Verifier(setup, state, deadline, progress)
         proof, final = verifier.run()
@@ -112,7 +122,7 @@ def tune(request: TuneRequest, machine: Machine, progress: Progress = lambda tex
             proof=proof,
             final=final,
             seconds=deadline.elapsed_seconds,
-            warnings=(*state.warnings, *verifier.warnings),
+            warnings=(*state.warnings, *verifier.warnings, *filter(None, [deadline.explanation])),
             log_folder=_keep_logs(folder, request.log_folder),
         )
 

@@ -34,7 +34,9 @@ class Verifier:
         self.setup, self.state, self._deadline, self._progress = setup, state, deadline, progress
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, COMPARISON_SHARE * deadline.seconds_left)
         self.warnings: list[str] = []
-        self._prover = Prover(setup, _pattern(state), deadline.reserving(self._comparison_seconds), progress)
+        starts_seconds = 2 * (state.startup_seconds or 0.0)
+        before = deadline.reserving(self._comparison_seconds + starts_seconds)
+        self._prover = Prover(setup, _pattern(state), before, progress)
         self._proved = 0
         """Levers in the set that was proved and then partly given back."""
 

@@ -1,0 +1,83 @@
+"""What a search says and does when its time is short. No script is run to its end here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.errors import ScriptError
+from flatout.script.entry import Target
+from flatout.tune.deadline import BudgetSpent, Deadline
+from flatout.tune.search import Search, SearchLimits
+from flatout.tune.short_budget import no_step
+from flatout.tune.trial_process import TrialProcess, TrialSetup
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def search(folder: Path, clock: Clock) -> Search:
+    whole = Deadline(10.0, clock=clock)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
+    machine: Any = None  # nothing is tried here
+    return Search(setup, machine, (), SearchLimits(deadline=whole.reserving(4.0)))
+
+
+def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked.state.startup_seconds = clock.now = 9.0
+    with pytest.raises(ScriptError) as refused:
+        asked._affordable_steps(0.02)
+    assert str(refused.value) == (
+        "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 30 steps, "
+        "and nothing of the budget of 10 s is left for that beside the proof; try --budget 2m"
+    )
+
+
+def test_long_steps_are_blamed_where_they_are_long(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked.state.startup_seconds = clock.now = 2.0
+    with pytest.raises(ScriptError, match=r"a step 1 s; .* 4 s of the budget of 10 s is .* give the script smaller"):
+        asked._affordable_steps(1.0)
+
+
+def test_silence_is_told_with_the_budget_that_was_given() -> None:
+    error = no_step("train.py", 6.0, None, Deadline(10.0, clock=Clock()))
+    assert str(error).startswith("train.py: no step in 6 s; the budget is 10 s; give it more with --budget")
+
+
+def test_a_trial_is_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> None:
+    clock = Clock()
+    deadline = Deadline(10.0, clock=clock)
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(1000)\n")
+    setup = TrialSetup(target=Target(path=str(tmp_path / "train.py")), work_folder=tmp_path)
+    setup = replace(setup, deadline=deadline, broken_off=True)
+    clock.now = 10.4  # what is begun now has some grace
+    assert deadline.passed
+    trial = TrialProcess(setup)
+    trial._stdin = expire(trial, clock)
+    with trial, pytest.raises(BudgetSpent, match="the budget of 10 s is spent"):
+        trial.start()
+    with TrialProcess(setup) as trial, pytest.raises(BudgetSpent):
+        trial.start()
+    assert "starting" in deadline.explanation
+
+
+def expire(trial: TrialProcess, clock: Clock) -> Any:
+    """Let the time pass once the process is being started."""
+    real = trial._stdin
+
+    def stdin() -> Any:
+        clock.now = 20.0
+        return real()
+
+    return stdin
