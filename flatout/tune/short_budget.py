@@ -8,7 +8,7 @@ from flatout.errors import ScriptError
 from flatout.tune.deadline import Deadline
 from flatout.units import format_seconds
 
-STARTS_OF_PROOF = 7
+STARTS_OF_PROOF = 6
 """How often a script is started until a plan is proved and compared, as a rule."""
 SEARCH_SHARE = 0.5
 """Of a budget that would do: what trials get, at the least."""
