@@ -28,11 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
+        if arguments[:1] == ["run"]:
+            raise  # the script's own end: Python finalizes, and dies of the signal
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
+    """Import what is ours from where we are, not from the folder that `python -m flatout` was started in."""
+    if not sys.flags.safe_path and sys.path:
+        sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     import flatout.cli.run as run
     from flatout.cli.command_line import asks_for_help
 

@@ -12,16 +12,16 @@ import resource
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from flatout.cli.command_line import Option, parse_options
 from flatout.errors import FlatoutError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
+from flatout.script.own_modules import own_imports
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-run.json"
 VERIFICATION_SECONDS = 120.0
@@ -44,16 +44,22 @@ def main(arguments: list[str]) -> int:
     target = Target.from_command(command)
     target.check_exists()
     run = Run(target, options, _report_path(options))
-    run.prepare()
+    try:
+        run.prepare()
+    except KeyboardInterrupt:  # no line of the script has run
+        run.abandon()
+        sys.stderr.write("interrupted\n")
+        return 128 + signal.SIGINT
     try:
         run.status = execute(target)
     except UsageError:
         run.abandon()
         raise
     except KeyboardInterrupt as interrupt:
-        run.status = 128 + signal.SIGINT
+        run.status, run.interrupted = 128 + signal.SIGINT, True
         show_uncaught(interrupt)
-        _die_of_interrupt()
+        _show_nothing_more()
+        raise  # all the way up: Python finalizes, and then dies of the signal
     return run.status
 
 
@@ -65,6 +71,8 @@ class Run:
 
         self.target, self.options, self.report = target, options, report
         self.status: int | None = None
+        self.interrupted = False
+        """Did the script end by a KeyboardInterrupt that nobody caught?"""
         self.plan: Any = None
         self.notes: list[str] = []
         self.runner = Runner()
@@ -197,11 +205,14 @@ class Run:
         if os.getpid() != self._owner:
             return
         try:
-            if self.line is not None:
-                self.line.stop()
-            self._report_all()
+            with own_imports():
+                if self.line is not None:
+                    self.line.stop()
+                self._report_all()
         except (Exception, KeyboardInterrupt) as error:
             self._say(f"flatout: no summary: {type(error).__name__}: {error}")
+        if self.interrupted:
+            _remember_interrupt()
 
     def _say(self, text: str) -> None:
         """Under the script's output, on a terminal only; the script may have closed its streams."""
@@ -230,12 +241,13 @@ class Run:
 
     def _write_early(self) -> None:
         """Memory is nearly out: the kernel may end this process without a word, so the document is written now."""
-        from flatout.report.document import write_document
-        from flatout.report.run_text import run_document
+        if self.report is None or os.getpid() != self._owner:
+            return
+        with own_imports(), contextlib.suppress(UsageError):
+            from flatout.report.document import write_document
+            from flatout.report.run_text import run_document
 
-        if self.report is not None and os.getpid() == self._owner:
-            with contextlib.suppress(UsageError):
-                write_document(self.report, run_document(self._summary()))
+            write_document(self.report, run_document(self._summary()))
 
     def _summary(self) -> Any:
         from flatout.diagnose.run_checks import RunFacts, check_run
@@ -329,11 +341,29 @@ def _same_script(planned: str, target: Target) -> bool:
     return both and os.path.realpath(planned) == os.path.realpath(str(target.path))
 
 
-def _die_of_interrupt() -> NoReturn:
-    """As Python does: threads, exit handlers, then death by the signal, so that a shell's loop ends too."""
-    for farewell in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
-        with contextlib.suppress(KeyboardInterrupt, OSError, ValueError):
-            farewell()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    os._exit(128 + signal.SIGINT)  # where the signal is blocked
+def _show_nothing_more() -> None:
+    """Python shows once more what reaches its top; the hook that is there now is back when the exit handlers run."""
+    hook = sys.excepthook
+
+    def show_nothing(kind: Any, error: Any, trace: Any) -> None:
+        sys.excepthook = hook
+
+    sys.excepthook = show_nothing
+
+
+def _remember_interrupt() -> None:
+    """Python forgets that an interrupt is to end it when anything evaluates a string, as `dataclass` does: tell it again.
+
+    Only what Python itself runs as a whole program counts, so one is run.
+    """
+    try:
+        import ctypes
+    except ImportError:
+        return  # then the exit code is 1
+    hook, names = sys.excepthook, ("last_type", "last_value", "last_traceback", "last_exc")
+    last = {name: getattr(sys, name) for name in names if hasattr(sys, name)}
+    sys.excepthook = lambda kind, error, trace: None
+    ctypes.pythonapi.PyRun_SimpleString(b"raise KeyboardInterrupt")
+    sys.excepthook = hook
+    for name, value in last.items():
+        setattr(sys, name, value)

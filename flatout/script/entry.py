@@ -10,6 +10,7 @@ find it and pickled classes resolve. Nothing is copied and nothing is rewritten.
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.machinery
 import os
 import runpy
@@ -20,7 +21,11 @@ from pathlib import Path
 from types import ModuleType
 
 from flatout.errors import ScriptError, UsageError
+from flatout.script.own_modules import set_aside
 from flatout.script.tracebacks import own_frames_removed
+
+RUNPY_AND_ITS_OWN = ("runpy", "types", "contextlib", "warnings", "importlib.machinery")
+"""What Python has imported before `python -m` runs a module's first line."""
 
 _replaced: list[ModuleType] = []
 
@@ -52,6 +57,11 @@ class Target:
     def command(self) -> list[str]:
         head = [self.path] if self.path is not None else ["-m", str(self.module)]
         return [*head, *self.arguments]
+
+    @property
+    def folder(self) -> str:
+        """Where the script's own modules are looked for first."""
+        return os.path.dirname(os.path.realpath(self.path)) if self.path is not None else os.getcwd()
 
     def check_exists(self) -> None:
         """Refuse what is not there; what Python itself would complain about is left to it."""
@@ -95,9 +105,10 @@ def execute(target: Target) -> int:
     _replaced.append(sys.modules["__main__"])  # its globals are still in use further up this very stack
     sys.modules["__main__"] = module
     sys.orig_argv[1:] = target.command
+    set_aside(target.folder)
     try:
         if target.path is not None:
-            _run_path(target.path, target.arguments, module)
+            _run_path(target, module)
         else:
             _run_module(str(target.module), target.arguments)
     except SystemExit as stop:
@@ -115,6 +126,8 @@ def show_uncaught(error: BaseException) -> int:
     """What Python does with an exception that nobody caught; returns the exit status."""
     own_frames_removed(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as stop:
@@ -136,10 +149,11 @@ def _status_of(stop: SystemExit) -> int:
     return 1
 
 
-def _run_path(path: str, arguments: Sequence[str], module: ModuleType) -> None:
+def _run_path(target: Target, module: ModuleType) -> None:
     """As `python path` does: an absolute `__file__`, not tidied; the folder of the file that a link leads to."""
-    sys.argv[:] = [path, *arguments]
-    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    path = str(target.path)
+    sys.argv[:] = [path, *target.arguments]
+    _set_first_path(target.folder)
     absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     loader = importlib.machinery.SourceFileLoader("__main__", absolute)
     vars(module).update(__file__=absolute, __cached__=None, __loader__=loader)
@@ -150,6 +164,8 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
     """As `python -m name` does, by the function that does it there: so the traceback is the same too."""
     sys.argv[:] = ["-m", *arguments]
     _set_first_path(os.getcwd())
+    for there in RUNPY_AND_ITS_OWN:
+        importlib.import_module(there)
     try:
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
     except SystemExit as stop:
