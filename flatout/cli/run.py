@@ -271,7 +271,7 @@ class Run:
             observed=observed,
             steps=record.steps,
             planned=self.plan is not None,
-            growth_bytes_per_step=record.growth_bytes_per_step(),
+            growth=record.growth(),
             nearly_out=record.nearly_out,
             command=shlex.join(self.target.command),
             rolled_back=rolled_back,
@@ -283,6 +283,7 @@ class Run:
             arguments=self.target.arguments,
             status=self.status,
             wall_seconds=wall,
+            began=self._began,
             cpu_seconds=used.ru_utime + used.ru_stime,
             peak_resident_bytes=used.ru_maxrss * 1024,
             record=record,
@@ -352,9 +353,8 @@ def _show_nothing_more() -> None:
 
 
 def _remember_interrupt() -> None:
-    """Python forgets that an interrupt is to end it when anything evaluates a string, as `dataclass` does: tell it again.
-
-    Only what Python itself runs as a whole program counts, so one is run.
+    """Python forgets that an interrupt ends it when anything evaluates a string, as `dataclass` does. Tell it again:
+    only what Python itself runs as a whole program counts, so one is run.
     """
     try:
         import ctypes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flatout.diagnose.finding import Finding
 from flatout.levers.observed import Observed
 from flatout.script.epochs import EpochStarts
+from flatout.script.growth import Growth
 from flatout.units import format_bytes, format_seconds
 
 DATA_SHARE_LIMIT = 0.15
@@ -24,7 +25,7 @@ class RunFacts:
     observed: Observed | None
     steps: int
     planned: bool
-    growth_bytes_per_step: float | None
+    growth: Growth | None
     nearly_out: tuple[int, int, int] | None = None
     """(step, available bytes, bytes in all) when hardly any of the host's memory was left."""
     command: str
@@ -80,15 +81,16 @@ def _memory_nearly_out(facts: RunFacts) -> Finding | None:
 
 
 def _memory_creep(facts: RunFacts) -> Finding | None:
-    growth = facts.growth_bytes_per_step
-    step = facts.observed.step_seconds if facts.observed else None
-    if growth is None or not step or growth / step * 3600 < CREEP_LIMIT_BYTES_PER_HOUR:
+    growth = facts.growth
+    if growth is None or growth.bytes_per_hour < CREEP_LIMIT_BYTES_PER_HOUR:
         return None
+    each = f", {format_bytes(growth.bytes_per_step)} a step" if growth.bytes_per_step is not None else ""
     return Finding(
         name="memory-creep",
         severity="warning",
-        title=f"memory grows by {format_bytes(growth)} a step",
-        evidence="resident memory of the later half of the run, median against median",
+        title=f"memory grows by {format_bytes(growth.bytes_per_hour)} an hour{each}",
+        evidence=f"resident memory rose all through the last {format_seconds(growth.seconds)}, from "
+        f"{format_bytes(growth.first_bytes)} to {format_bytes(growth.last_bytes)}",
         remedy="something is held from step to step: a list of losses with their graphs, a cache, a history",
     )
 

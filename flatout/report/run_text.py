@@ -45,9 +45,14 @@ class RunSummary:
     death: MemoryDeath | None = None
     """Where the script died of memory."""
 
+    began: float | None = None
+    """When the script was started, on the clock of time.perf_counter()."""
+
     @property
     def flops_per_step(self) -> float | None:
-        return self.plan.flops_per_step if self.plan is not None else None
+        """As tune counted it, or as one step of this run was counted."""
+        planned = self.plan.flops_per_step if self.plan is not None else None
+        return planned if planned is not None else self.record.flops_per_step
 
 
 def live_text(record: RunRecord, flops: float | None, ceilings: Ceilings | None, findings: Sequence[str]) -> str:
@@ -60,11 +65,11 @@ def live_text(record: RunRecord, flops: float | None, ceilings: Ceilings | None,
         total = sum(row.seconds for row in record.rows)
         data = sum(row.parts.get("data", 0.0) for row in record.rows)
         parts.append(f"data {data / total:.0%}")
-    share, of_what = share_of_ceiling(flops, record.recent_seconds, ceilings)
+    share, of_what = share_of_ceiling(flops or record.flops_per_step, record.recent_seconds, ceilings)
     if share is not None:
         parts.append(f"{percent(share)} of the {of_what.partition(' (')[0]}")
     if record.resident:
-        parts.append(format_bytes(record.resident[-1][1]))
+        parts.append(format_bytes(record.resident[-1][2]))
     return " · ".join([*parts, *findings])
 
 
@@ -75,13 +80,15 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     seen = summary.observed
     if seen is not None and seen.step_seconds:
         rows.append(("step", breakdown_text(seen.breakdown_seconds, seen.step_seconds)))
+        if outside := _outside_text(summary):
+            rows.append(("", outside))
     if record.steps:
         share, of_what = share_of_ceiling(
             summary.flops_per_step, record.median_seconds, summary.machine.ceilings if summary.machine else None
         )
         known = of_what if share is None else f"{percent(share)} of the {of_what}"
         if summary.flops_per_step is None:
-            known = "unknown, because no plan says how much arithmetic a step takes (flatout tune counts it)"
+            known = f"unknown: {record.flops_reason}"
         rows.append(("ceiling", known))
     rows.append(
         ("memory", f"{format_bytes(summary.peak_resident_bytes)} at the most; CPU {_cores(summary):.1f} cores busy")
@@ -98,6 +105,19 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     if report_path is not None:
         rows.append(("report", report_path))
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def _outside_text(summary: RunSummary) -> str:
+    """Where else the time went; '' where there is nothing to tell."""
+    record, began = summary.record, summary.began
+    if began is None or record.first_step_at is None or record.last_step_at is None:
+        return ""
+    after = began + summary.wall_seconds - record.last_step_at
+    between = f"{format_seconds(record.pause_seconds)} in {record.pauses} pause{'s' if record.pauses > 1 else ''}"
+    parts = [f"{format_seconds(record.first_step_at - began)} until the first step ended"]
+    parts += [f"{between} between steps"] if record.pauses else []
+    parts += [f"{format_seconds(after)} after the last"]
+    return f"outside of such steps: {', '.join(parts)}"
 
 
 def _tensors_text(samples: Sequence[MemorySample]) -> str:
@@ -141,6 +161,7 @@ def _cores(summary: RunSummary) -> float:
 def run_document(summary: RunSummary) -> dict[str, Any]:
     """`measurement` holds the sampled steps, so that `flatout compare` can read it."""
     record, machine = summary.record, summary.machine
+    growth = record.growth()
     payload: dict[str, Any] = {
         "machine": machine.to_json() if machine is not None else None,
         "script": {"name": summary.name, "arguments": list(summary.arguments), "status": summary.status},
@@ -150,13 +171,19 @@ def run_document(summary: RunSummary) -> dict[str, Any]:
         "steps": record.steps,
         "step_sample_stride": record.stride,
         "memory": [asdict(sample) for sample in record.memory],
-        "growth_bytes_per_step": record.growth_bytes_per_step(),
+        "outside_of_steps": {
+            "before_seconds": record.first_step_at - summary.began if record.first_step_at and summary.began else None,
+            "pauses": record.pauses,
+            "pause_seconds": record.pause_seconds,
+        },
+        "growth": asdict(growth) if growth is not None else None,
         "observed": summary.observed.to_json() if summary.observed is not None else None,
         "plan": summary.plan.choices() if summary.plan is not None else {},
         "applied": list(summary.applied),
         "rolled_back": [{"label": label, "reason": reason} for label, reason in summary.rolled_back],
         "plan_notes": list(summary.plan_notes),
         "flops_per_step": summary.flops_per_step,
+        "flops_unknown_because": record.flops_reason if summary.flops_per_step is None else None,
         "out_of_memory": summary.death.to_json() if summary.death is not None else None,
         "findings": [finding.to_json() for finding in summary.findings],
     }

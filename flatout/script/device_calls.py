@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from flatout.script.patches import Patches
+from flatout.script.tracebacks import leave_no_frame
 
 ASKING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
 MOVING = ("to", "cuda")
@@ -28,6 +29,9 @@ class DeviceCalls:
         self._patches = Patches()
 
     def install(self, torch: ModuleType) -> None:
+        if len(self._patches):
+            self._patches.redo()
+            return
         for name in ASKING:
             self._patches.replace(torch.Tensor, name, lambda original: self._timed(original, "sync"))
         for name in MOVING:
@@ -45,6 +49,9 @@ class DeviceCalls:
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
             finally:
                 self._leave(span)
 
@@ -60,6 +67,9 @@ class DeviceCalls:
                 if result.device != tensor.device:
                     span[0] = "sync" if result.device.type == "cpu" else "transfer"
                 return result
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
             finally:
                 self._leave(span)
 

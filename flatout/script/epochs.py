@@ -18,28 +18,38 @@ class EpochStarts:
         self.workers = 0
         """Processes of the training loader that are started anew for every epoch."""
         self._began: float | None = None
-        self._previous: float | None = None
+        self._previous: tuple[float, int] | None = None
         self._costs: list[float] = []
         self._lengths: list[float] = []
+        self._steps: list[int] = []
+        self._typical_seconds = 0.0
 
-    def iterator_made(self, loader: Any, began: float) -> None:
-        """`began`: the clock before the loader was asked for it, in seconds."""
+    def iterator_made(self, loader: Any, began: float, steps: int = 0) -> None:
+        """`began`: the clock before the loader was asked for it, in seconds; `steps`: so many in the run until then."""
         self.workers = 0 if loader.persistent_workers else loader.num_workers
         if self._previous is not None:
-            self._lengths = [*self._lengths, began - self._previous][-MOST_KEPT:]
-        self._previous = self._began = began
+            self._lengths = [*self._lengths, began - self._previous[0]][-MOST_KEPT:]
+            self._steps = [*self._steps, steps - self._previous[1]][-MOST_KEPT:]
+        self._previous, self._began = (began, steps), began
 
     def step_ended(self, now: float, typical_seconds: float | None) -> None:
         if self._began is None:
             return
         if typical_seconds is not None:
+            self._typical_seconds = typical_seconds
             self._costs = [*self._costs, max(0.0, now - self._began - typical_seconds)][-MOST_KEPT:]
         self._began = None
 
     @property
     def cost_seconds(self) -> float | None:
-        """Median, from asking for the iterator to the end of its first step, less a step's usual time."""
-        return statistics.median(self._costs) if self._costs else None
+        """Median, from asking for the iterator to the end of its first step, less a step's usual time.
+
+        Never more than the epoch's steps leave of it: what else a script does before its first step is not the start's.
+        """
+        if not self._costs or self.epoch_seconds is None:
+            return statistics.median(self._costs) if self._costs else None
+        left = self.epoch_seconds - statistics.median(self._steps) * self._typical_seconds
+        return max(0.0, min(statistics.median(self._costs), left))
 
     @property
     def epoch_seconds(self) -> float | None:

@@ -92,7 +92,7 @@ def set_aside(folder: str) -> None:
     """
     if _own.path is None:
         _own.path = list(sys.path if sys.flags.safe_path else sys.path[1:])
-        sys.meta_path.insert(0, _own)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _own)
     names = list(sys.modules)
     started = names.index(LAST_AT_STARTUP) + 1 if LAST_AT_STARTUP in names else len(names)
     names = [name for name in names[started:] if _can_be_set_aside(name)]

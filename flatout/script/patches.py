@@ -17,31 +17,67 @@ from typing import Any
 _MISSING = object()
 
 
+class _Patch:
+    """One attribute and our wrapper for it. The wrapper is made once, so a script that kept it meets it again.
+
+    Whoever else holds the wrapper, or the original, may compare it or put it back later, so from then on the attribute
+    stays as it is: our wrapper passes calls through while it is not `on`.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self.owner, self.name = owner, name
+        self.own = vars(owner).get(name, _MISSING)
+        original = getattr(owner, name)
+        self.wrapper = make(original)
+        functools.update_wrapper(self.wrapper, original)
+        setattr(owner, name, self.wrapper)
+        del original
+        self._own_references = sys.getrefcount(self.own) + 1  # once more, when it stands in its place again
+        self._wrapper_references = sys.getrefcount(self.wrapper)
+
+    def take_off(self) -> None:
+        if self._current() is not self.wrapper or sys.getrefcount(self.wrapper) > self._wrapper_references:
+            return
+        if self.own is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.own)
+
+    def put_on(self) -> None:
+        if self._current() is not self.own:
+            return
+        if self.own is not _MISSING and sys.getrefcount(self.own) > self._own_references:
+            return
+        setattr(self.owner, self.name, self.wrapper)
+
+    def _current(self) -> Any:
+        return vars(self.owner).get(self.name, _MISSING)
+
+
 class Patches:
-    """A stack of attribute replacements that `undo` takes back in reverse order."""
+    """Attribute replacements. `undo` takes off those that are still ours; the others must pass calls through then.
+
+    Where a script has put something of its own in the place of ours, or over it, that stays: nothing is taken off, and
+    nothing of ours is put on top of it.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._patches: list[_Patch] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Set `owner.name` to `make(original)`; the original's name, doc and signature are kept on the wrapper."""
-        own = vars(owner).get(name, _MISSING)
-        original = getattr(owner, name)
-        replacement = make(original)
-        functools.update_wrapper(replacement, original)
-        setattr(owner, name, replacement)
-        self._undo.append((owner, name, own))
+        self._patches.append(_Patch(owner, name, make))
 
     def undo(self) -> None:
-        while self._undo:
-            owner, name, own = self._undo.pop()
-            if own is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+        for patch in reversed(self._patches):
+            patch.take_off()
+
+    def redo(self) -> None:
+        for patch in self._patches:
+            patch.put_on()
 
     def __len__(self) -> int:
-        return len(self._undo)
+        return len(self._patches)
 
 
 class ImportWatch:

@@ -10,11 +10,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flatout.script.growth import Growth, steady_growth
+from flatout.script.step_look import TOO_SHORT, StepSeen
 from flatout.script.step_memory import MemorySample
 from flatout.script.watch import StepRow
 
 MOST_SAMPLES = 4096
 MOST_ROWS = 400
+PAUSE_STEPS, PAUSE_SHARE = 2.0, 0.5
+"""What exceeds the usual time by two steps and half of it is a pause, not a step's scatter."""
 LITTLE_LEFT_SHARE = 0.03
 """Of the host's memory, or of what the cgroup allows: at its end the kernel kills without a word."""
 
@@ -30,30 +34,52 @@ class RunRecord:
     stride: int = 1
     rows: list[StepRow] = field(default_factory=list)
     recent_seconds: float | None = None
-    resident: list[tuple[int, int]] = field(default_factory=list)
-    """(step, resident bytes), thinned like the samples."""
+    pauses: int = 0
+    pause_seconds: float = 0.0
+    """Between two steps, beyond what a step usually takes: evaluation, checkpoints, plots."""
+    first_step_at: float | None = None
+    last_step_at: float | None = None
+    """On the clock of time.perf_counter(); the ends of steps."""
+    resident: list[tuple[float, int, int]] = field(default_factory=list)
+    """(clock, step, resident bytes), thinned like the samples."""
     memory: list[MemorySample] = field(default_factory=list)
     """Single steps, one after each window, thinned like the samples."""
+    flops_per_step: float | None = None
+    flops_reason: str = TOO_SHORT
+    """Why the arithmetic of a step is not known."""
 
     nearly_out: tuple[int, int, int] | None = None
     """(step, available bytes, bytes in all) when hardly any of the host's memory was left for the first time."""
 
-    def add_step(self, seconds: float) -> None:
-        """One more step; where only every few steps were timed, their average."""
+    def add_steps(self, seconds: float, steps: int) -> None:
+        """So many steps more in this time; where only every few steps were timed, their average is kept."""
         self.timed += 1
-        previous = self.recent_seconds
-        self.recent_seconds = seconds if previous is None else 0.95 * previous + 0.05 * seconds
+        usual, each = self.recent_seconds, seconds / steps
+        if usual is not None:
+            beyond = seconds - steps * usual
+            if beyond > (PAUSE_STEPS + PAUSE_SHARE * steps) * usual:
+                self.pauses += 1
+                self.pause_seconds += beyond
+            self.recent_seconds = 0.95 * usual + 0.05 * min(each, (1 + PAUSE_STEPS) * usual)
+        else:
+            self.recent_seconds = each
         if self.timed % self.stride == 0:
-            self.samples.append(seconds)
+            self.samples.append(each)
             if len(self.samples) >= MOST_SAMPLES:
                 self.samples = self.samples[1::2]  # what the new stride would have kept
                 self.stride *= 2
 
+    def mark_step(self, now: float) -> None:
+        """A step has ended at this time of time.perf_counter()."""
+        if self.first_step_at is None:
+            self.first_step_at = now
+        self.last_step_at = now
+
     def add_rows(self, rows: Sequence[StepRow]) -> None:
         self.rows = (self.rows + list(rows))[-MOST_ROWS:]
 
-    def add_resident(self, resident_bytes: int) -> None:
-        self.resident.append((self.steps, resident_bytes))
+    def add_resident(self, resident_bytes: int, now: float) -> None:
+        self.resident.append((now, self.steps, resident_bytes))
         if len(self.resident) >= MOST_SAMPLES:
             self.resident = self.resident[::2]
 
@@ -64,8 +90,12 @@ class RunRecord:
         self.nearly_out = self.steps, available_bytes, total_bytes
         return True
 
-    def add_memory(self, sample: MemorySample) -> None:
-        self.memory.append(sample)
+    def add_look(self, seen: StepSeen) -> None:
+        if self.flops_per_step is None:
+            self.flops_per_step, self.flops_reason = seen.flops, seen.reason
+        if seen.memory is None:
+            return
+        self.memory.append(seen.memory)
         if len(self.memory) >= MOST_SAMPLES:
             self.memory = self.memory[::2]
 
@@ -73,15 +103,6 @@ class RunRecord:
     def median_seconds(self) -> float | None:
         return statistics.median(self.samples) if self.samples else None
 
-    def growth_bytes_per_step(self) -> float | None:
-        """By how much each step enlarged the process in the later half of the run; None if too little was seen."""
-        later = self.resident[len(self.resident) // 2 :]
-        if len(later) < 5 or later[-1][0] == later[0][0]:
-            return None
-        half = len(later) // 2
-        first = statistics.median(size for _, size in later[:half])
-        second = statistics.median(size for _, size in later[half:])
-        steps = statistics.median(step for step, _ in later[half:]) - statistics.median(
-            step for step, _ in later[:half]
-        )
-        return (second - first) / steps if steps > 0 else None
+    def growth(self) -> Growth | None:
+        """By how much the process grows; None where that is not beyond its scatter, or too little was seen."""
+        return steady_growth(self.resident)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from flatout.levers.applied import Applied, describe_error
 from flatout.levers.lever import Choice
 from flatout.machine.detect import memory_left
 from flatout.script.describe import device_name
 from flatout.script.epochs import EpochStarts
+from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
 from flatout.script.session import resident_bytes
-from flatout.script.step_memory import StepMemory
+from flatout.script.step_look import StepLook
 from flatout.script.watch import Watch
 
 FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30
@@ -39,7 +41,7 @@ class Runner:
         self.watch = Watch()
         self.record = RunRecord()
         self.epochs = EpochStarts()
-        self._memory = StepMemory(self.watch.subject)
+        self._look = StepLook(self.watch.subject)
         self.at_alarm: list[Callable[[], None]] = []
         """Called once when hardly any of the host's memory is left: what is to be kept must be written now."""
         self.applied = Applied(self.watch.subject)
@@ -55,7 +57,7 @@ class Runner:
         self._window_began = 0.0
         self._next_resident = 0.0
         self.watch.at_boundary.append(self._boundary)
-        self.watch.at_iterator.append(self.epochs.iterator_made)
+        self.watch.at_iterator.append(self._iterator_made)
         self.watch.on_forward_failure = self.applied.roll_back_forward
 
     def install(self) -> None:
@@ -66,13 +68,21 @@ class Runner:
         try:
             self.threads_at_start = torch.get_num_threads()
             self.watch.install(torch)
-            self.applied.set(self._early)
+            self._apply(self._early)
         except Exception as error:
             self._give_up(error)
+
+    def _apply(self, choices: Sequence[Choice]) -> None:
+        if choices:
+            with own_imports():
+                self.applied.set(choices)
 
     def _give_up(self, error: Exception) -> None:
         self.fault = f"Flatout could not watch this script: {describe_error(error)}"
         self.watch.uninstall()
+
+    def _iterator_made(self, loader: Any, began: float) -> None:
+        self.epochs.iterator_made(loader, began, self.watch.finder.steps)
 
     def _boundary(self) -> None:
         try:
@@ -83,21 +93,22 @@ class Runner:
     def _step_ended(self) -> None:
         now = time.perf_counter()
         self.record.steps = self.watch.finder.steps
+        self.record.mark_step(now)
         if self._last_boundary is None:
             if self.watch.finder.kind is None:
                 return
-            self.applied.set(self._choices)
+            self._apply(self._choices)
             self._mark_boundary()
             return
         self.epochs.step_ended(now, self.record.recent_seconds)
-        if self._memory.under_way:  # a step that was followed took longer: it is no sample of the time
-            self._end_memory(now)
+        if self._look.under_way:  # a step that was looked at took longer: it is no sample of the time
+            self._end_look()
         else:
-            self.record.add_step((now - self._last_boundary) / (self.watch.steps - self._steps_at_boundary))
+            self.record.add_steps(now - self._last_boundary, self.watch.steps - self._steps_at_boundary)
             self._manage_window(now)
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
-            self.record.add_resident(resident_bytes())
+            self.record.add_resident(resident_bytes(), now)
             if self.record.note_memory_left(*memory_left()):
                 for callback in self.at_alarm:
                     callback()
@@ -108,7 +119,7 @@ class Runner:
 
     def ended(self) -> None:
         """The script is over: nothing is watched any more, and the record is whole."""
-        self._memory.end(self.record.steps)
+        self.watch.look = None
         self.watch.disable()
         self.watch.count_passed()
         self.record.steps = self.watch.finder.steps
@@ -129,20 +140,16 @@ class Runner:
         if enough or now - self._window_began > WINDOW_LONGEST_SECONDS:
             self.record.add_rows(self.watch.close_window())
             self._next_window = now + WINDOW_EVERY_SECONDS
-            self._begin_memory()
+            self._begin_look()
 
-    def _begin_memory(self) -> None:
-        """Follow the next step's tensors; not where compiled code runs, which torch would trace anew under it."""
-        device = device_name(self.watch.subject)
-        if self.watch.saw_compile or any(choice.lever.compiles for choice in self._choices):
-            self._rest()
-            return
-        self._memory.begin(device)
+    def _begin_look(self) -> None:
+        compiles = any(choice.lever.compiles for choice in self._choices)
+        self._look.begin(device_name(self.watch.subject), compiled=compiles)
+        self.watch.look = self._look
 
-    def _end_memory(self, now: float) -> None:
-        sample = self._memory.end(self.record.steps)
-        if sample is not None:
-            self.record.add_memory(sample)
+    def _end_look(self) -> None:
+        self.watch.look = None
+        self.record.add_look(self._look.end(self.record.steps))
         self._rest()
 
     def _rest(self) -> None:

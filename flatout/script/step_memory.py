@@ -1,7 +1,7 @@
-"""The memory of one step now and then, while a run goes on: what its tensors held, and at the most.
+"""The memory of one step: what its tensors held, and at the most.
 
-CUDA's allocator keeps books, which are read and never reset: they are the script's. The CPU's does not, so for one step
-tensors' storages are followed; the next steps run as they were. Nothing that goes wrong here may reach the script.
+CUDA's allocator keeps books, which are read and never reset: they are the script's. The CPU's does not, so tensors'
+storages are followed: in a trial all through the step, in a run that goes on as `step_look` says.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ class MemorySample:
     reserved_bytes: int | None = None
     """CUDA: what the allocator has from the driver."""
 
+    @classmethod
+    def of_cuda(cls, step: int) -> MemorySample:
+        """What torch's allocator says now."""
+        import torch
+
+        return cls(
+            step=step,
+            peak_bytes=torch.cuda.max_memory_allocated(),
+            held_bytes=torch.cuda.memory_allocated(),
+            reserved_bytes=torch.cuda.memory_reserved(),
+        )
+
     @property
     def fragmentation(self) -> float | None:
         """CUDA: the share of the reserved memory that no tensor is in."""
@@ -33,7 +45,7 @@ class MemorySample:
 
 
 class StepMemory:
-    """`begin` at a step's start, `end` at its end."""
+    """In a trial: `begin` at a step's start, `end` at its end."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -52,7 +64,7 @@ class StepMemory:
             from flatout.memory.tracking import Tracker
 
             self._tracker = self._stack.enter_context(Tracker(attributed=False, guarded=True))
-            self._tracker.hold(self._known(), "weights")
+            self._tracker.hold(known_tensors(self._subject), "weights")
             self._tracker.reset_peak()
 
     def end(self, step: int) -> MemorySample | None:
@@ -66,20 +78,14 @@ class StepMemory:
             if tracker.fault is not None:
                 return None
             return MemorySample(step=step, peak_bytes=tracker.peak_bytes, held_bytes=tracker.held_bytes)
-        import torch
+        return MemorySample.of_cuda(step)
 
-        return MemorySample(
-            step=step,
-            peak_bytes=torch.cuda.max_memory_allocated(),
-            held_bytes=torch.cuda.memory_allocated(),
-            reserved_bytes=torch.cuda.memory_reserved(),
-        )
 
-    def _known(self) -> Iterator[Any]:
-        """What is there between steps and is the training's."""
-        for module in self._subject.modules:
-            yield from (*module.parameters(), *module.buffers())
-            yield from (one.grad for one in module.parameters() if one.grad is not None)
-        for optimizer in self._subject.optimizers:
-            for state in optimizer.state.values():
-                yield from (tensor for _, tensor in tensors_in(state))
+def known_tensors(subject: Subject) -> Iterator[Any]:
+    """What is there between steps and is the training's: weights, buffers, gradients, optimizer state."""
+    for module in subject.modules:
+        yield from (*module.parameters(), *module.buffers())
+        yield from (one.grad for one in module.parameters() if one.grad is not None)
+    for optimizer in subject.optimizers:
+        for state in optimizer.state.values():
+            yield from (tensor for _, tensor in tensors_in(state))

@@ -17,6 +17,14 @@ _OPERATION = "/torch/_ops.py"
 """Torch's own frames that are there only because we follow its operations."""
 
 
+def leave_no_frame(error: BaseException) -> None:
+    """For a wrapper that catches what it raises again: a script that prints the traceback sees no wrapper."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        trace = trace.tb_next
+    error.__traceback__ = trace
+
+
 def own_frames_removed(error: BaseException) -> BaseException:
     """Drop the frames of this package from `error` and from the exceptions that led to it; returns `error`."""
     seen: set[int] = set()

@@ -26,12 +26,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from flatout.levers.subject import Handles, Subject
 from flatout.script.device_calls import DeviceCalls
 from flatout.script.patches import Patches
 from flatout.script.steps import StepFinder
+from flatout.script.tracebacks import leave_no_frame
 from flatout.script.weights import WeightProbe
 
 STEPS_WITH_CLOSER_LOOK = 3
@@ -47,6 +48,16 @@ class StepRow:
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
     backwards: int = 1
+
+
+class Look(Protocol):
+    """Runs the parts of a step for somebody who looks closer."""
+
+    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
+        """`call` with what the outermost module was given."""
+
+    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, with the look around it."""
 
 
 class Spans:
@@ -83,11 +94,26 @@ class Spans:
 
 
 class OpenStep(NamedTuple):
-    """An optimizer's step that has begun; `frame` is that of torch's wrapper around it."""
+    """An optimizer's step that has begun."""
 
     identity: int
-    frame: FrameType
     span: list[Any] | None
+
+
+class StepHook:
+    """One of torch's hooks around every optimizer's step, under a key of our own.
+
+    To register it with torch would take one of the numbers that also name the script's hooks.
+    """
+
+    def __init__(self, hooks: dict[Any, Any], call: Callable[[Any, Any, Any], None]) -> None:
+        self._hooks, self._call = hooks, call
+
+    def add(self) -> None:
+        self._hooks[self] = self._call
+
+    def remove(self) -> None:
+        self._hooks.pop(self, None)
 
 
 class Watch:
@@ -108,6 +134,8 @@ class Watch:
         self.before_optimizer: list[Callable[[Any], None]] = []
         self.at_iterator: list[Callable[[Any, float], None]] = []
         """Called with a loader that feeds training, when it has made an iterator, and the time before it did."""
+        self.look: Look | None = None
+        """Who looks closer at the step that is under way."""
         self.on_forward_failure: Callable[[Exception], bool] | None = None
         self.saw_autocast = False
         self.saw_scaler = False
@@ -117,7 +145,8 @@ class Watch:
         self._lasting_patches = Patches()
         self._weights = WeightProbe()
         self._optimizers_open: list[OpenStep] = []
-        self._loader_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._loader_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        """Both held weakly: a loader with persistent workers holds its iterator, and must be able to go with it."""
         self._last_loader: weakref.ref[Any] | None = None
         self._without_weights: Handles[Any] = Handles()
         self._main_thread = threading.get_ident()
@@ -127,8 +156,8 @@ class Watch:
         self._glance_every = 1
         self._granted = self._to_pass = 0
         self._strangers: list[int] = []
-        self._start_hook: Any = None
-        self._hooks: list[Any] = []
+        self._step_starts: StepHook | None = None
+        self._step_ends: StepHook | None = None
         self._in_backward = False
         self._compiling: Callable[[], bool] = lambda: False
         self._grad_enabled: Callable[[], bool] = lambda: True
@@ -143,7 +172,9 @@ class Watch:
         self._compiling = torch.compiler.is_compiling
         self._grad_enabled = torch.is_grad_enabled
         self._autocast_enabled = torch.is_autocast_enabled
-        self._hooks = [optimizers.register_optimizer_step_post_hook(self._optimizer_ends)]
+        self._step_ends = StepHook(optimizers._global_optimizer_post_hooks, self._optimizer_ends)
+        self._step_starts = StepHook(optimizers._global_optimizer_pre_hooks, self._optimizer_starts)
+        self._step_ends.add()
         os.register_at_fork(after_in_child=self.disable)
         self._lasting_patches.replace(torch.utils.data.DataLoader, "__iter__", self._wrap_loader_iter)
         self._patch()
@@ -151,10 +182,13 @@ class Watch:
     def _patch(self) -> None:
         """Everything but the hook that counts steps and what is called once an epoch."""
         import torch
-        from torch.optim import optimizer as optimizers
         from torch.utils.data import dataloader
 
-        self._start_hook = optimizers.register_optimizer_step_pre_hook(self._optimizer_starts)
+        assert self._step_starts is not None
+        self._step_starts.add()
+        if len(self._patches):
+            self._patches.redo()
+            return
         self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_pass(original, "tensors"))
         self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_pass(original, "outputs"))
         self._patches.replace(torch.nn.Module, "__call__", self._wrap_module_call)
@@ -165,14 +199,13 @@ class Watch:
         self.disable()
         self._unpatch()
         self._lasting_patches.undo()
-        for hook in self._hooks:
-            hook.remove()
+        if self._step_ends is not None:
+            self._step_ends.remove()
 
     def _unpatch(self) -> None:
         self._patches.undo()
-        if self._start_hook is not None:
-            self._start_hook.remove()
-            self._start_hook = None
+        if self._step_starts is not None:
+            self._step_starts.remove()
 
     def rest(self, glance_every: int = 1) -> None:
         """Until `wake`, only count the leader's steps: for quick steps even a few microseconds are a share.
@@ -223,15 +256,14 @@ class Watch:
         self.rows = []
         self._spans.take()
         self._row_backwards = 0
-        if self.device_calls is None and self._on_device():
-            self.device_calls = DeviceCalls(self._enter_device_call, self._spans.leave)
+        if self._on_device():
+            self.device_calls = self.device_calls or DeviceCalls(self._enter_device_call, self._spans.leave)
             self.device_calls.install(sys.modules["torch"])
         self._row_start = time.perf_counter()
 
     def close_window(self) -> list[StepRow]:
         if self.device_calls is not None:
             self.device_calls.uninstall()
-            self.device_calls = None
         rows, self.rows = self.rows or [], None
         return rows
 
@@ -250,15 +282,14 @@ class Watch:
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._compiling() or not self._here():  # torch.compile traces this call: it must see nothing but torch
             return
-        caller = sys._getframe(1)
-        if self._optimizers_open and not _is_running(self._optimizers_open[-1].frame, caller):
-            self._optimizers_open.clear()  # an exception left them
+        if self._optimizers_open:  # an exception may have left some of them
+            del self._optimizers_open[_steps_around(sys._getframe(1)) :]
         if not self._optimizers_open:
             self.subject.optimizers.add(optimizer)
             for callback in self.before_optimizer:
                 callback(optimizer)
         span = self._spans.enter("optimizer") if self.rows is not None else None
-        self._optimizers_open.append(OpenStep(id(optimizer), caller, span))
+        self._optimizers_open.append(OpenStep(id(optimizer), span))
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._compiling():
@@ -288,14 +319,18 @@ class Watch:
         watch, accumulates = self, first == "tensors"
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if watch._compiling() or not watch._here() or watch.inside or watch._in_backward:
+            if watch._compiling() or watch.resting or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
                 return original(*args, **kwargs)  # part of a loss that is still being formed
             if not args and first not in kwargs:
                 return original(**kwargs)  # the mistake is torch's to explain
             roots = args[0] if args else kwargs.pop(first)
-            return watch._pass(original, accumulates, roots, args[1:], kwargs)
+            try:
+                return watch._pass(original, accumulates, roots, args[1:], kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
 
         return backward
 
@@ -310,6 +345,8 @@ class Watch:
             callback(roots)
         for wrapper in self.subject.backward_wrappers if accumulates else ():
             run = _wrapped_backward(wrapper, run)
+        if self.look is not None:
+            run = self.look.around_backward(run)
         span = self._spans.enter("backward") if self.rows is not None else None
         self._in_backward = True
         try:
@@ -327,12 +364,16 @@ class Watch:
         return result
 
     def _wrap_module_call(self, original: Any) -> Any:
-        watch = self
+        watch, compiling = self, self._compiling  # torch.compile sees one constant, and nothing of ours
 
         def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch.inside or watch._compiling():
+            if compiling() or watch.inside or watch.resting:
                 return original(module, *args, **kwargs)
-            return watch._outermost(original, module, args, kwargs)
+            try:
+                return watch._outermost(original, module, args, kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
 
         return __call__
 
@@ -350,6 +391,8 @@ class Watch:
             span = self._spans.enter("forward" if training else "evaluation")
         self.inside = True
         try:
+            if training and self.look is not None:
+                return self.look.forward(lambda: original(module, *args, **kwargs), (args, kwargs))
             if not self.subject.wrappers:
                 return original(module, *args, **kwargs)
             return self.subject.call(module, lambda: original(module, *args, **kwargs))
@@ -365,7 +408,11 @@ class Watch:
     def _wrap_scale(self, original: Any) -> Any:
         def scale(scaler: Any, outputs: Any) -> Any:
             self.saw_scaler |= scaler.is_enabled()
-            return original(scaler, outputs)
+            try:
+                return original(scaler, outputs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
 
         return scale
 
@@ -376,7 +423,7 @@ class Watch:
 
     @property
     def saw_compile(self) -> bool:
-        """Has the script had torch.compile trace anything?"""
+        """Has the script, or a lever, had torch.compile trace anything?"""
         dynamo = sys.modules.get("torch._dynamo.utils")
         return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
@@ -398,8 +445,12 @@ class Watch:
             for hook in self.subject.iterator_hooks:
                 hook(loader)
             began = time.perf_counter()
-            iterator = original(loader)
-            self._loader_of[iterator] = loader
+            try:
+                iterator = original(loader)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+            self._loader_of[iterator] = weakref.ref(loader)
             if loader in self.subject.loaders:
                 self.count_passed()
                 for callback in self.at_iterator:
@@ -410,17 +461,17 @@ class Watch:
 
     def _wrap_next(self, original: Any) -> Any:
         def __next__(iterator: Any) -> Any:
-            if not self._here():
+            if self.resting or not self._here():
                 return original(iterator)
-            loader = self._loader_of.get(iterator)
-            self._last_loader = weakref.ref(loader) if loader is not None else None
-            if self.rows is None:
-                return original(iterator)
-            span = self._spans.enter("pending")
+            self._last_loader = self._loader_of.get(iterator)
+            span = self._spans.enter("pending") if self.rows is not None else None
             try:
                 return original(iterator)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
             finally:
-                if self.rows is not None:
+                if span is not None and self.rows is not None:
                     self._spans.leave(span)
 
         return __next__
@@ -448,10 +499,13 @@ class Watch:
         self._row_backwards = 0
 
 
-def _is_running(frame: FrameType, inner: FrameType | None) -> bool:
-    while inner is not None and inner is not frame:
-        inner = inner.f_back
-    return inner is not None
+def _steps_around(frame: FrameType) -> int:
+    """How many optimizer steps the one that has just begun lies in; `frame` is that of torch's wrapper around it."""
+    wrapper, outer, steps = frame.f_code, frame.f_back, 0
+    while outer is not None:
+        steps += outer.f_code is wrapper
+        outer = outer.f_back
+    return steps
 
 
 def _has_weights(module: Any) -> bool:

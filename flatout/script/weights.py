@@ -6,6 +6,8 @@ of them are compared. Only used during the first passes of a script in which no 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 WATCHED_LEAVES = 3
@@ -19,23 +21,46 @@ class WeightProbe:
     def __init__(self) -> None:
         self.fresh = False
         """True if the leaves of the last `changed` were all unknown to the pass before: the weights are made anew."""
-        self._leaves: list[Any] = []
+        self._leaves: list[weakref.ref[Any]] = []  # a script may drop its model, and count on the memory
         self._values: list[Any] = []
+        self._failed = False
 
     def changed(self, roots: tuple[Any, ...]) -> bool:
         """True if a leaf that had a gradient differs from what `remember` saw; also finds the leaves of `roots`."""
-        before = list(zip(self._leaves, self._values, strict=False))
-        self._leaves = graph_leaves(roots, WATCHED_LEAVES)
+        return not self._failed and self._guarded(lambda: self._changed(roots))
+
+    def _changed(self, roots: tuple[Any, ...]) -> bool:
+        pairs = ((leaf(), value) for leaf, value in zip(self._leaves, self._values, strict=False))
+        before = [(leaf, value) for leaf, value in pairs if leaf is not None]
+        leaves = graph_leaves(roots, WATCHED_LEAVES)
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
         known = {id(leaf) for leaf, _ in before}
-        self.fresh = bool(self._leaves) and not any(id(leaf) in known for leaf in self._leaves)
-        return any(not bool((_sample(leaf) == value).all()) for leaf, value in before)
+        self.fresh = bool(leaves) and not any(id(leaf) in known for leaf in leaves)
+        return any(not _same(_sample(leaf), value) for leaf, value in before)
 
     def remember(self) -> None:
-        self._values = [_sample(leaf) for leaf in self._leaves]
+        if not self._failed:
+            self._guarded(self._remember)
+
+    def _remember(self) -> bool:
+        leaves = [leaf() for leaf in self._leaves]
+        self._values = [None if leaf is None else _sample(leaf) for leaf in leaves]
+        return True
 
     def forget(self) -> None:
-        """Let go of the leaves: a script may drop its model and count on the memory."""
         self._leaves, self._values = [], []
+
+    def _guarded(self, look: Callable[[], bool]) -> bool:
+        """Out of sight of the script's own modes; what kind of tensor cannot be looked at is not looked at again."""
+        import torch
+
+        try:
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                return look()
+        except Exception:  # a stranger's tensors may refuse anything
+            self._failed = True
+            self.forget()
+            return False
 
 
 def graph_leaves(roots: tuple[Any, ...], limit: int | None = None) -> list[Any]:
@@ -55,6 +80,10 @@ def graph_leaves(roots: tuple[Any, ...], limit: int | None = None) -> list[Any]:
                 seen.add(following)
                 todo.append(following)
     return leaves
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _sample(tensor: Any) -> Any:

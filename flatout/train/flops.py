@@ -1,8 +1,8 @@
 """Count the floating point operations of one training step, forward and backward, as torch dispatches them.
 
 torch's own counter knows products, convolutions and attention on GPUs; attention on the CPU and recurrent layers, which
-oneDNN and cuDNN run as one operation, are added here. A multiply-add counts as 2. Only trials count: the counter slows
-its step down.
+oneDNN and cuDNN run as one operation, are added here. A multiply-add counts as 2. It slows its step
+down: trials count, and a run counts a single step.
 """
 
 from __future__ import annotations
@@ -37,6 +37,23 @@ def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], FlopCount
         return FlopCount(flops=float(counter.get_total_flops()), uncounted=[])
 
     return finish
+
+
+class OperationCount:
+    """Adds up operations that somebody else sees dispatched."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self.flops = 0.0
+        self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas(torch.ops.aten)).flop_registry
+
+    def add(self, operation: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """`operation`: an overload, as a dispatch mode is given it."""
+        formula = self._formulas.get(operation._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
 
 
 def _more_formulas(aten: Any) -> dict[Any, Any]:

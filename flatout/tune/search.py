@@ -378,7 +378,8 @@ class Search:
         if not isinstance(error, TrialEnded):
             return "failed", str(error)
         if error.status == 0:
-            return "dropped", f"not measured: the script ended after {error.steps} steps, too few to compare"
+            steps = f"{error.steps} step{'s' * (error.steps != 1)}"
+            return "dropped", f"not measured: the script ended after {steps}, too few to compare"
         lines = error.error.strip().splitlines()
         return "failed", f"the script failed under it: {lines[-1] if lines else f'code {error.status}'}"
 

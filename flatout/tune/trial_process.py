@@ -339,7 +339,7 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
             remedy="if it trains in processes that it starts, Flatout does not follow it there",
         )
     return ScriptError(
-        f"{name} ended after {end.steps} steps",
+        f"{name} ended after {end.steps} step{'s' * (end.steps != 1)}",
         limit="too few to compare anything",
         remedy="let it make more while it is tuned, with its own options (more epochs, smaller batches)",
     )

@@ -29,14 +29,13 @@ def test_replace_and_undo() -> None:
     patches, before = Patches(), dict(vars(Base))
     owner = SimpleNamespace(f=len)
     patches.replace(Base, "method", lambda original: lambda self, x: original(self, x) + 1)
-    patches.replace(Base, "method", lambda original: lambda self, x: original(self, x) * 10)
     patches.replace(Derived, "method", lambda original: lambda self, x: -original(self, x))
     patches.replace(owner, "f", lambda original: lambda x: 7)
-    assert (Base().method(1), Derived().method(1), owner.f([])) == (20, -20, 7)
+    assert (Base().method(1), Derived().method(1), owner.f([])) == (2, -2, 7)
     assert Base.method.__doc__ == "Its doc."
     assert list(inspect.signature(Base.method).parameters) == ["self", "x"]
     assert isinstance(pickle.loads(pickle.dumps(Derived())), Base)
-    assert len(patches) == 4
+    assert len(patches) == 3
     patches.undo()
     assert dict(vars(Base)) == before
     assert "method" not in vars(Derived)

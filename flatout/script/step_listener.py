@@ -1,0 +1,82 @@
+"""The mode of torch's dispatcher that a closer look at a step listens with. Importing this imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from flatout.data.nested import tensors_in
+from flatout.memory.tracking import Tracker
+from flatout.script.step_memory import MemorySample
+from flatout.train.flops import OperationCount
+
+
+class StepListener:
+    """Counts storages and arithmetic while `listening`; `fault` says why it gave up."""
+
+    def __init__(self, *, follows_memory: bool) -> None:
+        self.tracker = Tracker(attributed=False, guarded=True) if follows_memory else None
+        self.count = OperationCount()
+        self.fault: str | None = None
+
+    @property
+    def flops(self) -> float:
+        return self.count.flops
+
+    def others_listen(self) -> bool:
+        return _get_current_dispatch_mode() is not None
+
+    def hold(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that no operation made while we listened."""
+        with self._guarded():
+            if self.tracker is not None:
+                self.tracker.hold(tensors, "weights")
+
+    def hold_inputs(self, inputs: Any) -> None:
+        with self._guarded():
+            self.hold(tensor for _, tensor in tensors_in(inputs))
+
+    def memory(self, step: int) -> MemorySample | None:
+        if self.tracker is None or self.tracker.fault is not None or self.fault is not None:
+            return None
+        return MemorySample(step=step, peak_bytes=self.tracker.peak_bytes, held_bytes=self.tracker.held_bytes)
+
+    def listening(self, *, backward: bool = False) -> _Mode:
+        return _Mode(self, backward)
+
+    def seen(self, operation: Any, args: Any, kwargs: Any, out: Any, backward: bool) -> None:
+        with self._guarded():
+            self.count.add(operation, args, kwargs, out)
+            if self.tracker is not None:
+                if backward:  # what the loss kept, outside of the model
+                    self.tracker.see_results(operation, (), {}, args)
+                self.tracker.see_results(operation, args, kwargs, out)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        if self.fault is not None:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self.fault = f"{type(error).__name__}: {error}"
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, listener: StepListener, backward: bool) -> None:
+        super().__init__()
+        self._listener, self._backward = listener, backward
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._listener.fault is None:
+            self._listener.seen(func, args, kwargs or {}, out, self._backward)
+        return out

@@ -1,0 +1,111 @@
+"""A closer look at single steps of a run: what their tensors held at the most, and how much arithmetic they are.
+
+Torch's dispatcher tells, but only inside the calls that a step is made of: forwards of outermost modules and backward
+passes. Between them, where a script plots or evaluates, and after training, nothing listens; what a loss outside of
+the model keeps is seen when the backward pass uses it. CUDA's allocator keeps books of memory itself; they are read
+and never reset: they are the script's. Nothing that goes wrong here may reach the script.
+
+A step is not looked at where another mode listens already, and none once torch.compile was asked for: it would trace
+its code anew, or not at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.levers.subject import Subject
+from flatout.script.own_modules import own_imports
+from flatout.script.step_memory import MemorySample, known_tensors
+
+TOO_SHORT = "the run ended before a step could be looked at"
+COMPILED = "compiled code does not show its operations"
+NO_MODULE = "the forward pass runs outside of modules"
+OTHER_MODE = "the script follows torch's operations itself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeen:
+    """One step. What is not known is None; `reason` says why there is no arithmetic."""
+
+    memory: MemorySample | None
+    flops: float | None
+    reason: str = ""
+
+
+class StepLook:
+    """`begin` at a step's start, `end` at its end; the watch calls the rest."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._listener: Any = None
+        self._device = "cpu"
+        self._forwards = 0
+        self._reason = ""
+        self.under_way = False
+
+    def begin(self, device: str, *, compiled: bool) -> None:
+        """device: 'cpu' or 'cuda:0', where the weights are. compiled: a plan compiles."""
+        self._device, self._forwards, self._listener = device, 0, None
+        self._reason = COMPILED if compiled or compile_was_asked_for() else ""
+        self.under_way = True
+        if not self._reason:
+            with own_imports():
+                from flatout.script.step_listener import StepListener
+
+                self._listener = StepListener(follows_memory=device == "cpu")
+                self._listener.hold(known_tensors(self._subject))
+
+    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
+        if not self._may_listen():
+            return call()
+        self._forwards += 1
+        self._listener.hold_inputs(inputs)
+        with self._listener.listening():
+            return call()
+
+    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._may_listen():
+            return run
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with self._listener.listening(backward=True):
+                return run(*args, **kwargs)
+
+        return backward
+
+    def _may_listen(self) -> bool:
+        if self._listener is not None and compile_was_asked_for():
+            self._reason = COMPILED
+        elif self._listener is not None and self._listener.others_listen():
+            self._reason = OTHER_MODE
+        if self._reason:
+            self._listener = None
+        return self._listener is not None
+
+    def end(self, step: int) -> StepSeen:
+        """What was seen since `begin`."""
+        self.under_way = False
+        listener, self._listener = self._listener, None
+        if listener is not None and not self._forwards:
+            self._reason = NO_MODULE
+        elif listener is not None and listener.fault is not None:
+            self._reason = listener.fault
+        if self._reason or listener is None:
+            return StepSeen(memory=self._allocators(step), flops=None, reason=self._reason or TOO_SHORT)
+        listener.hold(known_tensors(self._subject))
+        memory = listener.memory(step) if self._device == "cpu" else self._allocators(step)
+        return StepSeen(memory=memory, flops=listener.flops)
+
+    def _allocators(self, step: int) -> MemorySample | None:
+        return None if self._device == "cpu" else MemorySample.of_cuda(step)
+
+
+def compile_was_asked_for() -> bool:
+    """Has the script called torch.compile, or had it trace anything? An optimizer alone imports it too."""
+    frames = sys.modules.get("torch._dynamo.utils")
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    traced = frames is not None and frames.counters["frames"]["total"] > 0
+    return traced or any(backend is not None for backend in backends.values())
