@@ -16,8 +16,8 @@ STRETCHES = 6
 SAMPLES_A_STRETCH = 3
 LEAST_BYTES = 16 << 20
 """Allocators alone do this much."""
-LEAST_RISE_SHARE = 0.25
-"""Of the mean rise from stretch to stretch; less in any of them, and it is not one steady growth."""
+LEAST_RISE_SHARE, LAST_RISE_SHARE = 0.25, 0.5
+"""Of the mean rise from stretch to stretch, for any of them and for the last; less, and it does not go on."""
 SCATTERS = 3.0
 """The whole rise against the median deviation of samples from their stretch."""
 
@@ -52,7 +52,8 @@ def steady_growth(samples: Sequence[tuple[float, int, int]]) -> Growth | None:
     total = levels[-1] - levels[0]
     pairs = zip(stretches, levels, strict=True)
     scatter = statistics.median(abs(one[2] - level) for stretch, level in pairs for one in stretch)
-    steady = min(rises) >= LEAST_RISE_SHARE * total / len(rises)
+    mean = total / len(rises)
+    steady = min(rises) >= LEAST_RISE_SHARE * mean and rises[-1] >= LAST_RISE_SHARE * mean
     if total < LEAST_BYTES or not steady or total < SCATTERS * scatter:
         return None
     first, last = stretches[0][size // 2], stretches[-1][size // 2]

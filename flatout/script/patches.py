@@ -32,8 +32,8 @@ class _Patch:
         functools.update_wrapper(self.wrapper, original)
         setattr(owner, name, self.wrapper)
         del original
-        self._own_references = sys.getrefcount(self.own) + 1  # once more, when it stands in its place again
         self._wrapper_references = sys.getrefcount(self.wrapper)
+        self._own_references = sys.getrefcount(self.own) + 1  # once more, when it stands in its place again
 
     def take_off(self) -> None:
         if self._current() is not self.wrapper or sys.getrefcount(self.wrapper) > self._wrapper_references:
@@ -49,6 +49,11 @@ class _Patch:
         if self.own is not _MISSING and sys.getrefcount(self.own) > self._own_references:
             return
         setattr(self.owner, self.name, self.wrapper)
+
+    def accept_references(self) -> None:
+        """Whoever holds the original by now has no script's reasons."""
+        if self._current() is self.own and self.own is not _MISSING:
+            self._own_references = sys.getrefcount(self.own)
 
     def _current(self) -> Any:
         return vars(self.owner).get(self.name, _MISSING)
@@ -76,15 +81,24 @@ class Patches:
         for patch in self._patches:
             patch.put_on()
 
+    def accept_references(self) -> None:
+        for patch in self._patches:
+            patch.accept_references()
+
     def __len__(self) -> int:
         return len(self._patches)
 
 
 class ImportWatch:
-    """Calls back once, right after a package's own code has run. Install it at the head of `sys.meta_path`."""
+    """Calls back once, right after a package's own code has run; `before` right before it runs.
 
-    def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._waiting = dict(callbacks)
+    It stands at the head of `sys.meta_path`.
+    """
+
+    def __init__(
+        self, callbacks: dict[str, Callable[[ModuleType], None]], before: dict[str, Callable[[], None]] | None = None
+    ) -> None:
+        self._waiting, self._before = dict(callbacks), before or {}
         self._searching = False
 
     def install(self) -> None:
@@ -112,6 +126,8 @@ class ImportWatch:
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
+            if name in self._before:
+                self._before[name]()
             original(module)
             callback = self._waiting.pop(name, None)  # only now: many look for a package and never load it
             if callback is not None:

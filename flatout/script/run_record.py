@@ -55,7 +55,7 @@ class RunRecord:
         """So many steps more in this time; where only every few steps were timed, their average is kept."""
         self.timed += 1
         usual, each = self.recent_seconds, seconds / steps
-        if usual is not None:
+        if usual:
             beyond = seconds - steps * usual
             if beyond > (PAUSE_STEPS + PAUSE_SHARE * steps) * usual:
                 self.pauses += 1

@@ -30,11 +30,12 @@ from typing import Any, NamedTuple, Protocol
 
 from flatout.levers.subject import Handles, Subject
 from flatout.script.device_calls import DeviceCalls
-from flatout.script.patches import Patches
+from flatout.script.patches import ImportWatch, Patches
 from flatout.script.steps import StepFinder
 from flatout.script.tracebacks import leave_no_frame
 from flatout.script.weights import WeightProbe
 
+DYNAMO = "torch._dynamo"
 STEPS_WITH_CLOSER_LOOK = 3
 STRANGERS_THAT_WAKE = 64
 
@@ -156,6 +157,7 @@ class Watch:
         self._glance_every = 1
         self._granted = self._to_pass = 0
         self._strangers: list[int] = []
+        self._dynamo_watch: ImportWatch | None = None
         self._step_starts: StepHook | None = None
         self._step_ends: StepHook | None = None
         self._in_backward = False
@@ -178,6 +180,15 @@ class Watch:
         os.register_at_fork(after_in_child=self.disable)
         self._lasting_patches.replace(torch.utils.data.DataLoader, "__iter__", self._wrap_loader_iter)
         self._patch()
+        if DYNAMO not in sys.modules:
+            self._dynamo_watch = ImportWatch({DYNAMO: self._dynamo_imported}, before={DYNAMO: self._patches.undo})
+            self._dynamo_watch.install()
+
+    def _dynamo_imported(self, dynamo: ModuleType) -> None:
+        """It keeps torch's functions to know them again, so it is imported while they are torch's own."""
+        self._patches.accept_references()
+        if self.enabled and not self.resting:
+            self._patches.redo()
 
     def _patch(self) -> None:
         """Everything but the hook that counts steps and what is called once an epoch."""
@@ -199,6 +210,8 @@ class Watch:
         self.disable()
         self._unpatch()
         self._lasting_patches.undo()
+        if self._dynamo_watch is not None:
+            self._dynamo_watch.remove()
         if self._step_ends is not None:
             self._step_ends.remove()
 

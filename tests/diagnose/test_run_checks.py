@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from flatout.diagnose.run_checks import RunFacts, check_run
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.epochs import EpochStarts
+from flatout.script.growth import Growth
 
 SEEN = Observed(step_seconds=0.01, breakdown_seconds={"forward": 0.01}, modules=(ModuleSeen(kind="Net", parameters=1),))
 
@@ -17,20 +20,22 @@ def names(**facts: object) -> list[str]:
         "observed": SEEN,
         "steps": 9,
         "planned": True,
-        "growth_bytes_per_step": None,
+        "growth": None,
         "command": "train.py",
     } | facts
     return [finding.name for finding in check_run(RunFacts(**given))]  # type: ignore[arg-type]
 
 
-def epochs(cost: float, *, workers: int = 4, persistent: bool = False) -> EpochStarts:
+def epochs(
+    cost: float, *, workers: int = 4, persistent: bool = False, step: float = 0.01, steps: int = 1
+) -> EpochStarts:
     """Three epochs of ten seconds; the first step of each ends `cost` seconds late."""
     loader = SimpleNamespace(num_workers=workers, persistent_workers=persistent)
     seen = EpochStarts()
     for number in range(3):
-        seen.iterator_made(loader, 10.0 * number)
-        seen.step_ended(10.0 * number + cost + 0.01, 0.01)
-        seen.step_ended(10.0 * number + cost + 0.02, 0.01)
+        seen.iterator_made(loader, 10.0 * number, number * steps)
+        seen.step_ended(10.0 * number + cost + step, step)
+        seen.step_ended(10.0 * number + cost + 2 * step, step)
     return seen
 
 
@@ -41,7 +46,7 @@ def test_dear_starts_of_epochs_are_told_where_workers_could_live_on() -> None:
     assert names(epochs=epochs(1.0, persistent=True)) == []
     assert names(epochs=EpochStarts()) == []
     (finding,) = check_run(
-        RunFacts(observed=SEEN, steps=9, planned=True, growth_bytes_per_step=None, command="t.py", epochs=epochs(1.0))
+        RunFacts(observed=SEEN, steps=9, planned=True, growth=None, command="t.py", epochs=epochs(1.0))
     )
     assert finding.cost_share is not None
     assert abs(finding.cost_share - 0.1) < 1e-9
@@ -50,9 +55,7 @@ def test_dear_starts_of_epochs_are_told_where_workers_could_live_on() -> None:
 
 def test_a_gpu_that_idles_is_told_once_the_weights_are_on_the_cpu() -> None:
     assert names(gpus=("NVIDIA H200",)) == ["idle-gpu"]
-    facts = RunFacts(
-        observed=SEEN, steps=9, planned=False, growth_bytes_per_step=None, command="t.py", gpus=("NVIDIA H200",)
-    )
+    facts = RunFacts(observed=SEEN, steps=9, planned=False, growth=None, command="t.py", gpus=("NVIDIA H200",))
     (finding,) = check_run(facts)
     assert (finding.plan_change, finding.next_command) == ({"device": "cuda"}, "flatout tune t.py")
     (finding,) = check_run(replace(facts, observed=replace(SEEN, names_device=True)))
@@ -63,3 +66,17 @@ def test_a_gpu_that_idles_is_told_once_the_weights_are_on_the_cpu() -> None:
 
 def test_memory_that_was_nearly_out_is_told() -> None:
     assert names(nearly_out=(12, 1 << 20, 1 << 30)) == ["memory-nearly-out"]
+
+
+def test_growth_is_told_by_the_clock_and_only_from_a_gibibyte_an_hour() -> None:
+    def grown(size_bytes: int, steps: int = 50) -> Growth:
+        return Growth(first_bytes=1 << 30, last_bytes=(1 << 30) + size_bytes, seconds=100.0, steps=steps)
+
+    assert names(growth=grown(20 << 20)) == []
+    assert names(growth=grown(40 << 20)) == ["memory-creep"]
+    assert names(growth=grown(40 << 20, steps=0)) == ["memory-creep"]
+
+
+def test_the_start_of_workers_never_takes_more_than_the_steps_leave() -> None:
+    seen = epochs(9.0, step=1.0, steps=8)  # of ten seconds, eight steps take eight
+    assert seen.cost_seconds == pytest.approx(2.0)

@@ -25,20 +25,29 @@ class Derived(Base):
     pass
 
 
+class Other:
+    def method(self, x: int) -> int:
+        return x
+
+
+class OtherDerived(Other):
+    pass
+
+
 def test_replace_and_undo() -> None:
     patches, before = Patches(), dict(vars(Base))
     owner = SimpleNamespace(f=len)
     patches.replace(Base, "method", lambda original: lambda self, x: original(self, x) + 1)
-    patches.replace(Derived, "method", lambda original: lambda self, x: -original(self, x))
+    patches.replace(OtherDerived, "method", lambda original: lambda self, x: -original(self, x))
     patches.replace(owner, "f", lambda original: lambda x: 7)
-    assert (Base().method(1), Derived().method(1), owner.f([])) == (2, -2, 7)
+    assert (Derived().method(1), OtherDerived().method(1), owner.f([])) == (2, -1, 7)
     assert Base.method.__doc__ == "Its doc."
     assert list(inspect.signature(Base.method).parameters) == ["self", "x"]
     assert isinstance(pickle.loads(pickle.dumps(Derived())), Base)
     assert len(patches) == 3
     patches.undo()
     assert dict(vars(Base)) == before
-    assert "method" not in vars(Derived)
+    assert "method" not in vars(OtherDerived)
     assert owner.f is len
 
 

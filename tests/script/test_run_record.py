@@ -11,12 +11,12 @@ from flatout.script.watch import StepRow
 def test_a_million_steps_cost_what_a_few_thousand_do() -> None:
     record = RunRecord()
     for step in range(1_000_000):
-        record.add_step(float(step))
+        record.add_steps(float(step), 1)
     for _ in range(100):
         record.add_rows([StepRow(seconds=1.0)] * 30)
     for step in range(20_000):
         record.steps = step
-        record.add_resident(step)
+        record.add_resident(step, float(step))
     assert record.timed == 1_000_000
     assert len(record.samples) < MOST_SAMPLES
     assert len(record.rows) == MOST_ROWS
@@ -27,18 +27,15 @@ def test_a_million_steps_cost_what_a_few_thousand_do() -> None:
     assert record.recent_seconds == pytest.approx(1_000_000, rel=0.01)
 
 
-def test_growth_is_seen_in_the_later_half() -> None:
+def test_a_pause_between_steps_is_no_step() -> None:
     record = RunRecord()
-    assert record.growth_bytes_per_step() is None
-    for step in range(0, 1000, 10):
-        record.steps = step
-        record.add_resident(5_000_000 if step < 300 else 9_000_000 + 64 * step)
-    assert record.growth_bytes_per_step() == pytest.approx(64)
-    flat = RunRecord()
     for step in range(100):
-        flat.steps = step
-        flat.add_resident(1000 if step < 50 else 9000)
-    assert flat.growth_bytes_per_step() == 0
+        record.add_steps(0.01, 1)
+        if step % 25 == 24:
+            record.add_steps(5.0, 1)
+    record.add_steps(0.16, 16)
+    assert (record.pauses, record.pause_seconds) == (4, pytest.approx(4 * 4.99, rel=0.01))
+    assert record.recent_seconds == pytest.approx(0.01, rel=0.2)
 
 
 def test_nothing_seen_is_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -39,7 +40,9 @@ def runner() -> Iterator[Runner]:
     yield runner
     assert runner.fault is None
     runner.watch.uninstall()
-    assert (nn.Module.__call__, torch.autograd.backward, torch.autograd.grad, DataLoader.__iter__) == before
+    after = nn.Module.__call__, torch.autograd.backward, torch.autograd.grad, DataLoader.__iter__
+    for now, original in zip(after, before, strict=True):  # where torch.compile knows a function by ours, ours stays
+        assert now is original or ("torch._dynamo" in sys.modules and now.__wrapped__ is original)
 
 
 def optimizer_loop(steps: int) -> None:
@@ -418,10 +421,10 @@ def test_an_error_of_ours_is_not_the_scripts(monkeypatch: pytest.MonkeyPatch) ->
     runner = Runner()
     runner._torch_imported(torch)
 
-    def fail(seconds: float) -> None:
+    def fail(seconds: float, steps: int) -> None:
         raise ZeroDivisionError("a defect of ours")
 
-    monkeypatch.setattr(runner.record, "add_step", fail)
+    monkeypatch.setattr(runner.record, "add_steps", fail)
     optimizer_loop(5)
     assert runner.fault == "Flatout could not watch this script: ZeroDivisionError: a defect of ours"
     assert not runner.watch.enabled
@@ -485,8 +488,8 @@ def test_another_optimizer_wakes_a_watch_that_lets_steps_pass(runner: Runner) ->
 
 
 def test_a_short_phase_with_another_optimizer_is_counted_too(runner: Runner) -> None:
-    optimizer_loop(40)
+    optimizer_loop(60)
     assert runner.watch.resting
     optimizer_loop(30)
     runner.ended()
-    assert runner.record.steps == 70
+    assert runner.record.steps == 90
