@@ -17,7 +17,8 @@ from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device
-from flatout.script.watch import KINDS, StepRow, Watch
+from flatout.script.spans import KINDS, StepRow
+from flatout.script.watch import Watch
 
 UNSEEDED = 20_261_121
 """The seed that trials give to torch before a script can give its own."""

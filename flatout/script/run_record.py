@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flatout.script.growth import Growth, steady_growth
+from flatout.script.spans import StepRow
 from flatout.script.step_look import TOO_SHORT, StepSeen
 from flatout.script.step_memory import MemorySample
-from flatout.script.watch import StepRow
 
 MOST_SAMPLES = 4096
 MOST_ROWS = 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.script.run_record import MOST_ROWS, MOST_SAMPLES, RunRecord
-from flatout.script.watch import StepRow
+from flatout.script.spans import StepRow
 
 
 def test_a_million_steps_cost_what_a_few_thousand_do() -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.script.describe import breakdown, observe
 from flatout.script.runner import Runner
-from flatout.script.watch import KINDS, Spans
+from flatout.script.spans import KINDS, Spans
 
 
 def net(width: int = 3) -> nn.Module:
