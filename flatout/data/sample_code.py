@@ -28,7 +28,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
 }
 """What rounds an element in the same way alone and among others."""
-TO_TENSOR = {"from_numpy": torch.from_numpy, "as_tensor": torch.as_tensor, "tensor": torch.tensor}
+TO_TENSOR = ("from_numpy", "as_tensor", "tensor")
 CASTS = {"float": torch.float32, "double": torch.float64, "long": torch.int64, "int": torch.int32}
 LARGEST_CUT = 2.0**31
 """Past it, what a fraction becomes as a whole number depends on the instruction that converts it."""
+TRANSFORMS = ("Compose", "ToTensor", "Normalize")
 IMAGE_MODES = {3: "L", 4: "RGB"}
 """Dimensions of a batch of images -> PIL's mode."""
 
@@ -259,17 +260,22 @@ class _Run:
                 if isinstance(on, Rows):
                     if not node.keywords:
                         return _method(on, name, arguments)
-                elif on is torch and name in TO_TENSOR and TO_TENSOR[name] is getattr(torch, name):
+                elif on is torch and name in TO_TENSOR and isinstance(getattr(torch, name), BuiltinFunctionType):
                     return _to_tensor(name, arguments, self._dtype(node.keywords))
                 elif isinstance(on, ModuleType) and on.__name__ == "PIL.Image" and name == "fromarray":
-                    return _image(arguments, {one.arg: self.value(one.value) for one in node.keywords})
+                    return _image(arguments, self._keywords(node))
                 elif on is self._dataset and len(arguments) == 1 and not node.keywords:
                     return _transformed(self._attribute(on, name), arguments[0])
-            case ast.Name(id=name) if len(arguments) == 1 and not node.keywords:
+            case ast.Name(id=name):
                 called = self._named(name)
-                if called in (int, float):
+                if _is_torchvisions(called, "_Image_fromarray"):
+                    return _image(arguments, self._keywords(node))
+                if called in (int, float) and len(arguments) == 1 and not node.keywords:
                     return _number(called, arguments[0])
         raise NotWholeBatch(f"its __getitem__ calls {_words(node.func)}")
+
+    def _keywords(self, node: ast.Call) -> dict[str | None, Any]:
+        return {one.arg: self.value(one.value) for one in node.keywords}
 
     def _dtype(self, keywords: Sequence[ast.keyword]) -> Any:
         match keywords:
@@ -322,7 +328,7 @@ def _method(rows: Rows, name: str, arguments: list[Any]) -> Rows:
             return Rows("tensor", _cast(rows.values, CASTS[name]))
         if name == "numpy" and rows.values.device.type == "cpu" and rows.values.dim() > 1:
             return Rows("array", rows.values)
-        if name == "item" and rows.values.dim() == 1:
+        if name == "item" and rows.values.dim() == 1 and rows.values.dtype is not torch.bool:
             return _number(float if rows.values.is_floating_point() else int, rows)
         if name == "clone":
             return rows
@@ -380,10 +386,21 @@ def _image(arguments: list[Any], keywords: dict[str | None, Any]) -> Rows:
     raise NotWholeBatch("its __getitem__ makes images in a way that is not known")
 
 
+def _is_torchvisions(value: Any, *names: str) -> bool:
+    """A class or function of torchvision's, of one of these names."""
+    home = getattr(value, "__module__", None)
+    return (
+        isinstance(value, (type, FunctionType))
+        and str(home).partition(".")[0] == "torchvision"
+        and value.__name__ in names
+    )
+
+
 def _is_transform(value: Any) -> bool:
     """One of torchvision's that are known here, as torchvision has it."""
     kind = type(value)
-    if kind.__module__.partition(".")[0] != "torchvision" or kind.__name__ not in ("Compose", "ToTensor", "Normalize"):
+    called = [vars(kind)[name] for name in ("__call__", "forward") if name in vars(kind)]
+    if not _is_torchvisions(kind, *TRANSFORMS) or not all(_is_torchvisions(one, one.__name__) for one in called):
         return False
     hooks = (vars(value).get(name) for name in ("_forward_hooks", "_forward_pre_hooks"))
     return not any(hooks) and "forward" not in vars(value)
@@ -395,6 +412,8 @@ def _transformed(transform: Any, value: Any) -> Rows:
         raise NotWholeBatch(f"its samples go through {type(transform).__name__}")
     match type(transform).__name__:
         case "Compose":
+            if type(transform.transforms) not in (list, tuple):
+                raise NotWholeBatch("its transforms are no list")
             for one in transform.transforms:
                 value = _transformed(one, value)
             return value

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -304,3 +308,89 @@ def test_code_that_was_replaced_is_run() -> None:
             assert torch.equal(next(iter(DataLoader(data, batch_size=4))), torch.ones(4, 2))
     finally:
         kind.__getitem__ = before
+
+
+STAND_INS = Path(__file__).parents[2] / "benchmarks" / "scripts" / "standins" / "packages"
+Image = ModuleType("PIL.Image")
+Image.fromarray = lambda image, mode=None: image  # type: ignore[attr-defined]
+
+
+class Pictures(Dataset):  # type: ignore[type-arg]
+    """As torchvision's MNIST and CIFAR10 have it."""
+
+    def __init__(self, pictures: Any, transform: Any) -> None:
+        self.data, self.targets = pictures, torch.arange(len(pictures))
+        self.transform, self.target_transform = transform, None
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        img, target = self.data[index], int(self.targets[index])
+        img = Image.fromarray(img.numpy(), mode="L")  # type: ignore[attr-defined]
+        if self.transform is not None:
+            img = self.transform(img)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return img, target
+
+
+class Arrays(Pictures):
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        img, target = self.data[index], int(self.targets[index])
+        img = Image.fromarray(img)  # type: ignore[attr-defined]
+        if self.transform is not None:
+            img = self.transform(img)
+        return img, target
+
+
+@pytest.fixture
+def transforms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Those of the stand-in for torchvision."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    with monkeypatch.context() as one:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            one.delitem(sys.modules, name)
+        yield importlib.import_module("torchvision.transforms")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("coloured", [False, True])
+def test_images_through_known_transforms(transforms: Any, coloured: bool) -> None:
+    shape = (11, 6, 5, 3) if coloured else (11, 6, 5)
+    pictures: Any = np.random.RandomState(0).randint(0, 256, shape).astype(np.uint8)
+    normalize = transforms.Normalize((0.4, 0.5, 0.6) if coloured else (0.13,), (0.2, 0.3, 0.1) if coloured else (0.3,))
+    chain = transforms.Compose([transforms.ToTensor(), normalize])
+    kind = Arrays if coloured else Pictures
+    data, told = kind(pictures if coloured else torch.from_numpy(pictures), chain), list[str]()
+
+    def run() -> list[Any]:
+        normalize.mean, pictures[:], chain.transforms = (0.1,), 3, [transforms.ToTensor(), normalize]
+        found = epochs_of(data)
+        pictures[::2] += 9
+        found += epochs_of(data)
+        normalize.mean = (0.7,)
+        found += epochs_of(data)
+        chain.transforms.append(lambda image: image + torch.rand(()))
+        return [*found, *epochs_of(data)]
+
+    plain = run()
+    assert strategy(data, default_collate).obstacle == "its samples go through function"
+    chain.transforms.pop()
+    assert strategy(data, default_collate).kind == "batched"
+    with batched_fetch(on_mismatch=told.append):
+        assert same_bits(run(), plain)
+    assert told == []
+
+
+def test_transforms_with_hooks_or_of_another_class_are_called(transforms: Any) -> None:
+    seen: list[int] = []
+    normalize = transforms.Normalize((0.1,), (0.3,))
+    normalize.register_forward_hook(lambda *_: seen.append(1))
+    own = type("Normalize", (transforms.Normalize,), {"__module__": "script"})((0.1,), (0.3,))
+    for last in (normalize, own):
+        chain = transforms.Compose([transforms.ToTensor(), last])
+        data = Pictures(torch.zeros(4, 6, 5, dtype=torch.uint8), chain)
+        assert strategy(data, default_collate).kind == ""
+    assert seen == []
