@@ -3,7 +3,7 @@
 Reading `os.environ` anywhere else is a defect: a variable that steers a program from twenty places cannot be listed,
 documented or tested. Nothing is read at import; only `use_inductor_cache` writes.
 
-    FLATOUT_CACHE_DIR      where measured ceilings are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
+    FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
     OMP_NUM_THREADS        threads for the CPU work of torch
     LD_PRELOAD             whether another allocator is in place already
@@ -13,6 +13,7 @@ documented or tested. Nothing is read at import; only `use_inductor_cache` write
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +24,12 @@ def cache_dir() -> Path:
     if own:
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "flatout"
+    if shared:
+        return Path(shared) / "flatout"
+    try:
+        return Path.home() / ".cache" / "flatout"
+    except RuntimeError:  # no HOME, and the user is not in the password file: containers run so
+        return Path(tempfile.gettempdir()) / f"flatout-{os.getuid()}"
 
 
 def visible_cuda_devices() -> str | None:

@@ -1,8 +1,12 @@
 """The C++ kernels: built on first use, kept for the next process, and replaced by torch's own where they cannot be.
 
 The sources include nothing of torch's, so a build takes some seconds and fits every torch; they are reached through
-their C functions. What is built is for this very processor, so its name holds the processor's instructions, the
-compiler's version and the sources: a home directory shared by unlike machines keeps one for each.
+their C functions. What is built is for this very processor, so its name holds the processor's instructions and the
+sources: a home directory shared by unlike machines keeps one for each.
+
+A library that is loaded runs with all rights of this process. So it is loaded only from a folder that nobody else can
+write, and only if it has the checksum that was recorded when it was built: a truncated library would end the process
+with SIGBUS. One that fails the checksum is built again; a folder that others can write is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -45,36 +51,104 @@ class Native:
     """Where it was built, or why it was not."""
 
 
+class _Refused(OSError):
+    """The cache cannot be trusted; the text says why."""
+
+
 @functools.cache
 def native(name: str = "decoder") -> Native:
     """The library of this name; built if no build of these very sources for this processor is there."""
-    compiler = cpp_compiler()
-    found = shutil.which(compiler)
-    if found is None:
-        return Native(library=None, reason=f"there is no C++ compiler {compiler!r}")
     try:
-        built = _built(name, found)
+        folder = _folder()
+        kept = _kept(folder, name)
+        if kept is not None:
+            return Native(library=ctypes.CDLL(str(kept)), reason=str(kept))
+    except _Refused as error:
+        return Native(library=None, reason=str(error))
+    except OSError:  # whole, but the system cannot load it (another C library, say): build it anew
+        pass
+    return _fresh(name)
+
+
+def _fresh(name: str) -> Native:
+    """Built now, whatever is kept."""
+    command = cpp_compiler()
+    try:
+        compiler = shlex.split(command)  # CXX="g++ -m64" and CXX="ccache g++" are commands with arguments
+    except ValueError as error:
+        return Native(library=None, reason=f"CXX is {command!r}: {error}")
+    if not compiler or shutil.which(compiler[0]) is None:
+        return Native(library=None, reason=f"there is no C++ compiler {command!r}")
+    try:
+        built = _built(_folder(), name, compiler)
         return Native(library=ctypes.CDLL(str(built)), reason=str(built))
+    except _Refused as error:
+        return Native(library=None, reason=str(error))
     except (OSError, subprocess.SubprocessError) as error:
-        return Native(library=None, reason=f"{compiler} did not build it: {_last_line(error)}")
+        return Native(library=None, reason=f"{command} did not build it: {_last_line(error)}")
 
 
-def _built(name: str, compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    text = "".join(path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
-    machine = _tuning()
-    key = hashlib.sha256("\0".join([text, version, _processor(), *_FLAGS, *machine]).encode()).hexdigest()[:16]
-    target = cache_dir() / "kernels" / f"{name}-{key}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+def _folder() -> Path:
+    """Where builds are kept: made for this user alone. _Refused where others could put their own code into it."""
+    folder = cache_dir() / "native"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_ours(folder)
+    return folder
+
+
+def _check_ours(path: Path) -> None:
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        remedy = "set FLATOUT_CACHE_DIR to a folder of your own"
+        raise _Refused(f"{path} belongs to user {found.st_uid}, whose code would be loaded; {remedy}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        remedy = f"chmod go-w {shlex.quote(str(path))}"
+        raise _Refused(f"others can write {path} (mode {stat.S_IMODE(found.st_mode):o}); {remedy}")
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """A whole build of these sources for this processor; None: there is none. No compiler is needed for it.
+
+    A record, named by what was built, holds the checksum, which is also in the library's name: whoever builds the same
+    meanwhile, to other bytes, never overwrites what this record speaks of.
+    """
+    record = folder / f"{name}-{_key(name)}"
+    try:
+        _check_ours(record)
+        checksum = record.read_text().strip()
+        library = folder / f"{record.name}-{checksum[:16]}.so"
+        _check_ours(library)
+        whole = hashlib.sha256(library.read_bytes()).hexdigest() == checksum
+    except _Refused:
+        raise
+    except (OSError, UnicodeDecodeError):
+        return None
+    return library if whole else None
+
+
+def _built(folder: Path, name: str, compiler: list[str]) -> Path:
+    record = folder / f"{name}-{_key(name)}"
     # Built beside its place and moved there whole: another process may build the same, or load it right now.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
-        made = Path(folder, target.name)
-        command = [compiler, *_FLAGS, *machine, str(SOURCES / f"{name}.cpp"), "-o", str(made)]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as place:
+        made = Path(place, "made.so")
+        command = [*compiler, *_FLAGS, *_tuning(), str(SOURCES / f"{name}.cpp"), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
-        os.replace(made, target)
-    return target
+        checksum = hashlib.sha256(made.read_bytes()).hexdigest()
+        note = Path(place, "record")
+        note.write_text(checksum)
+        made.chmod(0o500)
+        note.chmod(0o400)
+        library = folder / f"{record.name}-{checksum[:16]}.so"
+        os.replace(made, library)
+        os.replace(note, record)  # after the library: a record always speaks of a whole one
+    return library
+
+
+def _key(name: str) -> str:
+    """Of the sources, the flags and the processor. Not of the compiler: what another one built is as good."""
+    text = "".join(path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
+    parts = [name, text, _processor(), *_FLAGS, *_tuning()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _tuning() -> list[str]:
