@@ -109,8 +109,7 @@ def _beside_transformers(theirs: Any, ours: Any, batch: int, rounds: int) -> dic
 def _shares(generator: TokenGenerator, batch: int, seconds: list[float], rates: list[float]) -> dict[str, Any]:
     """Bytes that one token after the other had to read, over what the memory gave in that time, round by round."""
     engine, decoder = generator.engine, generator.decoder
-    assert engine.cache is not None
-    per_place = decoder.cache_bytes_per_token(engine.cache.keys[0].element_size())
+    per_place = decoder.cache_bytes_per_token(4 if engine.storage == "fp32" else 2)
     # The first token comes out of reading the prompt; each later one reads the weights and what is kept so far.
     read = engine.weight_bytes * (NEW - 1) + batch * per_place * sum(range(PROMPT + 1, PROMPT + NEW))
     shares = [read / one / rate for one, rate in zip(seconds, rates, strict=True)]
@@ -237,8 +236,8 @@ def _exactness(ours: Any) -> dict[str, Any]:
     found = {}
     for name, plan in STORAGES.items():
         generator = TokenGenerator(ours, plan)
-        generator._open(128, 1)
-        found[name] = generator.engine.advance(tokens, [Span(slot=0, start=0, length=128)], every=True).double()
+        passes = generator._prepared.lease(128, 1)
+        found[name] = passes.advance(tokens, [Span(slot=0, start=0, length=128)], every=True).double()
     rows = {}
     for name, logits in found.items():
         exact = found["fp32"]

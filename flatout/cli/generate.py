@@ -36,16 +36,23 @@ def generate(
     ] = None,
     prompts: PromptsFile = None,
     tokenizer: TokenizerOption = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="The most tokens for each prompt.")] = 64,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The most tokens for each prompt; default: the model's own, else 64."),
+    ] = None,
     plan: PlanFile = None,
     precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="BITS", help="int8 or int4.")] = None,
     lookup: Annotated[bool, typer.Option("--lookup", help="Guess ahead from the text so far; same text.")] = False,
     draft: DraftOption = None,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="0 = greedy; default: as the model's generation_config, else 0.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", help="Only the K most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", help="Only the most probable that reach P.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(metavar="X", help="Above 1: tokens seen come less.")] = 1.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="X", help="Above 1: tokens seen come less.")
+    ] = None,
     no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="No run of N tokens twice.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
     stop: StopOption = None,

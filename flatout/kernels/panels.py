@@ -4,7 +4,7 @@ Torch's own products of one row reach half of the memory's speed in bf16 and int
 by side in a panel, so that one vector register holds 16 sums (native_sources/panels.h has the layout in full).
 
 >>> import torch
->>> panels = pack_dense(torch.eye(3), None, torch.float32)
+>>> panels = pack([torch.eye(3)], None, FLOAT)
 >>> product(panels, torch.tensor([[1.0, 2.0, 3.0]]))
 tensor([[1., 2., 3.]])
 """
@@ -12,6 +12,7 @@ tensor([[1., 2., 3.]])
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,15 @@ from torch.nn import functional as F
 
 from flatout.errors import MachineError
 from flatout.kernels.native import native
+from flatout.precision.quantize import not_finite
 
 PANEL_ROWS = 16
 FLOAT, BFLOAT16, INT8, INT4 = range(4)
 _GROUPS = {FLOAT: 2, BFLOAT16: 2, INT8: 64, INT4: 32}
 """Format -> what the columns are filled up to a multiple of."""
+_BITS = {FLOAT: 32, BFLOAT16: 16, INT8: 8, INT4: 4}
+_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+"""What the kernel reads; other dtypes are made fp32 first, a matrix at a time."""
 
 
 class WeightStruct(ctypes.Structure):
@@ -38,6 +43,26 @@ class WeightStruct(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+    )
+
+
+class _PartStruct(ctypes.Structure):
+    """`Part` of native_sources/packing.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("element", "rows", "row_stride", "column_stride")),
+    )
+
+
+class _PackingStruct(ctypes.Structure):
+    """`Packing` of native_sources/packing.h."""
+
+    _fields_ = (
+        ("part", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("parts", "rows", "columns", "format", "filled_columns")),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
     )
 
 
@@ -73,36 +98,48 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def pack_dense(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Panels:
-    """Floating point [rows, columns], bias [rows] -> panels of fp32 or bf16."""
-    form, step = (BFLOAT16, 2) if dtype == torch.bfloat16 else (FLOAT, 1)
-    full = _filled(weight.detach().to(dtype), _GROUPS[form])
-    panels, columns = full.shape[0] // PANEL_ROWS, full.shape[1]
-    data = full.view(panels, PANEL_ROWS, columns // step, step).transpose(1, 2).contiguous()
-    return _panels(form, weight, columns, data, None, bias)
+def pack(weights: Sequence[Tensor], bias: Tensor | None, form: int) -> Panels:
+    """Floating point matrices [rows, columns], one under the other, and bias [all rows] -> panels of this format.
 
-
-def pack_int8(values: Tensor, scales: Tensor, bias: Tensor | None) -> Panels:
-    """int8 [rows, columns], fp32 scales [rows], bias [rows]: weight = value * scale."""
-    full = _filled(values.to(torch.int16) + 128, _GROUPS[INT8]).to(torch.uint8)
-    panels, columns = full.shape[0] // PANEL_ROWS, full.shape[1]
-    data = full.view(panels, PANEL_ROWS, columns // 4, 4).transpose(1, 2).contiguous()
-    return _panels(INT8, values, columns, data, _filled_rows(scales), bias)
-
-
-def pack_int4(values: Tensor, scales: Tensor, bias: Tensor | None) -> Panels:
-    """uint8 0..15 [rows, columns], fp32 scales [rows, columns / 32], bias [rows]: weight = (value - 8) * scale.
-
-    Scales are kept in bf16: half a bit more a weight, not a whole one.
+    Each weight is read once, where it lies: transposed matrices and joined ones are not copied first. Scales are those
+    of precision/quantize.py: INT8 one a row; INT4 one for 32 columns, kept in bf16, of which the columns must be a
+    whole number. UsageError: INT8 or INT4 of inf or NaN. MachineError where the kernel could not be built.
     """
-    full = _filled(values, _GROUPS[INT4])
-    panels, columns = full.shape[0] // PANEL_ROWS, full.shape[1]
-    low, high = full.view(panels, PANEL_ROWS, columns // 8, 2, 4).unbind(3)
-    data = (low | (high << 4)).transpose(1, 2).contiguous()
-    groups = columns // _GROUPS[INT4]
-    wide = F.pad(scales.float(), (0, groups - scales.shape[1], 0, full.shape[0] - scales.shape[0]))
-    packed = wide.to(torch.bfloat16).view(panels, PANEL_ROWS, groups).transpose(1, 2).contiguous()
-    return _panels(INT4, values, columns, data, packed, bias)
+    sources = [_source(weight) for weight in weights]
+    rows, columns = sum(len(one) for one in sources), sources[0].shape[1]
+    assert all(one.shape[1] == columns for one in sources), "one under the other"
+    assert form != INT4 or columns % _GROUPS[INT4] == 0, "a whole number of groups"
+    filled_rows, filled = -(-rows // PANEL_ROWS) * PANEL_ROWS, -(-columns // _GROUPS[form]) * _GROUPS[form]
+    data = torch.empty(filled_rows * filled * _BITS[form] // 8, dtype=torch.uint8)
+    scales = None
+    if form in (INT8, INT4):
+        groups = 1 if form == INT8 else filled // _GROUPS[INT4]
+        scales = torch.empty(filled_rows, groups, dtype=torch.float32 if form == INT8 else torch.bfloat16)
+    parts = (_PartStruct * len(sources))(*(_part(one) for one in sources))
+    numbers = (len(sources), rows, columns, form, filled)
+    packing = _PackingStruct(ctypes.addressof(parts), *numbers, pointer(data), pointer(scales))
+    call = library_or_error().flatout_pack
+    call.restype = ctypes.c_int64
+    if not call(ctypes.byref(packing), ctypes.c_int64(torch.get_num_threads())):
+        raise not_finite(sources)
+    return Panels(
+        format=form,
+        rows=rows,
+        columns=filled,
+        inputs=columns,
+        data=data,
+        scales=scales,
+        bias=None if bias is None else F.pad(bias.detach().float(), (0, filled_rows - rows)).contiguous(),
+    )
+
+
+def _source(weight: Tensor) -> Tensor:
+    found = weight.detach()
+    return found if found.dtype in _ELEMENTS else found.float()
+
+
+def _part(source: Tensor) -> _PartStruct:
+    return _PartStruct(source.data_ptr(), _ELEMENTS[source.dtype], len(source), *source.stride())
 
 
 def product(panels: Panels, x: Tensor, threads: int | None = None) -> Tensor:
@@ -133,27 +170,3 @@ def library_or_error() -> Any:
         remedy = "install a C++ compiler (g++, or set CXX)"
         raise MachineError(f"the native kernels are not there: {found.reason}", remedy=remedy)
     return found.library
-
-
-def _panels(
-    form: int, weight: Tensor, columns: int, data: Tensor, scales: Tensor | None, bias: Tensor | None
-) -> Panels:
-    return Panels(
-        format=form,
-        rows=weight.shape[0],
-        columns=columns,
-        inputs=weight.shape[1],
-        data=data,
-        scales=scales,
-        bias=None if bias is None else _filled_rows(bias),
-    )
-
-
-def _filled(matrix: Tensor, group: int) -> Tensor:
-    """[rows, columns] with zeros up to whole panels and groups."""
-    rows, columns = matrix.shape
-    return F.pad(matrix, (0, -columns % group, 0, -rows % PANEL_ROWS))
-
-
-def _filled_rows(vector: Tensor) -> Tensor:
-    return F.pad(vector.detach().float(), (0, -vector.shape[0] % PANEL_ROWS)).contiguous()

@@ -14,6 +14,7 @@ reuses its weights gains only where the processor multiplies whole numbers faste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import UsageError
@@ -114,6 +115,12 @@ def _checked(weight: Any) -> Any:
         )
     rows = weight.detach().float()
     if not rows.isfinite().all():
-        count = int((~rows.isfinite()).sum())
-        raise UsageError(f"{count} of {rows.numel()} weights are inf or NaN", limit="whole numbers stand for neither")
+        raise not_finite([rows])
     return rows
+
+
+def not_finite(weights: Sequence[Tensor]) -> UsageError:
+    """For matrices with inf or NaN."""
+    count = sum(int((~one.isfinite()).sum()) for one in weights)
+    what = f"{count} of {sum(one.numel() for one in weights)} weights are inf or NaN"
+    return UsageError(what, limit="whole numbers stand for neither", remedy="load the weights again, or use bf16")

@@ -1,4 +1,4 @@
-"""What is built is loaded only whole and only from a place that is ours; without a compiler what was built still serves."""
+"""A build is loaded only whole and only from a place that is ours; without a compiler an earlier one still serves."""
 
 from __future__ import annotations
 

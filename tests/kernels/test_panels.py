@@ -11,32 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout.errors import MachineError
+from flatout.errors import MachineError, UsageError
 from flatout.kernels import native as native_module
 from flatout.kernels import panels as panels_module
 from flatout.kernels.native import Native, native
-from flatout.kernels.panels import Panels, pack_dense, pack_int4, pack_int8, product
+from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, pack, product
 from flatout.precision.quantize import (
     dequantize_groups_int4,
     dequantize_rows_int8,
     quantize_groups_int4,
     quantize_rows_int8,
 )
+from tests.kernels.unpacking import unpacked
 
-FORMS = ["fp32", "bf16", "int8", "int4"]
+FORMS = [FLOAT, BFLOAT16, INT8, INT4]
 
 
-def packed(form: str, weight: Tensor, bias: Tensor | None) -> tuple[Panels, Tensor]:
+def packed(form: int, weight: Tensor, bias: Tensor | None) -> tuple[Panels, Tensor]:
     """The panels, and the weights that they stand for in fp64."""
-    if form == "int8":
-        values, scales = quantize_rows_int8(weight)
-        return pack_int8(values, scales, bias), dequantize_rows_int8(values, scales).double()
-    if form == "int4":
-        values, scales = quantize_groups_int4(weight)
-        kept = scales.bfloat16().float()  # as they are held
-        return pack_int4(values, scales, bias), dequantize_groups_int4(values, kept).double()
-    dtype = torch.bfloat16 if form == "bf16" else torch.float32
-    return pack_dense(weight, bias, dtype), weight.to(dtype).double()
+    panels = pack([weight], bias, form)
+    return panels, unpacked(panels).double()
 
 
 @pytest.fixture(params=["this processor", "any processor"])
@@ -60,7 +54,7 @@ def _portable(folder: Path) -> ctypes.CDLL:
 @pytest.mark.usefixtures("_build")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (16, 64), (17, 96), (50, 160), (130, 32)])
-def test_a_product_is_that_of_the_weights_held(form: str, outputs: int, inputs: int) -> None:
+def test_a_product_is_that_of_the_weights_held(form: int, outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator)
@@ -69,12 +63,12 @@ def test_a_product_is_that_of_the_weights_held(form: str, outputs: int, inputs: 
         x = torch.randn(rows, inputs, generator=generator)
         expected = x.double() @ held.T + bias
         error = (product(panels, x) - expected).abs().max() / (x.double().abs() @ held.abs().T).max()
-        assert error < (4e-3 if form == "bf16" else 1e-4), (form, rows)
+        assert error < (4e-3 if form == BFLOAT16 else 1e-4), (form, rows)
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("form", [FLOAT, BFLOAT16, INT8])
 @pytest.mark.usefixtures("_build")
-def test_inputs_that_fill_no_group(form: str) -> None:
+def test_inputs_that_fill_no_group(form: int) -> None:
     weight = torch.randn(5, 37, generator=torch.Generator().manual_seed(0))
     panels, held = packed(form, weight, None)
     x = torch.randn(3, 37, generator=torch.Generator().manual_seed(1))
@@ -83,7 +77,7 @@ def test_inputs_that_fill_no_group(form: str) -> None:
 
 @pytest.mark.usefixtures("_build")
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_comes_out_the_same_alone_and_among_others(form: str) -> None:
+def test_a_row_comes_out_the_same_alone_and_among_others(form: int) -> None:
     weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0))
     x = torch.randn(21, 128, generator=torch.Generator().manual_seed(1))
     panels, _ = packed(form, weight, None)
@@ -95,7 +89,7 @@ def test_a_row_comes_out_the_same_alone_and_among_others(form: str) -> None:
 @pytest.mark.usefixtures("_build")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_not_hidden(form: str, bad: float) -> None:
+def test_what_is_not_finite_is_not_hidden(form: int, bad: float) -> None:
     panels, _ = packed(form, torch.randn(16, 64, generator=torch.Generator().manual_seed(0)), None)
     x = torch.ones(2, 64)
     x[1, 5] = bad
@@ -105,8 +99,8 @@ def test_what_is_not_finite_is_not_hidden(form: str, bad: float) -> None:
 
 
 @pytest.mark.usefixtures("_build")
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_one_huge_input_leaves_other_groups_exact(form: str) -> None:
+@pytest.mark.parametrize("form", [INT8, INT4])
+def test_one_huge_input_leaves_other_groups_exact(form: int) -> None:
     """Inputs are rounded group by group: an outlier must not take the bits of the others."""
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
     x = torch.randn(1, 256, generator=torch.Generator().manual_seed(1))
@@ -117,9 +111,57 @@ def test_one_huge_input_leaves_other_groups_exact(form: str) -> None:
     assert error < 5e-3, "the other groups kept their precision"
 
 
+def _lain(how: str, weight: Tensor) -> list[Tensor]:
+    """The same matrix as models hold it."""
+    if how == "transposed":
+        return [weight.t().contiguous().t()]
+    if how == "in parts":
+        return [weight[:5], weight[5:6], weight[6:]]
+    if how == "every other column":
+        wide = torch.zeros(weight.shape[0], 2 * weight.shape[1])
+        wide[:, ::2] = weight
+        return [wide[:, ::2]]
+    return [weight.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[how])]
+
+
+@pytest.mark.usefixtures("_build")
+@pytest.mark.parametrize("shape", [(7, 32), (50, 160), (33, 64)])
+@pytest.mark.parametrize("how", ["transposed", "in parts", "every other column", "bf16", "fp16", "fp64"])
+def test_panels_stand_for_the_weights_however_they_lie(how: str, shape: tuple[int, int]) -> None:
+    parts = _lain(how, torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])))
+    weight = torch.cat([one.float() for one in parts])
+    assert torch.equal(unpacked(pack(parts, None, FLOAT)), weight)
+    assert torch.equal(unpacked(pack(parts, None, BFLOAT16)), weight.bfloat16().float())
+    assert torch.equal(unpacked(pack(parts, None, INT8)), dequantize_rows_int8(*quantize_rows_int8(weight)))
+    values, scales = quantize_groups_int4(weight)
+    by_torch = dequantize_groups_int4(values, scales.bfloat16().float())
+    error, least = ((one - weight).square().sum() for one in (unpacked(pack(parts, None, INT4)), by_torch))
+    assert error <= 1.001 * least  # two scales as good as each other may be chosen differently
+
+
+@pytest.mark.usefixtures("_build")
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1e30])
+@pytest.mark.parametrize("form", [INT8, INT4])
+def test_weights_of_any_size(form: int, size: float) -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * size
+    found = unpacked(pack([weight], None, form))
+    assert found.isfinite().all()
+    assert (found - weight).abs().max() <= (0.3 if size > 1e-35 else 5.0) * size  # so small a scale is 1
+
+
+@pytest.mark.usefixtures("_build")
+@pytest.mark.parametrize("form", [INT8, INT4])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_whole_numbers_for_what_is_not_finite_are_refused(form: int, bad: float) -> None:
+    weight = torch.ones(40, 64)
+    weight[33, 7] = bad
+    with pytest.raises(UsageError, match="1 of 2560 weights are inf or NaN; whole numbers stand for neither"):
+        pack([weight], None, form)
+
+
 @pytest.mark.usefixtures("_build")
 def test_zeros() -> None:
-    panels, _ = packed("int8", torch.zeros(16, 64), torch.ones(16))
+    panels, _ = packed(INT8, torch.zeros(16, 64), torch.ones(16))
     assert torch.equal(product(panels, torch.zeros(1, 64)), torch.ones(1, 16))
 
 
@@ -131,7 +173,7 @@ def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch,
         assert native().library is None
         assert native().reason == "there is no C++ compiler 'no-such-compiler'"
         with pytest.raises(MachineError, match=r"no C\+\+ compiler 'no-such-compiler'; install a C\+\+ compiler"):
-            product(pack_dense(torch.eye(3), None, torch.float32), torch.zeros(1, 3))
+            product(pack([torch.eye(3)], None, FLOAT), torch.zeros(1, 3))
     finally:
         native.cache_clear()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flatout.infer.choosing.closeness import Accuracy, Closeness
 from flatout.infer.choosing.search import Option
 from flatout.infer.generation.cache import KeyValueCache
+from flatout.infer.generation.generated import Generation
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.token_generator import TokenGenerator
@@ -94,7 +95,7 @@ class TunedGeneration:
             exact = plain
         else:
             exact = TokenGenerator(self.model, Plan(precision="fp32"))
-        own = exact.generate(self.prompts, max_new_tokens=wanted).tokens
+        own = exact.generate(self.prompts, max_new_tokens=wanted, temperature=0.0).tokens
         left = LOGITS_BYTES // (4 * exact.decoder.vocabulary)
         each = max(1, left // self.count)
         found = []
@@ -116,12 +117,17 @@ class GeneratingRunner:
         return ""
 
     def share(self) -> str:
-        made = self.generator.generate(self._subject.prompts, max_new_tokens=self._subject.tokens, ignore_end=True)
+        made = self._generate()
         return f"decoding {made.decode_share}, prompts {made.prefill_share}"
 
     def run(self) -> object:
-        # To the last token, whatever the text says: all ways do the same work.
-        return self.generator.generate(self._subject.prompts, max_new_tokens=self._subject.tokens, ignore_end=True)
+        return self._generate()
+
+    def _generate(self) -> Generation:
+        # Greedy and to the last token, whatever the text and the model's settings say: all ways do the same work.
+        return self.generator.generate(
+            self._subject.prompts, max_new_tokens=self._subject.tokens, ignore_end=True, temperature=0.0
+        )
 
     def judge(self) -> Accuracy:
         return self._subject.judge(self.generator)
@@ -130,12 +136,11 @@ class GeneratingRunner:
 def _logits(generator: TokenGenerator, text: list[int]) -> Tensor:
     """fp32 [tokens, vocabulary] on the CPU: what the engine says after every token of the text."""
     engine = generator.engine
-    if engine.cache is None or engine.cache.length < len(text):
-        dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
-        engine.open(KeyValueCache(engine.decoder, slots=1, length=len(text), dtype=dtype, device=engine.device))
+    dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
+    cache = KeyValueCache(engine.decoder, slots=1, length=len(text), dtype=dtype, device=engine.device)
     with torch.no_grad():
         tokens = torch.tensor(text, device=engine.device)
-        logits = engine.advance(tokens, [Span(slot=0, start=0, length=len(text))], every=True)
+        logits = engine.with_cache(cache).advance(tokens, [Span(slot=0, start=0, length=len(text))], every=True)
     return logits.detach().float().cpu().clone()
 
 
@@ -146,7 +151,7 @@ def _affordable(
 
     def seconds(tokens: int) -> float:
         start = time.perf_counter()
-        plain.generate(prompts, max_new_tokens=tokens, ignore_end=True)
+        plain.generate(prompts, max_new_tokens=tokens, ignore_end=True, temperature=0.0)
         return time.perf_counter() - start
 
     seconds(1)

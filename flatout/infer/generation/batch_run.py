@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,28 +18,26 @@ from torch import Tensor
 from flatout.infer.generation.cache import KeyValueCache
 from flatout.infer.generation.decoder import Decoder
 from flatout.infer.generation.generated import Piece, Reason
-from flatout.infer.generation.rows import Rows
-from flatout.infer.generation.sampling import Sampling, Uniforms, no_usable_logits
+from flatout.infer.generation.rows import Choice, Rows, place_of
+from flatout.infer.generation.sampling import Uniforms, no_usable_logits
 from flatout.infer.generation.share import Work
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.stopping import Watch
 from flatout.infer.generation.storage import Storage
+from flatout.infer.generation.token_rules import Place
 
 PASSES_BETWEEN_LOOKS = 16
 """On a GPU: each look waits for it. What a text makes past its end is thrown away."""
 
 
 class Engine(Protocol):
-    """What runs passes: NativeDecoder, TorchDecoder."""
+    """What runs passes over a cache of this run's own: NativePasses, TorchPasses."""
 
-    name: str
     decoder: Decoder
     storage: Storage
     device: torch.device
     weight_bytes: int
-    cache: KeyValueCache | None
-
-    def open(self, cache: KeyValueCache) -> None: ...
+    cache: KeyValueCache
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor: ...
 
@@ -102,25 +100,29 @@ class Text:
 
 
 class BatchRun:
-    """One call of generate: `pieces` runs it."""
+    """One call of generate: `pieces` runs it. check: called before each pass; raises where going on would be wrong."""
 
     def __init__(
-        self, engine: Engine, sampling: Sampling, texts: Sequence[Text], guesser: Guesses | None = None
+        self,
+        engine: Engine,
+        choice: Choice,
+        texts: Sequence[Text],
+        guesser: Guesses | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.sampling, self.guesser = engine, sampling, guesser
-        cache = engine.cache
-        assert cache is not None, "the engine has a cache"
+        self.engine, self.choice, self.guesser, self._check = engine, choice, guesser, check
         self._waiting = deque(texts)
-        self._free = list(range(min(cache.slots, len(texts))))[::-1]
+        self._free = list(range(min(engine.cache.slots, len(texts))))[::-1]
         self._active: list[Text] = []
-        element = cache.keys[0].element_size()
-        self.reading = Work(engine.decoder, engine.storage, engine.weight_bytes, element)
-        self.writing = Work(engine.decoder, engine.storage, engine.weight_bytes, element)
+        element = engine.cache.keys[0].element_size()
+        work = (engine.decoder, engine.storage, engine.weight_bytes, element, engine.device.type == "cuda")
+        self.reading, self.writing = Work(*work), Work(*work)
         self.passes = 0
 
     def pieces(self) -> Iterator[Piece]:
         """What the texts gained, as it becomes certain; each text's last piece has its reason."""
         while self._waiting or self._active:
+            self._check()
             if self._waiting and self._free:
                 yield from self._admit()
             elif self.guesser is not None and self.guesser.finds_guesses(self._active):
@@ -183,14 +185,10 @@ class BatchRun:
         yield from self._hand_on(texts, found)
 
     def _rows(self, texts: Sequence[Text], ahead: int) -> Rows:
-        return Rows(
-            self.sampling,
-            [text.tokens for text in texts] if self.sampling.adjusts else [() for _ in texts],
-            [len(text.made) for text in texts],
-            [text.uniforms for text in texts],
-            device=self.engine.device,
-            ahead=ahead,
-        )
+        device = self.engine.device
+        place = places_of(texts, device=device, ahead=ahead) if self.choice.looks_back else None
+        made, uniforms = [len(text.made) for text in texts], [text.uniforms for text in texts]
+        return Rows(self.choice, place, made, uniforms, device=device, ahead=ahead)
 
     def _to_host(self, chosen: list[Tensor], unusable: list[Tensor], texts: Sequence[Text]) -> list[list[int]]:
         """The one wait for the device: tokens of each text; NumericsError where logits were of no use."""
@@ -209,6 +207,12 @@ class BatchRun:
                 self._free.append(text.slot)
             if piece is not None:
                 yield piece
+
+
+def places_of(texts: Sequence[Text], *, device: torch.device, ahead: int = 0) -> Place:
+    """Where these texts stand now."""
+    prompts, limits = [len(text.prompt) for text in texts], [text.limit for text in texts]
+    return place_of([text.tokens for text in texts], prompts, limits, device=device, ahead=ahead)
 
 
 def piece_of(text: Text) -> Piece | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 NormKind = Literal["layer", "rms"]
@@ -19,12 +20,33 @@ Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias, where the weight may lie in several parts, which share the outputs in their order."""
 
-    weight: Tensor
-    """Floating point [outputs, inputs]."""
-    bias: Tensor | None = None
-    """[outputs]."""
+    weights: tuple[Tensor, ...]
+    """Floating point [outputs of the part, inputs], each where the model has it."""
+    biases: tuple[Tensor | None, ...] = (None,)
+    """[outputs of the part], one for each part."""
+
+    @property
+    def outputs(self) -> int:
+        return sum(len(one) for one in self.weights)
+
+    @property
+    def inputs(self) -> int:
+        return self.weights[0].shape[1]
+
+    def weight(self) -> Tensor:
+        """[outputs, inputs] in one piece: a copy, if it lies in parts."""
+        parts = [one.detach() for one in self.weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def bias(self) -> Tensor | None:
+        """[outputs], zeros for a part without one; None if none has one."""
+        if all(one is None for one in self.biases):
+            return None
+        pairs = zip(self.weights, self.biases, strict=True)
+        parts = [weight.new_zeros(len(weight)) if one is None else one.detach() for weight, one in pairs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +104,6 @@ class Decoder:
     last_norm: Norm
     head: Linear
     """[vocabulary, width]."""
-    end_tokens: tuple[int, ...] = ()
-    """Tokens at which the model was taught to end."""
 
     @property
     def width(self) -> int:
@@ -93,18 +113,32 @@ class Decoder:
     @property
     def vocabulary(self) -> int:
         """Token ids are below it."""
-        return self.head.weight.shape[0]
+        return self.head.outputs
 
     @property
     def inner(self) -> int:
         """Width in the middle of the feed-forward."""
-        return self.blocks[0].up.weight.shape[0]
+        return self.blocks[0].up.outputs
 
     @cached_property
     def matrix_weights(self) -> int:
         """Weights that each token is multiplied with: the linear layers and the head."""
-        linears = [one for block in self.blocks for one in (block.qkv, block.out, block.up, block.gate, block.down)]
-        return sum(one.weight.numel() for one in (*linears, self.head) if one is not None)
+        return sum(one.outputs * one.inputs for one in self.linears)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Every matrix: those of the blocks, then the head."""
+        found = [one for block in self.blocks for one in (block.qkv, block.out, block.up, block.gate, block.down)]
+        return [one for one in (*found, self.head) if one is not None]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that was read of the model."""
+        norms = [self.last_norm, *(norm for block in self.blocks for norm in (block.norm1, block.norm2))]
+        found = [self.tokens, self.positions]
+        found += [part for norm in norms for part in (norm.weight, norm.bias)]
+        found += [part for block in self.blocks for part in (block.query_norm, block.key_norm)]
+        found += [part for one in self.linears for part in (*one.weights, *one.biases)]
+        return [one for one in found if one is not None]
 
     def cache_bytes_per_token(self, element_bytes: int) -> int:
         """Keys and values that one token leaves behind."""

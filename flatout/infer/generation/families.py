@@ -1,7 +1,6 @@
-"""Reads foreign models as a Decoder: GPT-2 and TransformerLM of flatout.models, GPT-2, Llama and Qwen2 of transformers.
+"""Reads models as a Decoder: GPT-2 and TransformerLM of flatout.models; GPT-2, Llama and its kin of transformers.
 
-transformers is never imported: a model is known by its class's name and its config, and taken as it is, weights shared
-where their layout allows.
+transformers is never imported: a model is known by its class and its config. Weights are not copied.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.infer.generation.decoder import Activation, Block, Decoder, Linear, Norm
+from flatout.infer.generation.plain_modules import check_all_read, check_plain
 from flatout.models.gpt2 import GPT2
 from flatout.models.transformer import TransformerLM
 
@@ -29,20 +29,26 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_decoder(model: nn.Module) -> Decoder:
-    """The model's sizes and weights. UsageError for a family, or an option of one, that is not known here."""
-    if isinstance(model, GPT2):
-        return _own_gpt2(model)
-    if isinstance(model, TransformerLM):
-        return _own_transformer(model)
-    reader = _FOREIGN.get(type(model).__name__)
-    if reader is None or not hasattr(model, "config"):
+    """The model's sizes and weights.
+
+    UsageError for a family, or an option of one, that is not known here, and for a model that does more than its
+    weights say (see plain_modules.py).
+    """
+    kind = type(model)
+    reader = _FOREIGN.get(kind.__name__)
+    if kind in _OWN:
+        reader = _OWN[kind]
+    elif reader is None or not kind.__module__.startswith("transformers.models.") or not hasattr(model, "config"):
         known = ", ".join(["GPT2 and TransformerLM of flatout.models", *_FOREIGN])
         raise UsageError(
-            f"the model is a {type(model).__name__}",
-            limit=f"generation with a cache knows {known}",
+            f"the model is a {kind.__name__} of {kind.__module__}",
+            limit=f"generation with a cache knows {known} of transformers, and no class derived from them",
             remedy="use the model's own generate()",
         )
-    return reader(model)
+    check_plain(model)
+    decoder = reader(model)
+    check_all_read(model, decoder.tensors())
+    return decoder
 
 
 def _own_gpt2(model: GPT2) -> Decoder:
@@ -78,7 +84,7 @@ def _own(model: Any, heads: int, width: int, activation: Any, max_tokens: int) -
         "head_width": width // heads,
         "max_tokens": max_tokens,
         "norm": "layer",
-        "norm_epsilon": model.norm.eps,
+        "norm_epsilon": _one_value(model, "eps", model.norm.eps),
         "activation": activation,
         "attention_scale": (width // heads) ** -0.5,
         "last_norm": _norm(model.norm),
@@ -108,9 +114,9 @@ def _hugging_face_gpt2(model: Any) -> Decoder:
         head_width=head_width,
         max_tokens=config.n_positions,
         norm="layer",
-        norm_epsilon=config.layer_norm_epsilon,
+        norm_epsilon=_one_value(model, "eps", body.ln_f.eps),
         activation=_activation(config.activation_function),
-        attention_scale=head_width**-0.5,
+        attention_scale=_one_value(model, "scaling", head_width**-0.5),
         tokens=body.wte.weight,
         positions=body.wpe.weight,
         blocks=tuple(
@@ -126,7 +132,6 @@ def _hugging_face_gpt2(model: Any) -> Decoder:
         ),
         last_norm=_norm(body.ln_f),
         head=_linear(model.lm_head),
-        end_tokens=_end_tokens(model),
     )
 
 
@@ -142,16 +147,15 @@ def _hugging_face_llama(model: Any) -> Decoder:
         head_width=first.head_dim,
         max_tokens=config.max_position_embeddings,
         norm="rms",
-        norm_epsilon=config.rms_norm_eps,
+        norm_epsilon=_one_value(model, "variance_epsilon", body.norm.variance_epsilon),
         activation=_activation(config.hidden_act),
-        attention_scale=float(first.scaling),
+        attention_scale=_one_value(model, "scaling", float(first.scaling)),
         tokens=body.embed_tokens.weight,
         cosines=cosines,
         sines=sines_,
         blocks=tuple(_llama_block(layer, config) for layer in body.layers),
         last_norm=_norm(body.norm),
         head=_linear(model.lm_head),
-        end_tokens=_end_tokens(model),
     )
 
 
@@ -167,7 +171,7 @@ def _llama_block(layer: Any, config: Any) -> Block:
     }
     return Block(
         norm1=_norm(layer.input_layernorm),
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
         out=_linear(attention.o_proj),
         norm2=_norm(layer.post_attention_layernorm),
         up=_linear(mlp.up_proj),
@@ -178,6 +182,7 @@ def _llama_block(layer: Any, config: Any) -> Block:
     )
 
 
+_OWN: dict[type[nn.Module], Callable[[Any], Decoder]] = {GPT2: _own_gpt2, TransformerLM: _own_transformer}
 _FOREIGN: dict[str, Callable[[Any], Decoder]] = {
     "GPT2LMHeadModel": _hugging_face_gpt2,
     "LlamaForCausalLM": _hugging_face_llama,
@@ -207,6 +212,16 @@ def _require(config: Any, **values: Any) -> None:
             raise UsageError(what, limit=f"generation here knows {wanted!r}", remedy="use the model's own generate()")
 
 
+def _one_value(model: nn.Module, attribute: str, wanted: float) -> float:
+    """The value that every module with this attribute has: each of them was made with the same."""
+    for name, module in model.named_modules():
+        found = vars(module).get(attribute, wanted)
+        if found != wanted:
+            limit = f"generation here takes one value for all layers, {wanted:g}"
+            raise UsageError(f"{name}.{attribute} is {found!r}", limit=limit, remedy="use the model's own generate()")
+    return float(wanted)
+
+
 def _activation(name: Any) -> Activation:
     if name not in _ACTIVATIONS:
         limit = f"generation here knows {', '.join(_ACTIVATIONS)}"
@@ -214,39 +229,19 @@ def _activation(name: Any) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _end_tokens(model: Any) -> tuple[int, ...]:
-    settings = getattr(model, "generation_config", None) or model.config
-    found = getattr(settings, "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
-
-
 def _norm(module: Any) -> Norm:
     return Norm(weight=module.weight, bias=getattr(module, "bias", None))
 
 
-def _linear(module: Any) -> Linear:
-    return Linear(weight=module.weight, bias=module.bias)
+def _linear(*modules: Any) -> Linear:
+    """Of one module, or of several whose outputs stand one after the other."""
+    return Linear(weights=tuple(one.weight for one in modules), biases=tuple(one.bias for one in modules))
 
 
 def _cut_head(module: Any, vocabulary: int) -> Linear:
-    return Linear(weight=module.weight[:vocabulary])
+    return Linear(weights=(module.weight[:vocabulary],))
 
 
 def _transposed(module: Any) -> Linear:
     """transformers' Conv1D holds [inputs, outputs]."""
-    return Linear(weight=module.weight.t(), bias=module.bias)
-
-
-def _joined(*modules: Any) -> Linear:
-    biases = [module.bias for module in modules]
-    bias = None
-    if any(one is not None for one in biases):
-        bias = torch.cat(
-            [
-                torch.zeros(module.weight.shape[0], dtype=module.weight.dtype, device=module.weight.device)
-                if one is None
-                else one.detach()
-                for module, one in zip(modules, biases, strict=True)
-            ]
-        )
-    return Linear(weight=torch.cat([module.weight.detach() for module in modules]), bias=bias)
+    return Linear(weights=(module.weight.t(),), biases=(module.bias,))

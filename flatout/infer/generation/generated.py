@@ -37,7 +37,7 @@ class Share:
     why_unknown: str | None = None
 
     def __str__(self) -> str:
-        return f"unknown, because {self.why_unknown}" if self.share is None else f"{self.share:.0%} of {self.of}"
+        return f"share unknown: {self.why_unknown}" if self.share is None else f"{self.share:.0%} of {self.of}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,8 @@ class Generation:
     """How the weights were held: fp32, bf16, int8, int4."""
     engine: str
     """What ran the passes, and why if that is not the fastest there is."""
+    model_settings: Mapping[str, Any]
+    """What the model's generation_config changed, by name: settings that the caller did not give."""
     speculation: Speculation | None
 
     @property
@@ -97,6 +99,9 @@ class Generation:
             f"{self.prompt_tokens} tokens of prompts in {format_seconds(self.prefill_seconds)} ({self.prefill_share})",
             f"weights {self.storage}, {self.engine}",
         ]
+        if self.model_settings:
+            taken = ", ".join(f"{name} {value}" for name, value in self.model_settings.items())
+            parts.append(f"from the model's generation_config: {taken}")
         if self.speculation is not None and self.speculation.proposed:
             parts.append(f"guessed {self.speculation.proposed}, {self.speculation.accepted} right")
         return " · ".join(parts)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from flatout.infer.generation.batch_run import Engine, Text
-from flatout.infer.generation.sampling import Sampling, adjusted, next_tokens, no_usable_logits, probabilities, unusable
+from flatout.infer.generation.rows import Choice, place_of
+from flatout.infer.generation.sampling import next_tokens, no_usable_logits, probabilities, unusable
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.speculation import Lookup, accept, accept_equal
 from flatout.infer.generation.throttle import Throttle
@@ -23,8 +24,8 @@ from flatout.infer.generation.throttle import Throttle
 class Guesser:
     """Of one run. draft: None = look for the guess in the text so far."""
 
-    def __init__(self, sampling: Sampling, draft: Engine | None) -> None:
-        self._sampling, self._draft = sampling, draft
+    def __init__(self, choice: Choice, draft: Engine | None) -> None:
+        self._choice, self._sampling, self._draft = choice, choice.sampling, draft
         self._throttle = Throttle()
         self._lookups: dict[int, Lookup] = {}
         self._looked_up: dict[int, int] = {}
@@ -82,7 +83,6 @@ class Guesser:
     def _drafts(self, texts: Sequence[Text], room: Sequence[int]) -> tuple[list[list[int]], list[Tensor] | None]:
         """Guesses of the draft, and for sampling what each was drawn from: fp32 [guesses, vocabulary] of each text."""
         assert self._draft is not None
-        assert self._draft.cache is not None
         longest = self._draft.cache.length
         guesses: list[list[int]] = [[] for _ in texts]
         drawn_from: list[list[Tensor]] = [[] for _ in texts]
@@ -117,17 +117,16 @@ class Guesser:
     # judgement
 
     def _adjusted(self, logits: Tensor, texts: Sequence[Text], guesses: Sequence[Sequence[int]]) -> Tensor:
-        if not self._sampling.adjusts:
+        if not self._choice.looks_back:
             return logits
-        histories = [
-            [*text.tokens, *guess[:count]]
+        rows = [
+            (text, [*text.tokens, *guess[:count]])
             for text, guess in zip(texts, guesses, strict=True)
             for count in range(len(guess) + 1)
         ]
-        width = max(map(len, histories))
-        padded = torch.tensor([[*one, *([0] * (width - len(one)))] for one in histories], device=logits.device)
-        lengths = torch.tensor([len(one) for one in histories], device=logits.device)
-        return adjusted(logits, self._sampling, padded, lengths)
+        prompts, limits = [len(text.prompt) for text, _ in rows], [text.limit for text, _ in rows]
+        place = place_of([history for _, history in rows], prompts, limits, device=logits.device)
+        return self._choice.adjusted(logits, place)
 
     def _judged(
         self, logits: Tensor, texts: Sequence[Text], guesses: Sequence[Sequence[int]], chances: list[Tensor] | None

@@ -19,8 +19,10 @@ from flatout.infer.generation.decoder import Block, Decoder, Linear
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.storage import Storage, storage_of_head
 from flatout.kernels.decoder_pass import ACTIVATIONS, NORMS, DecoderStruct, LayerStruct, run_pass
-from flatout.kernels.panels import Panels, WeightStruct, pack_dense, pack_int4, pack_int8, pointer
-from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
+from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, WeightStruct, pack, pointer
+from flatout.precision.quantize import INT4_GROUP
+
+_FORMS: dict[Storage, int] = {"fp32": FLOAT, "bf16": BFLOAT16, "int8": INT8, "int4": INT4}
 
 ROWS_PER_PASS = 128
 """A longer prompt goes through in parts: the inputs of one stay in the processor's caches."""
@@ -30,63 +32,27 @@ BYTES_PER_THREAD = 2**20
 
 
 class NativeDecoder:
-    """A decoder and its cache, ready to be advanced."""
+    """A decoder's weights in panels. What runs passes is `with_cache`, one for each cache; they share the weights."""
 
     name = "native kernel"
 
     def __init__(self, decoder: Decoder, *, storage: Storage, threads: int | None = None) -> None:
-        self.decoder, self.storage = decoder, storage
+        self.decoder, self.storage, self.threads = decoder, storage, threads
         self.device = torch.device("cpu")
-        self.cache: KeyValueCache | None = None
-        self._threads = threads
         self._kept: list[Any] = []
         """What C points into."""
         self.weight_bytes = 0
         """Read in every pass: the matrices with their scales."""
-        self._tokens = decoder.tokens.detach()
-        self._positions = None if decoder.positions is None else decoder.positions.detach()
-        self._layers = (LayerStruct * len(decoder.blocks))(*(self._layer(block) for block in decoder.blocks))
-        self._struct = self._fill()
+        self.tokens = decoder.tokens.detach()
+        self.positions = None if decoder.positions is None else decoder.positions.detach()
+        self.layers = (LayerStruct * len(decoder.blocks))(*(self._layer(block) for block in decoder.blocks))
+        self.struct = self._fill()
 
-    def open(self, cache: KeyValueCache) -> None:
-        """Work on this cache from now on."""
-        self.cache = cache
-        for index, layer in enumerate(self._layers):
-            keys, values = cache.tensors(index)
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-        self._struct.cache_is_bf16 = int(cache.dtype == torch.bfloat16)
-        self._struct.cache_length = cache.length
-
-    def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
-        """Read tokens, int64 [sum of the spans' lengths], and put their keys and values into the cache.
-
-        Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
-        """
-        assert self.cache is not None, "no cache was opened"
-        for span in spans:  # the kernel writes where it is told
-            self.cache.check(span)
-        threads = self._threads_for(len(tokens))
-        slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
-        positions = torch.tensor([place for span in spans for place in range(span.start, span.start + span.length)])
-        ends = torch.tensor([span.length for span in spans]).cumsum(0) - 1
-        wanted = list(range(len(positions))) if every else ends.tolist()
-        x = F.embedding(tokens, self._tokens).float()
-        if self._positions is not None:
-            x = x + F.embedding(positions, self._positions)
-        parts = []
-        for begin in range(0, len(positions), ROWS_PER_PASS):
-            rows = slice(begin, begin + ROWS_PER_PASS)
-            here = torch.tensor([row - begin for row in wanted if 0 <= row - begin < ROWS_PER_PASS], dtype=torch.int64)
-            part = x[rows].contiguous()
-            parts.append(run_pass(self._struct, part, slots[rows], positions[rows], here, threads))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def with_cache(self, cache: KeyValueCache) -> NativePasses:
+        """Passes that keep what they read in this cache."""
+        return NativePasses(self, cache)
 
     # inside
-
-    def _threads_for(self, rows: int) -> int:
-        """A pass over a small model is over before several threads have met."""
-        work = self.weight_bytes * max(1, min(rows, ROWS_PER_PASS) // 8)
-        return max(1, min(self._threads or torch.get_num_threads(), work // BYTES_PER_THREAD))
 
     def _fill(self) -> DecoderStruct:
         decoder = self.decoder
@@ -101,13 +67,13 @@ class NativeDecoder:
             NORMS[decoder.norm],
             ACTIVATIONS[decoder.activation],
             0 if decoder.cosines is None else 2 * decoder.cosines.shape[1],
-            0,  # of the cache: see `open`
+            0,  # of the cache: see NativePasses
             0,
             decoder.norm_epsilon,
             decoder.attention_scale,
             self._floats(decoder.cosines),
             self._floats(decoder.sines),
-            ctypes.addressof(self._layers),
+            ctypes.addressof(self.layers),
             self._floats(decoder.last_norm.weight),
             self._floats(decoder.last_norm.bias),
             self._weight(decoder.head, storage_of_head(self.storage)),
@@ -131,15 +97,58 @@ class NativeDecoder:
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        floats = tensor.detach().float().contiguous()
+        floats = tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         self._kept.append(floats)
         return pointer(floats)
 
 
+class NativePasses:
+    """Passes over one cache. Several may run at once, in threads too, each with a cache of its own."""
+
+    def __init__(self, of: NativeDecoder, cache: KeyValueCache) -> None:
+        self._of, self.cache = of, cache
+        self.decoder, self.storage, self.device, self.weight_bytes = of.decoder, of.storage, of.device, of.weight_bytes
+        self._layers = type(of.layers).from_buffer_copy(of.layers)
+        self._struct = DecoderStruct.from_buffer_copy(of.struct)
+        for index, layer in enumerate(self._layers):
+            keys, values = cache.tensors(index)
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._struct.layer = ctypes.addressof(self._layers)
+        self._struct.cache_is_bf16 = int(cache.dtype == torch.bfloat16)
+        self._struct.cache_length = cache.length
+
+    def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
+        """Read tokens, int64 [sum of the spans' lengths], and put their keys and values into the cache.
+
+        Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
+        """
+        for span in spans:  # the kernel writes where it is told
+            self.cache.check(span)
+        threads = self._threads_for(len(tokens))
+        slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
+        positions = torch.tensor([place for span in spans for place in range(span.start, span.start + span.length)])
+        ends = torch.tensor([span.length for span in spans]).cumsum(0) - 1
+        wanted = list(range(len(positions))) if every else ends.tolist()
+        x = F.embedding(tokens, self._of.tokens).float()
+        if self._of.positions is not None:
+            x = x + F.embedding(positions, self._of.positions)
+        parts = []
+        for begin in range(0, len(positions), ROWS_PER_PASS):
+            rows = slice(begin, begin + ROWS_PER_PASS)
+            here = torch.tensor([row - begin for row in wanted if 0 <= row - begin < ROWS_PER_PASS], dtype=torch.int64)
+            part = x[rows].contiguous()
+            parts.append(run_pass(self._struct, part, slots[rows], positions[rows], here, threads))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _threads_for(self, rows: int) -> int:
+        """A pass over a small model is over before several threads have met."""
+        work = self._of.weight_bytes * max(1, min(rows, ROWS_PER_PASS) // 8)
+        return max(1, min(self._of.threads or torch.get_num_threads(), work // BYTES_PER_THREAD))
+
+
 def packed(linear: Linear, storage: Storage) -> Panels:
     """A linear layer's weights in panels. Where inputs are no whole number of int4's groups, it is left in 8 bits."""
-    if storage == "int4" and linear.weight.shape[1] % INT4_GROUP == 0:
-        return pack_int4(*quantize_groups_int4(linear.weight), linear.bias)
-    if storage in ("int8", "int4"):
-        return pack_int8(*quantize_rows_int8(linear.weight), linear.bias)
-    return pack_dense(linear.weight, linear.bias, torch.bfloat16 if storage == "bf16" else torch.float32)
+    form = _FORMS[storage]
+    if form == INT4 and linear.inputs % INT4_GROUP:
+        form = INT8
+    return pack(linear.weights, linear.bias(), form)

@@ -11,45 +11,77 @@
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from flatout.errors import PlanError, UsageError
-from flatout.infer.generation.batch_run import BatchRun, Engine, Text
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.families import read_decoder
+from flatout.infer.generation.batch_run import BatchRun, Text
+from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.detokenising import Decode
 from flatout.infer.generation.generated import Generation, Piece, Reason, Speculation
 from flatout.infer.generation.guesser import Guesser
+from flatout.infer.generation.model_settings import ModelSettings, read_settings
 from flatout.infer.generation.native_decoder import NativeDecoder
+from flatout.infer.generation.prepared import Prepared, kept
 from flatout.infer.generation.prompts import read_prompts
+from flatout.infer.generation.rows import Choice
 from flatout.infer.generation.sampling import Sampling, Uniforms, fresh_seed
 from flatout.infer.generation.share import known_ceilings
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
-from flatout.infer.generation.storage import storage_of
+from flatout.infer.generation.token_rules import TokenRules
 from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.infer.tokenizer_source import decode_of
-from flatout.kernels.native import native
 from flatout.plan import Plan
 
 DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
 """Sequences that are worked on at once: where a step still costs about what reading the weights costs."""
+MAX_NEW_TOKENS = 64
+"""Where neither the caller nor the model says how many."""
 _OURS = ("precision", "weights", "speculation", "threads")
 """Choices of a plan that are carried out here."""
-CACHE_STEP = 64
-"""Cache lengths are multiples of it, so that one cache serves calls of about the same length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """One call, checked: everything but the cache that it will use."""
+
+    prepared: Prepared
+    draft: Prepared | None
+    choice: Choice
+    texts: list[Text]
+    seed: int | None
+    settings: ModelSettings
+    slots: int
+    guesses: bool
+    """Whether to guess ahead without a draft."""
+
+    @property
+    def length(self) -> int:
+        return max(len(text.prompt) + text.limit for text in self.texts)
 
 
 class TokenGenerator:
     """A model's weights in the form in which they are read fastest, and what else generating needs.
 
-    The model's weights are copied as they are now; the model itself is left alone. plan: precision (fp32 unless it
-    says bf16), weights (int8, int4), speculation, threads. tokenizer: anything with `encode` and `decode`, where
-    prompts or stops are texts. draft: a smaller model of the same vocabulary that guesses tokens ahead; what comes
-    out is distributed as without it. slots: sequences worked on at once.
+    Making it checks the model: modules of the very classes that are known, without hooks, and the logits of a few
+    tokens against the model's own (UsageError names what differs). The model is left alone. Before each text the
+    weights are looked at again: where they have changed (a training step, `load_state_dict`), they are prepared anew,
+    so that a text is always that of the model as it is when the text is begun. Weights that change while a text is
+    being made are an error in that text.
+
+    Settings of a `generation_config` that the model carries are the defaults, as in transformers; what is given to
+    `generate` goes before, and what cannot be carried out here is refused by name.
+
+    Threads may share a generator, and streams may be read in turns: each run has a cache of its own, and its text is
+    the one that it would have alone.
+
+    plan: precision (fp32 unless it says bf16), weights (int8, int4), speculation, threads. tokenizer: anything with
+    `encode` and `decode`, where prompts or stops are texts. draft: a smaller model of the same vocabulary that guesses
+    tokens ahead; what comes out is distributed as without it. slots: sequences worked on at once.
     """
 
     def __init__(
@@ -63,44 +95,64 @@ class TokenGenerator:
     ) -> None:
         self.plan = plan or Plan()
         _check_plan(self.plan)
-        if slots is not None and (not isinstance(slots, int) or slots < 1):
+        if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
             raise UsageError(f"slots is {slots!r}", limit="it is a whole number of at least 1")
-        self.tokenizer = tokenizer
-        self._decode = None if tokenizer is None else decode_of(tokenizer)
-        self.engine, self.engine_reason = _engine(model, self.plan)
-        self.decoder = self.engine.decoder
-        self._draft: Engine | None = None
+        self.tokenizer, self._words = _one_at_a_time(tokenizer)
+        self._model, self._draft_model, self._slots = model, draft, slots
+        self._preparing = threading.Lock()
+        self._prepared = self._prepare(model, self.plan)
+        self._draft: Prepared | None = None
         if draft is not None:
-            self._draft = _engine(draft, self.plan)[0]
+            self._draft = self._prepare(draft, self.plan)
             _check_draft(self.decoder.vocabulary, self._draft.decoder.vocabulary)
-        self._slots = slots
+
+    @property
+    def engine(self) -> NativeDecoder | TorchDecoder:
+        """What runs the passes."""
+        return self._prepared.engine
+
+    @property
+    def engine_reason(self) -> str:
+        """What that is in words, and why if it is not the fastest there is."""
+        return self._prepared.reason
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model's sizes and weights."""
+        return self._prepared.decoder
 
     def generate(
         self,
         prompts: Any,
         *,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
+        attention_mask: Any = None,
         stop: Any = None,
         ignore_end: bool = False,
         progress: Callable[[int, int], None] | None = None,
         pieces: Callable[[Piece], None] | None = None,
-        **sampling: Any,
+        **settings: Any,
     ) -> Generation:
         """New tokens for every prompt, in the order of the prompts.
 
-        prompts: texts, lists of ids, tensors; see `read_prompts`. stop: a token id, a text, or a list of ids, texts and
-        lists of ids; none of it is part of the result, nor is the model's end token, which stops a text unless
-        `ignore_end`. progress: called with (texts ended, tokens made); pieces: with each piece as it comes.
+        prompts: texts, lists of ids, tensors, what a tokenizer returns, padded or not; see `read_prompts`.
+        attention_mask: 1 = text, 0 = padding, which is never read. max_new_tokens: None = as the model's
+        generation_config says, else 64. stop: a token id, a text, or a list of ids, texts and lists of ids; none of it
+        is part of the result, nor is the model's end token, which stops a text unless `ignore_end`. progress: called
+        with (texts ended, tokens made); pieces: with each piece as it comes.
 
-        sampling: the fields of Sampling (temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, seed);
-        without a temperature: greedy. A prompt's text depends on the seed and its number, not on the others generated
-        with it; only with a draft and a temperature does it depend on when guesses were tried, which time decides.
+        settings: the fields of Sampling (temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, seed)
+        and of TokenRules (min_new_tokens, suppress_tokens, bad_words_ids ...); without a temperature: greedy, unless
+        the model's generation_config says do_sample. A prompt's text depends on the seed and its number, not on the
+        others generated with it; only with a draft and a temperature does it depend on when guesses were tried, which
+        time decides.
 
         UsageError: a prompt or setting that cannot be used. NumericsError: logits that are NaN, +inf or all -inf.
         """
-        run, texts, seed = self._run(prompts, max_new_tokens, sampling, stop, ignore_end)
+        request = self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end)
+        run = _Run(request)
         ended = made = 0
-        strings = ["" for _ in texts]
+        strings = ["" for _ in request.texts]
         for piece in run.pieces():
             ended += piece.reason is not None
             made += len(piece.tokens)
@@ -109,73 +161,115 @@ class TokenGenerator:
                 progress(ended, made)
             if pieces is not None:
                 pieces(piece)
-        return self._generation(run, texts, strings if self.tokenizer is not None else None, seed)
+        return run.generation(strings if self.tokenizer is not None else None)
 
     def stream(
         self,
         prompts: Any,
         *,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
+        attention_mask: Any = None,
         stop: Any = None,
         ignore_end: bool = False,
-        **sampling: Any,
+        **settings: Any,
     ) -> Iterator[Piece]:
         """The same as pieces, as they come; those of several prompts take turns."""
-        run, _, _ = self._run(prompts, max_new_tokens, sampling, stop, ignore_end)
-        return run.pieces()
+        return _Run(self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end)).pieces()
 
     # inside
 
-    def _run(
-        self, prompts: Any, max_new_tokens: int, settings: dict[str, Any], stop: Any, ignore_end: bool
-    ) -> tuple[BatchRun, list[Text], int | None]:
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {max_new_tokens!r}", limit="it is a whole number of at least 1")
-        sampling = _sampling(settings)
-        decoder = self.decoder
+    def _request(
+        self, prompts: Any, max_new_tokens: Any, attention_mask: Any, settings: dict[str, Any], stop: Any, no_end: bool
+    ) -> _Request:
+        _check_count("max_new_tokens", max_new_tokens)
+        prepared, draft = self._current()
+        decoder = prepared.decoder
+        own = read_settings(self._model, {**settings, "max_new_tokens": max_new_tokens, "stop": stop})
+        pad = own.pad_token if own.pad_token is not None else getattr(self.tokenizer, "pad_token_id", None)
         ids = read_prompts(
-            prompts, tokenizer=self.tokenizer, vocabulary=decoder.vocabulary, max_tokens=decoder.max_tokens
+            prompts,
+            tokenizer=self.tokenizer,
+            vocabulary=decoder.vocabulary,
+            max_tokens=decoder.max_tokens,
+            attention_mask=attention_mask,
+            pad_token=pad,
+            end_tokens=own.end_tokens,
         )
-        end = None if ignore_end else [one for one in decoder.end_tokens if one < decoder.vocabulary]
-        stops = stops_from(stop, end, self._decode, vocabulary=decoder.vocabulary)
-        seed = None if sampling.greedy else fresh_seed() if sampling.seed is None else sampling.seed
-        texts = [self._text(index, one, max_new_tokens, stops, seed) for index, one in enumerate(ids)]
-        self._open(max(len(text.prompt) + text.limit for text in texts), len(texts))
-        return BatchRun(self.engine, sampling, texts, self._guesser(sampling)), texts, seed
+        ends = [] if no_end else [one for one in own.end_tokens if one < decoder.vocabulary]
+        choice = _choice(settings, own, ends)
+        choice.rules.check(decoder.vocabulary)
+        stops = stops_from(stop or list(own.stop_strings) or None, ends, self._words, vocabulary=decoder.vocabulary)
+        seed = None if choice.sampling.greedy else choice.sampling.seed
+        seed = fresh_seed() if seed is None and not choice.sampling.greedy else seed
+        texts = [
+            self._text(index, one, decoder.max_tokens - len(one), _wanted(one, max_new_tokens, own), stops, seed)
+            for index, one in enumerate(ids)
+        ]
+        slots = min(self._slots or DEFAULT_SLOTS[prepared.engine.device.type], len(texts))
+        return _Request(
+            prepared=prepared,
+            draft=draft,
+            choice=choice,
+            texts=texts,
+            seed=seed,
+            settings=own,
+            slots=slots,
+            guesses=self.plan.speculation is not None,
+        )
 
-    def _text(self, index: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int | None) -> Text:
-        room = self.decoder.max_tokens - len(prompt)
-        limit = min(max_new_tokens, room)
-        at_limit: Reason = "length" if limit == max_new_tokens else "context"
+    def _prepare(self, model: nn.Module, plan: Plan) -> Prepared:
+        return Prepared(model, plan)
+
+    def _current(self) -> tuple[Prepared, Prepared | None]:
+        """What was prepared, anew where the model has changed since."""
+        with self._preparing:
+            if self._prepared.seen.changed(self._model):
+                self._prepared = self._prepare(self._model, self.plan)
+            if (
+                self._draft is not None
+                and self._draft_model is not None
+                and self._draft.seen.changed(self._draft_model)
+            ):
+                self._draft = self._prepare(self._draft_model, self.plan)
+            return self._prepared, self._draft
+
+    def _text(self, index: int, prompt: list[int], room: int, wanted: int, stops: Stops, seed: int | None) -> Text:
+        limit = min(wanted, room)
+        at_limit: Reason = "length" if limit == wanted else "context"
         return Text(
             index=index,
             prompt=prompt,
             limit=limit,
             at_limit=at_limit,
-            watch=Watch(stops, limit=limit, decode=self._decode, before=prompt),
+            watch=Watch(stops, limit=limit, decode=self._words, before=prompt),
             uniforms=None if seed is None else Uniforms(seed, [index], limit),
         )
 
-    def _open(self, length: int, texts: int) -> None:
-        """A cache that holds these texts: the one there is, if it does."""
-        length = min(-(-length // CACHE_STEP) * CACHE_STEP, self.decoder.max_tokens)
-        slots = min(self._slots or DEFAULT_SLOTS[self.engine.device.type], texts)
-        for engine in (self.engine, self._draft):
-            held = None if engine is None else engine.cache
-            if engine is None or (held is not None and held.length >= length and held.slots >= slots):
-                continue
-            dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
-            own = min(length, engine.decoder.max_tokens)
-            engine.open(KeyValueCache(engine.decoder, slots=slots, length=own, dtype=dtype, device=engine.device))
 
-    def _guesser(self, sampling: Sampling) -> Guesser | None:
-        wanted = self._draft is not None or self.plan.speculation is not None
-        return Guesser(sampling, self._draft) if wanted else None
+class _Run:
+    """One request being carried out, with caches of its own from its first piece to its last."""
 
-    def _generation(
-        self, run: BatchRun, texts: Sequence[Text], strings: list[str] | None, seed: int | None
-    ) -> Generation:
-        ceilings = known_ceilings()
+    def __init__(self, request: _Request) -> None:
+        self._request = request
+        self._run: BatchRun | None = None
+
+    def pieces(self) -> Iterator[Piece]:
+        request = self._request
+        sources = [one for one in (request.prepared, request.draft) if one is not None]
+        leased = [one.lease(min(request.length, one.decoder.max_tokens), request.slots) for one in sources]
+        draft = leased[1] if request.draft is not None else None
+        try:
+            self._run = BatchRun(leased[0], request.choice, request.texts, self._guesser(draft), self._check)
+            yield from self._run.pieces()
+        finally:  # at the end, and where a stream is left in its middle
+            for one, passes in zip(sources, leased, strict=True):
+                one.give_back(passes)
+
+    def generation(self, strings: list[str] | None) -> Generation:
+        """Everything, once the last piece has come."""
+        request, run = self._request, self._run
+        assert run is not None, "pieces were read"
+        texts, ceilings, engine = request.texts, known_ceilings(), request.prepared.engine
         endings = [text.watch.ending for text in texts]
         reasons: list[Reason] = [
             text.at_limit if ending is None or ending.reason == "length" else ending.reason
@@ -189,66 +283,113 @@ class TokenGenerator:
             ],
             texts=strings,
             reasons=reasons,
-            seed=seed,
+            seed=request.seed,
             prompt_tokens=sum(len(text.prompt) for text in texts),
             generated_tokens=sum(len(text.made) for text in texts),
             prefill_seconds=run.reading.seconds,
             decode_seconds=run.writing.seconds,
             prefill_share=run.reading.share(ceilings),
             decode_share=run.writing.share(ceilings),
-            storage=self.engine.storage,
-            engine=self.engine_reason,
+            storage=engine.storage,
+            engine=request.prepared.reason,
+            model_settings=request.settings.taken,
             speculation=None
             if guesser is None
             else Speculation(proposed=guesser.proposed, accepted=guesser.accepted, passes=run.passes),
         )
+
+    def _guesser(self, draft: Any) -> Guesser | None:
+        wanted = draft is not None or self._request.guesses
+        return Guesser(self._request.choice, draft) if wanted else None
+
+    def _check(self) -> None:
+        """Between two passes: half of a text from one model and half from another would be nobody's."""
+        for one in (self._request.prepared, self._request.draft):
+            if one is not None and one.seen.written():
+                limit = "its first part is that of the old weights"
+                remedy = "generate between training steps, or from a copy of the model (copy.deepcopy)"
+                raise UsageError("the model's weights changed while a text was made", limit=limit, remedy=remedy)
 
 
 def generate(
     model: nn.Module,
     prompts: Any,
     *,
-    max_new_tokens: int = 64,
+    max_new_tokens: int | None = None,
+    attention_mask: Any = None,
     plan: Plan | None = None,
     stop: Any = None,
     tokenizer: Any = None,
     draft: nn.Module | None = None,
     ignore_end: bool = False,
-    **sampling: Any,
+    **settings: Any,
 ) -> Generation:
-    """New tokens for every prompt: TokenGenerator's `generate`, with one that is made for this call.
+    """New tokens for every prompt: see TokenGenerator and its `generate`.
 
-    For several calls make it once: it holds the weights ready.
+    What was prepared is kept with the model, so that the next call with the same plan begins at once, and goes with it.
     """
-    generator = TokenGenerator(model, plan, tokenizer=tokenizer, draft=draft)
-    return generator.generate(prompts, max_new_tokens=max_new_tokens, stop=stop, ignore_end=ignore_end, **sampling)
+    return _OfKept(model, plan, tokenizer=tokenizer, draft=draft).generate(
+        prompts,
+        max_new_tokens=max_new_tokens,
+        attention_mask=attention_mask,
+        stop=stop,
+        ignore_end=ignore_end,
+        **settings,
+    )
 
 
-def _engine(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
-    """What runs the model where its weights are, and in words: with the reason, if that is not the fastest."""
-    storage = storage_of(plan)
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type not in DEFAULT_SLOTS:
-        names = ", ".join(sorted(map(str, devices))) or "nowhere"
-        limit = "they must be on one CPU or CUDA device"
-        raise UsageError(f"the model's weights are on {names}", limit=limit, remedy="move it with model.to(...)")
-    device = next(iter(devices))
-    _check_finite_types(model)
-    decoder = read_decoder(model)
-    if device.type == "cuda":
-        return TorchDecoder(decoder, storage=storage, device=device), "CUDA graphs"
-    kernel = native()
-    if kernel.library is None:
-        return TorchDecoder(decoder, storage=storage), f"torch's operations, because {kernel.reason}"
-    return NativeDecoder(decoder, storage=storage, threads=plan.threads), "native kernel"
+class _OfKept(TokenGenerator):
+    """For one call, with what was kept of calls before."""
+
+    def _prepare(self, model: nn.Module, plan: Plan) -> Prepared:
+        return kept(model, plan)
+
+    def _current(self) -> tuple[Prepared, Prepared | None]:
+        return self._prepared, self._draft  # looked at a moment ago, when this was made
 
 
-def _check_finite_types(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            what = f"{name} is {parameter.dtype}"
-            limit = "weights are floating point: Flatout quantises them itself"
-            raise UsageError(what, limit=limit, remedy="load the model without quantisation")
+class _OneAtATime:
+    """A tokenizer that several threads use: those of transformers fail where two encode at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self._decode = decode_of(tokenizer)
+        self.pad_token_id: int | None = getattr(tokenizer, "pad_token_id", None)
+
+    def encode(self, text: str) -> Any:
+        with self._lock:
+            return self._tokenizer.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        with self._lock:
+            return self._decode(tokens)
+
+
+def _one_at_a_time(tokenizer: Any) -> tuple[_OneAtATime | None, Decode | None]:
+    if tokenizer is None:
+        return None, None
+    shared = _OneAtATime(tokenizer)
+    return shared, shared.decode
+
+
+def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -> int:
+    """New tokens at most, by the caller, else by the model."""
+    if max_new_tokens is not None:
+        return max_new_tokens
+    if own.max_new_tokens is not None:
+        _check_count("the generation_config's max_new_tokens", own.max_new_tokens)
+        return own.max_new_tokens
+    if own.max_length is None:
+        return MAX_NEW_TOKENS
+    if own.max_length <= len(prompt):
+        limit = f"the generation_config's max_length is {own.max_length}, prompt and new tokens together"
+        raise UsageError(f"a prompt has {len(prompt)} tokens", limit=limit, remedy="pass max_new_tokens=...")
+    return own.max_length - len(prompt)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 1")
 
 
 def _check_plan(plan: Plan) -> None:
@@ -258,8 +399,11 @@ def _check_plan(plan: Plan) -> None:
             raise PlanError(f"the plan's {name} is {value!r}", limit=limit, remedy=f"use plan.without({name!r})")
 
 
-def _sampling(settings: dict[str, Any]) -> Sampling:
-    known = [one.name for one in fields(Sampling)]
+def _choice(settings: dict[str, Any], own: ModelSettings, ends: Sequence[int]) -> Choice:
+    """What the caller set, and else the model."""
+    of_sampling = [one.name for one in fields(Sampling)]
+    of_rules = [one.name for one in fields(TokenRules) if one.init]
+    known = [*of_sampling, *of_rules]
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
@@ -267,7 +411,10 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
             raise UsageError(
                 f"generating has no setting {name!r}", limit=f"there are {', '.join(known)}", remedy=remedy
             )
-    return Sampling(**settings)
+    given = {name: value for name, value in settings.items() if value is not None}
+    sampling = {**own.sampling, **{name: value for name, value in given.items() if name in of_sampling}}
+    rules = {**own.rules, **{name: value for name, value in given.items() if name in of_rules}}
+    return Choice(sampling=Sampling(**sampling), rules=TokenRules(**rules).with_ends(ends))
 
 
 def _check_draft(vocabulary: int, of_draft: int) -> None:

@@ -7,7 +7,9 @@ norms and logits in fp32.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -23,14 +25,13 @@ Matrix = Callable[[Tensor], Tensor]
 
 
 class TorchDecoder:
-    """A decoder and its cache, ready to be advanced; see NativeDecoder for what the two have in common."""
+    """A decoder's weights as torch's operations take them; see NativeDecoder for what the two have in common."""
 
     name = "torch"
 
     def __init__(self, decoder: Decoder, *, storage: Storage, device: torch.device | str = "cpu") -> None:
         self.decoder, self.storage = decoder, storage
         self.device = torch.device(device)
-        self.cache: KeyValueCache | None = None
         self.dtype = torch.float32 if storage == "fp32" else torch.bfloat16
         self.weight_bytes = 0
         self._tokens = self._moved(decoder.tokens)
@@ -43,47 +44,24 @@ class TorchDecoder:
             for block in decoder.blocks
         ]
         self._head = self._matrix(decoder.head, storage_of_head(storage))
-        self._captures = self.device.type == "cuda"
-        self._graphs: dict[int, _StepGraph] = {}
+        self.captures = self.device.type == "cuda"
+        """Whether steps of one token are captured as graphs."""
+        self.alone = threading.Lock()
+        """One pass at a time on a GPU: what another thread starts meanwhile would end up in a graph being captured."""
 
-    def open(self, cache: KeyValueCache) -> None:
-        """Work on this cache from now on."""
-        self.cache = cache
-        self._graphs.clear()  # they write where the old one lies
-
-    def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
-        """Read tokens, int64 [sum of the spans' lengths] on the device; their keys and values go into the cache.
-
-        Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
-        """
-        if self._captures and not every and all(span.length == 1 for span in spans):
-            return self._replayed(tokens, spans)
-        parts = tokens.split([span.length for span in spans])
-        logits: list[Tensor | None] = [None] * len(spans)
-        lengths = sorted({span.length for span in spans})
-        for length in lengths:  # spans of one length go together, so that nothing is padded
-            here = [index for index, span in enumerate(spans) if span.length == length]
-            group = [spans[index] for index in here]
-            found = self._pass(torch.stack([parts[index] for index in here]), group, every)
-            for index, one in zip(here, found.unbind(0), strict=True):
-                logits[index] = one
-        made = [one for one in logits if one is not None]
-        return torch.cat(made) if every else torch.stack([one[-1] for one in made])
+    def with_cache(self, cache: KeyValueCache) -> TorchPasses:
+        """Passes that keep what they read in this cache."""
+        return TorchPasses(self, cache)
 
     # inside
 
-    def _pass(self, tokens: Tensor, spans: Sequence[Span], every: bool) -> Tensor:
-        """int64 [spans, length] -> fp32 [spans, length or 1, vocabulary]."""
-        slots = torch.tensor([span.slot for span in spans], device=self.device)
-        starts = torch.tensor([span.start for span in spans], device=self.device)
-        positions = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        fresh = tokens.shape[1] > 1 and all(span.start == 0 for span in spans)
-        end = max(span.start for span in spans) + tokens.shape[1]
-        return self._forward(tokens, slots, positions, 0 if fresh else end, every)
-
     @torch.no_grad()
-    def _forward(self, tokens: Tensor, slots: Tensor, positions: Tensor, seen: int, every: bool) -> Tensor:
-        """`seen`: how much of the cache attention looks at; 0 = the sequences begin here, so nothing of it."""
+    def forward(
+        self, cache: KeyValueCache, tokens: Tensor, slots: Tensor, positions: Tensor, seen: int, every: bool
+    ) -> Tensor:
+        """int64 tokens and positions [batch, tokens], slots [batch] -> fp32 [batch, tokens or 1, vocabulary].
+
+        `seen`: how much of the cache attention looks at; 0 = the sequences begin here, so nothing of it."""
         decoder = self.decoder
         x = F.embedding(tokens, self._tokens)
         if self._positions is not None:
@@ -91,7 +69,7 @@ class TorchDecoder:
         for index, block in enumerate(decoder.blocks):
             matrices = self._matrices[index]
             qkv = matrices["qkv"](self._normed(x, block.norm1))
-            x = x + matrices["out"](self._attention(qkv, index, slots, positions, seen))
+            x = x + matrices["out"](self._attention(cache, qkv, index, slots, positions, seen))
             inner = self._normed(x, block.norm2)
             raised = matrices["up"](inner)
             if block.gate is None:
@@ -102,15 +80,16 @@ class TorchDecoder:
         last = x if every else x[:, -1:]
         return self._head(self._normed(last, decoder.last_norm)).float()
 
-    def _attention(self, qkv: Tensor, index: int, slots: Tensor, positions: Tensor, seen: int) -> Tensor:
+    def _attention(
+        self, cache: KeyValueCache, qkv: Tensor, index: int, slots: Tensor, positions: Tensor, seen: int
+    ) -> Tensor:
         decoder, block = self.decoder, self.decoder.blocks[index]
         heads = qkv.unflatten(-1, (-1, decoder.head_width)).transpose(1, 2)  # [batch, heads, tokens, head width]
         sizes = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
         queries, keys, values = heads.split(sizes, dim=1)
         queries = self._placed(queries, block.query_norm, positions)
         keys = self._placed(keys, block.key_norm, positions)
-        assert self.cache is not None, "no cache was opened"
-        held_keys, held_values = self.cache.tensors(index)
+        held_keys, held_values = cache.tensors(index)
         held_keys[slots[:, None], :, positions] = keys.transpose(1, 2).to(held_keys.dtype)
         held_values[slots[:, None], :, positions] = values.transpose(1, 2).to(held_values.dtype)
         if seen:
@@ -165,6 +144,50 @@ class TorchDecoder:
         self.weight_bytes += size
         return matrix
 
+
+class TorchPasses:
+    """Passes over one cache. Several may run at once, in threads too, each with a cache of its own."""
+
+    def __init__(self, of: TorchDecoder, cache: KeyValueCache) -> None:
+        self._of, self.cache = of, cache
+        self.decoder, self.storage, self.device, self.weight_bytes = of.decoder, of.storage, of.device, of.weight_bytes
+        self._graphs: dict[int, _StepGraph] = {}
+        """They write where this cache lies."""
+
+    def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
+        """Read tokens, int64 [sum of the spans' lengths] on the device; their keys and values go into the cache.
+
+        Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
+        """
+        with self._of.alone if self.device.type == "cuda" else nullcontext():
+            if self._of.captures and not every and all(span.length == 1 for span in spans):
+                return self._replayed(tokens, spans)
+            return self._computed(tokens, spans, every)
+
+    # inside
+
+    def _computed(self, tokens: Tensor, spans: Sequence[Span], every: bool) -> Tensor:
+        parts = tokens.split([span.length for span in spans])
+        logits: list[Tensor | None] = [None] * len(spans)
+        lengths = sorted({span.length for span in spans})
+        for length in lengths:  # spans of one length go together, so that nothing is padded
+            here = [index for index, span in enumerate(spans) if span.length == length]
+            group = [spans[index] for index in here]
+            found = self._pass(torch.stack([parts[index] for index in here]), group, every)
+            for index, one in zip(here, found.unbind(0), strict=True):
+                logits[index] = one
+        made = [one for one in logits if one is not None]
+        return torch.cat(made) if every else torch.stack([one[-1] for one in made])
+
+    def _pass(self, tokens: Tensor, spans: Sequence[Span], every: bool) -> Tensor:
+        """int64 [spans, length] -> fp32 [spans, length or 1, vocabulary]."""
+        slots = torch.tensor([span.slot for span in spans], device=self.device)
+        starts = torch.tensor([span.start for span in spans], device=self.device)
+        positions = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        fresh = tokens.shape[1] > 1 and all(span.start == 0 for span in spans)
+        end = max(span.start for span in spans) + tokens.shape[1]
+        return self._of.forward(self.cache, tokens, slots, positions, 0 if fresh else end, every)
+
     def _replayed(self, tokens: Tensor, spans: Sequence[Span]) -> Tensor:
         """A step of one token a sequence, as a graph that was captured for this many sequences."""
         graph = self._graphs.get(len(spans))
@@ -173,8 +196,7 @@ class TorchDecoder:
         return graph(tokens, spans)
 
     def _step(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        assert self.cache is not None, "no cache was opened"
-        return self._forward(tokens[:, None], slots, positions[:, None], self.cache.length, False)[:, 0]
+        return self._of.forward(self.cache, tokens[:, None], slots, positions[:, None], self.cache.length, False)[:, 0]
 
 
 class _StepGraph:
@@ -226,9 +248,10 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch.dtype) -> tuple[Matrix, int]:
     """A function x -> x @ weight.T + bias in `dtype`, and the bytes that it reads."""
-    bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
-    if storage == "int4" and linear.weight.shape[1] % INT4_GROUP == 0:
-        values, scales = (one.to(device) for one in quantize_groups_int4(linear.weight))
+    held_bias = linear.bias()
+    bias = None if held_bias is None else held_bias.to(device, dtype)
+    if storage == "int4" and linear.inputs % INT4_GROUP == 0:
+        values, scales = (one.to(device) for one in quantize_groups_int4(linear.weight()))
         narrow = scales.to(dtype)[..., None]
 
         def in_four_bits(x: Tensor) -> Tensor:
@@ -237,7 +260,7 @@ def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch
 
         return in_four_bits, values.nbytes + narrow.nbytes
     if storage in ("int8", "int4"):
-        values, scales = (one.to(device) for one in quantize_rows_int8(linear.weight))
+        values, scales = (one.to(device) for one in quantize_rows_int8(linear.weight()))
         row_scales = scales.to(dtype)
 
         def in_eight_bits(x: Tensor) -> Tensor:
@@ -245,7 +268,7 @@ def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch
             return y if bias is None else y + bias
 
         return in_eight_bits, values.nbytes + row_scales.nbytes
-    weight = linear.weight.detach().to(device, dtype)
+    weight = linear.weight().to(device, dtype)
     return lambda x: F.linear(x, weight, bias), weight.nbytes
 
 

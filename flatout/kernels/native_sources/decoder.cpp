@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "exponential.h"
+#include "packing.h"
 #include "panels.h"
 #include "stages.h"
 
@@ -333,4 +334,7 @@ void flatout_product(const flatout::Weight* weight, const float* x, int64_t rows
     });
   }
 }
+
+// A weight matrix into panels: 1, or 0 if it held inf or NaN and has no form of whole numbers.
+int64_t flatout_pack(const flatout::Packing* packing, int64_t threads) { return flatout::pack(*packing, threads); }
 }

@@ -1,0 +1,155 @@
+"""What a model's generation_config says about its texts: taken over setting by setting, or refused by name.
+
+A model of transformers carries the settings that its makers found good, and its own `generate` applies them. Left out
+in silence, they would make even a greedy text another one. So each setting is known here as one of three: carried out,
+without effect on the text, or refused with its value. What the caller gives goes before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.errors import UsageError
+
+_RULES = (
+    *("min_new_tokens", "min_length", "suppress_tokens", "begin_suppress_tokens"),
+    *("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
+)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "suppress_tokens": ([], ()),
+    "begin_suppress_tokens": ([], ()),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "guidance_scale": (1, 1.0),
+    "penalty_alpha": (0, 0.0),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "token_healing": (False,),
+    "max_length": (20,),  # the default of releases that wrote it into every config
+}
+"""Setting -> values that mean the same as none."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "low_memory"),
+        *("compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size", "use_mtp"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+        *("transformers_version", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+        *("assistant_ensemble_weight", "prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type"),
+        *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),  # of beams, which are refused
+        *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "decoder_start_token_id", "bos_token_id"),
+        "renormalize_logits",  # adds the same number to all logits of a row
+        "remove_invalid_values",  # logits that are not finite raise NumericsError here
+    }
+)
+_HANDLED = frozenset(
+    {
+        *_RULES,
+        *("eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p"),
+        *("repetition_penalty", "no_repeat_ngram_size", "max_new_tokens", "max_length", "stop_strings"),
+    }
+)
+_ONLY_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+"""Refused where tokens are drawn; a greedy text does not depend on them."""
+_DEFAULT_TOP_K = 50
+"""What transformers keeps where do_sample is set and top_k is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Of a model's generation_config; empty for a model without one."""
+
+    end_tokens: tuple[int, ...] = ()
+    pad_token: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Sampling."""
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of TokenRules."""
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    """Prompt and new tokens together; not looked at beside max_new_tokens."""
+    stop_strings: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> dict[str, Any]:
+        """Everything that changes texts, by name, for the result to say."""
+        limits = {"max_new_tokens": self.max_new_tokens, "max_length": self.max_length}
+        found = {**self.sampling, **self.rules, **limits, "stop_strings": self.stop_strings or None}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def read_settings(model: Any, given: Mapping[str, Any]) -> ModelSettings:
+    """`given`: what the caller set, which goes before. UsageError for a setting that cannot be carried out here."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return ModelSettings(end_tokens=_tokens(getattr(getattr(model, "config", None), "eos_token_id", None)))
+    value = _reader(config)
+    sampled = given["temperature"] > 0 if given.get("temperature") is not None else bool(value("do_sample"))
+    _refuse_others(config, value, sampled)
+    ngram = value("no_repeat_ngram_size")
+    sampling = {"repetition_penalty": value("repetition_penalty"), "no_repeat_ngram": ngram}
+    if sampled:
+        sampling |= _drawing(value, given)
+    most = value("max_new_tokens")
+    least = value("min_new_tokens")
+    rules = {name: value(name) for name in _RULES if not (name == "min_length" and least is not None)}
+    stops = None if given.get("stop") is not None else value("stop_strings")
+    return ModelSettings(
+        end_tokens=_tokens(value("eos_token_id")),
+        pad_token=value("pad_token_id"),
+        sampling={name: one for name, one in sampling.items() if one is not None and given.get(name) is None},
+        rules={name: one for name, one in rules.items() if one is not None and given.get(name) is None},
+        max_new_tokens=most if given.get("max_new_tokens") is None else None,
+        max_length=value("max_length") if most is None and given.get("max_new_tokens") is None else None,
+        stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()),
+    )
+
+
+def _drawing(value: Callable[[str], Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers draws. Its own default of top_k belongs to do_sample, not to a temperature of the caller's."""
+    temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
+    if given.get("temperature") is None and top_k is None:
+        top_k = _DEFAULT_TOP_K
+    return {
+        "temperature": 1.0 if temperature is None else temperature,
+        "top_k": top_k or None,
+        "top_p": None if top_p is None or top_p >= 1 else top_p,
+        "min_p": value("min_p"),
+    }
+
+
+def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool) -> None:
+    """Whatever transformers knows and would carry out, and nothing here does. Entries unknown to it have no effect."""
+    known = set(vars(type(config)())) | {"num_beams", "penalty_alpha", "guidance_scale"}
+    for name in sorted(set(vars(config)) & known):
+        if name.startswith("_") or name in _HANDLED or name in _WITHOUT_EFFECT or value(name) is None:
+            continue
+        if name in _ONLY_SAMPLING and not sampled:
+            continue
+        if name == "penalty_alpha" and (sampled or (value("top_k") or _DEFAULT_TOP_K) <= 1):
+            continue  # contrastive search is neither drawing nor looking at one candidate
+        what = f"the model's generation_config has {name} = {value(name)!r}"
+        limit = "generating here cannot carry that out, and without it the text would be another one"
+        remedy = f"set model.generation_config.{name} = None, or use the model's own generate()"
+        raise UsageError(what, limit=limit, remedy=remedy)
+
+
+def _reader(config: Any) -> Callable[[str], Any]:
+    """name -> value; None where it is not set, or means the same as not being set."""
+
+    def value(name: str) -> Any:
+        found = getattr(config, name, None)
+        return None if found is None or any(found is one or found == one for one in _NEUTRAL.get(name, ())) else found
+
+    return value
+
+
+def _tokens(found: Any) -> tuple[int, ...]:
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)

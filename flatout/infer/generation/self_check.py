@@ -1,0 +1,113 @@
+"""Compares a prepared model with the model itself: the logits of a few tokens, the last ones through the cache.
+
+What a model computes is known here by its class. That is checked (plain_modules.py), but a class can be patched, and
+two releases of a library may differ: the numbers decide. The weights as they were read are run in the model's own
+precision by torch's operations, where they must agree closely; then the form that generates, within what its bits can
+do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import UsageError
+from flatout.infer.generation.cache import KeyValueCache
+from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.plain_modules import REMEDY
+from flatout.infer.generation.span import Span
+from flatout.infer.generation.storage import Storage
+from flatout.infer.generation.torch_decoder import TorchDecoder
+
+PROMPT, MORE = 6, 2
+"""Tokens read in one pass, and read after them through the cache."""
+LIMITS: dict[Storage, float] = {"fp32": 2e-3, "bf16": 0.15, "int8": 0.5, "int4": 1.0}
+"""Storage -> the most by which logits may differ, as a share of their spread. Rounding alone stays well below; logits
+that have nothing to do with each other differ by 1.4."""
+
+
+class Passes(Protocol):
+    """What runs passes over one cache: NativePasses, TorchPasses."""
+
+    def advance(self, tokens: Tensor, spans: list[Span], *, every: bool = False) -> Tensor: ...
+
+
+class Engine(Protocol):
+    """A prepared model: NativeDecoder, TorchDecoder."""
+
+    storage: Storage
+    decoder: Decoder
+
+    def with_cache(self, cache: KeyValueCache) -> Passes: ...
+
+
+def check_against_model(model: nn.Module, decoder: Decoder, engine: Any) -> None:
+    """UsageError where logits differ by more than LIMITS; those that are not finite are for generation to report."""
+    device = engine.device
+    count = min(PROMPT + MORE, decoder.max_tokens)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(decoder.vocabulary, (count,), generator=generator).to(device)
+    wanted = _own_logits(model, tokens)
+    if not wanted.isfinite().all():
+        return
+    exact = engine.storage == "fp32"
+    own: Storage = "fp32" if decoder.tokens.dtype in (torch.float32, torch.float64) and _full_products() else "bf16"
+    reference = engine if exact else TorchDecoder(decoder, storage=own, device=device)
+    found = _logits(reference, tokens)
+    _compare(found, wanted, own, "the weights as they were read")
+    if not exact:
+        _compare(_logits(engine, tokens), found, engine.storage, f"the weights in {engine.storage}")
+
+
+def _full_products() -> bool:
+    return torch.get_float32_matmul_precision() == "highest"
+
+
+def _compare(found: Tensor, wanted: Tensor, storage: Storage, what: str) -> None:
+    spread = max(float(wanted.std()), 1e-4 * float(wanted.abs().max()), 1e-30)
+    off = float((found - wanted).square().mean().sqrt()) / spread
+    if not off <= LIMITS[storage]:
+        place = int((found - wanted).abs().amax(-1).gt(LIMITS[storage] * spread).int().argmax())
+        told = f"with {what}, the logits of a test prompt differ from the model's by {off:.1%} of their spread"
+        limit = f"{LIMITS[storage]:.1%} is allowed; token {place} is the first that differs"
+        remedy = f"look for what changes the forward pass of its class or of torch; {REMEDY}"
+        raise UsageError(told, limit=limit, remedy=remedy)
+
+
+def _logits(engine: Any, tokens: Tensor) -> Tensor:
+    """fp32 [tokens, vocabulary] in two passes, the second over the first one's keys and values."""
+    decoder, count = engine.decoder, len(tokens)
+    dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
+    passes = engine.with_cache(KeyValueCache(decoder, slots=1, length=count, dtype=dtype, device=engine.device))
+    cut = max(1, count - MORE)
+    parts = [passes.advance(tokens[:cut], [Span(slot=0, start=0, length=cut)], every=True)]
+    if cut < count:
+        parts.append(passes.advance(tokens[cut:], [Span(slot=0, start=cut, length=count - cut)], every=True))
+    return torch.cat(parts)
+
+
+def _own_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """fp32 [tokens, vocabulary], by the model's own forward pass without dropout."""
+    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    with _evaluating(model), torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+        found = model(tokens[None], **options)
+    logits = getattr(found, "logits", found)
+    assert isinstance(logits, Tensor), "a causal language model gives logits"
+    return logits[0].float()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; each module is left in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,173 @@
+"""Tokens that may not come, or must, at certain places of a text.
+
+They are what transformers' generation_config calls suppressed, bad and forced tokens and least lengths, applied in its
+order: after penalties and before temperature.
+
+Everything is computed from where each row stands, on the device: nothing waits for it.
+
+>>> import torch
+>>> rules = TokenRules(suppress_tokens=(1,)).with_ends((2,))
+>>> two, four = torch.tensor([2]), torch.tensor([4])
+>>> place = Place(history=torch.tensor([[0, 0]]), lengths=two, prompts=two, limits=four)
+>>> rules.applied(torch.zeros(1, 3), place).tolist()
+[[0.0, -inf, 0.0]]
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the rows of some logits stand in their texts."""
+
+    history: Tensor
+    """int64 [rows, columns]: prompt and text so far, from column 0 on."""
+    lengths: Tensor
+    """int64 [rows]: columns that count."""
+    prompts: Tensor
+    """int64 [rows]: columns of the prompt."""
+    limits: Tensor
+    """int64 [rows]: the most tokens that are generated after it."""
+
+    def after(self, tokens: Tensor) -> Place:
+        """One token further. `history` has room for it, and is written to."""
+        self.history.scatter_(1, self.lengths[:, None], tokens[:, None])
+        return replace(self, lengths=self.lengths + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRules:
+    """Names and meaning are those of transformers' generation_config."""
+
+    min_new_tokens: int | None = None
+    """No end token before so many new ones."""
+    min_length: int | None = None
+    """No end token before so many, prompt and new ones together; not looked at beside min_new_tokens."""
+    suppress_tokens: Sequence[int] = ()
+    """Never generated."""
+    begin_suppress_tokens: Sequence[int] = ()
+    """Not the first generated one."""
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    """Runs of tokens that are never completed."""
+    forced_bos_token_id: int | None = None
+    """The token after a prompt of one token."""
+    forced_eos_token_id: int | Sequence[int] | None = None
+    """The last token that the length allows."""
+    ends: tuple[int, ...] = field(default=(), init=False)
+    """End tokens of the model: see `with_ends`."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_new_tokens", "min_length"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 0")
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            object.__setattr__(self, name, _ids(name, getattr(self, name)))
+        words = self.bad_words_ids or ()
+        if not isinstance(words, list | tuple):
+            raise UsageError(f"bad_words_ids is {words!r}", limit="it is a list of lists of token ids")
+        object.__setattr__(self, "bad_words_ids", tuple(_ids("bad_words_ids", one) for one in words))
+        if not all(self.bad_words_ids):
+            raise UsageError("bad_words_ids holds an empty list", limit="it is in every text", remedy="leave it out")
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else _ids(name, value))
+
+    def with_ends(self, ends: Iterable[int]) -> TokenRules:
+        """The same for a model with these end tokens; single end tokens among the bad words are no such."""
+        ends = tuple(ends)
+        words = tuple(one for one in self.bad_words_ids if len(one) > 1 or one[0] not in ends)
+        made = replace(self, bad_words_ids=words)
+        object.__setattr__(made, "ends", ends)
+        return made
+
+    def check(self, vocabulary: int) -> None:
+        """UsageError for a token that the model does not have."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            for token in _flat(value) if one.name not in ("min_new_tokens", "min_length", "ends") else ():
+                if token >= vocabulary:
+                    limit = f"the model's ids are 0 to {vocabulary - 1}"
+                    raise UsageError(f"{one.name} holds token {token}", limit=limit, remedy="leave it out")
+
+    @property
+    def any(self) -> bool:
+        """Whether any rule can change logits."""
+        least = bool(self.ends) and bool(self.min_new_tokens or self.min_length)
+        forced = self.forced_bos_token_id is not None or self.forced_eos_token_id is not None
+        return least or forced or bool(self.suppress_tokens or self.begin_suppress_tokens or self.bad_words_ids)
+
+    def applied(self, logits: Tensor, place: Place) -> Tensor:
+        """fp32 [rows, vocabulary] with -inf where a token may not come; the logits given are not written to."""
+        made = place.lengths - place.prompts
+        for word in self.bad_words_ids:
+            logits = _banned(logits, _ended_by(word[:-1], place), word[-1:])
+        if self.ends and (self.min_new_tokens or self.min_length):
+            early = place.lengths < (self.min_length or 0)
+            early = made < self.min_new_tokens if self.min_new_tokens is not None else early
+            logits = _banned(logits, early, self.ends)
+        if self.forced_bos_token_id is not None:
+            logits = _forced(logits, place.lengths == 1, self.forced_bos_token_id)
+        if self.forced_eos_token_id is not None:
+            logits = _forced(logits, made == place.limits - 1, self.forced_eos_token_id)
+        if self.suppress_tokens:
+            logits = _banned(logits, torch.ones_like(made, dtype=torch.bool), self.suppress_tokens)
+        if self.begin_suppress_tokens:
+            first = torch.zeros_like(made)
+            if self.forced_bos_token_id is not None:  # it comes first then, and the rule is for what follows it
+                first = (place.prompts == 1).to(made.dtype)
+            logits = _banned(logits, made == first, self.begin_suppress_tokens)
+        return logits
+
+
+def _banned(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
+    """-inf for these tokens in these rows, bool [rows]."""
+    where = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    where[list(tokens)] = True
+    return logits.masked_fill(rows[:, None] & where, -math.inf)
+
+
+def _forced(logits: Tensor, rows: Tensor, tokens: Any) -> Tensor:
+    """0 for these tokens in these rows and -inf for all others."""
+    only = torch.full_like(logits[:1], -math.inf)
+    only[:, list(tokens)] = 0.0
+    return torch.where(rows[:, None], only, logits)
+
+
+def _ended_by(tokens: Sequence[int], place: Place) -> Tensor:
+    """bool [rows]: whose text ends in these tokens."""
+    found = place.lengths >= len(tokens)
+    for back, token in enumerate(reversed(tokens), 1):
+        at = (place.lengths - back).clamp(min=0)
+        found = found & (place.history.gather(1, at[:, None])[:, 0] == token)
+    return found
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """One id or several as a tuple."""
+    if value is None:
+        return ()
+    try:
+        ids = tuple(operator.index(one) for one in (value if isinstance(value, list | tuple) else [value]))
+    except TypeError:
+        raise UsageError(f"{name} is {value!r}", limit="it holds token ids, whole numbers") from None
+    if any(one < 0 for one in ids):
+        raise UsageError(f"{name} is {value!r}", limit="token ids are not negative")
+    return ids
+
+
+def _flat(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [token for one in value for token in (one if isinstance(one, tuple) else (one,))]
