@@ -27,6 +27,14 @@ StopOption = Annotated[
     list[str] | None, typer.Option(help="A text (or ids as '12,7') that ends a text; repeat for more.")
 ]
 
+MostTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="The most tokens for each prompt; default: the model's own, else 64.")
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option(metavar="T", help="0 = greedy; default: as the model's generation_config, else 0.")
+]
+PenaltyOption = Annotated[float | None, typer.Option(metavar="X", help="Above 1: tokens seen come less.")]
+
 
 def generate(
     model: ModelArgument,
@@ -36,23 +44,16 @@ def generate(
     ] = None,
     prompts: PromptsFile = None,
     tokenizer: TokenizerOption = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="The most tokens for each prompt; default: the model's own, else 64."),
-    ] = None,
+    max_new_tokens: MostTokens = None,
     plan: PlanFile = None,
     precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="BITS", help="int8 or int4.")] = None,
     lookup: Annotated[bool, typer.Option("--lookup", help="Guess ahead from the text so far; same text.")] = False,
     draft: DraftOption = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="0 = greedy; default: as the model's generation_config, else 0.")
-    ] = None,
+    temperature: TemperatureOption = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", help="Only the K most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", help="Only the most probable that reach P.")] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(metavar="X", help="Above 1: tokens seen come less.")
-    ] = None,
+    repetition_penalty: PenaltyOption = None,
     no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="No run of N tokens twice.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
     stop: StopOption = None,

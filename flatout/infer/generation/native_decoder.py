@@ -131,7 +131,7 @@ class NativePasses:
         wanted = list(range(len(positions))) if every else ends.tolist()
         x = F.embedding(tokens, self._of.tokens).float()
         if self._of.positions is not None:
-            x = x + F.embedding(positions, self._of.positions)
+            x = x + F.embedding(positions, self._of.positions).float()
         parts = []
         for begin in range(0, len(positions), ROWS_PER_PASS):
             rows = slice(begin, begin + ROWS_PER_PASS)

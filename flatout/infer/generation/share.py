@@ -1,8 +1,8 @@
 """How near generation came to what the machine can do: time at the ceiling over time taken.
 
 A pass must read its weights and the keys and values of what came before, and must multiply; whichever takes longer at
-the ceilings measured on this machine is the limit that binds. Weights that lie in the processor's cache are not read from
-memory, so the memory's rate is no ceiling for them: no share is stated then.
+the ceilings measured on this machine is the limit that binds. Weights that lie in the processor's cache are not read
+from memory, so the memory's rate is no ceiling for them: no share is stated then.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class TokenRules:
     def applied(self, logits: Tensor, place: Place) -> Tensor:
         """fp32 [rows, vocabulary] with -inf where a token may not come; the logits given are not written to."""
         made = place.lengths - place.prompts
-        for word in self.bad_words_ids:
-            logits = _banned(logits, _ended_by(word[:-1], place), word[-1:])
+        for length in sorted({len(word) for word in self.bad_words_ids}):
+            logits = _without_words(logits, [word for word in self.bad_words_ids if len(word) == length], place)
         if self.ends and (self.min_new_tokens or self.min_length):
             early = place.lengths < (self.min_length or 0)
             early = made < self.min_new_tokens if self.min_new_tokens is not None else early
@@ -145,13 +145,16 @@ def _forced(logits: Tensor, rows: Tensor, tokens: Any) -> Tensor:
     return torch.where(rows[:, None], only, logits)
 
 
-def _ended_by(tokens: Sequence[int], place: Place) -> Tensor:
-    """bool [rows]: whose text ends in these tokens."""
-    found = place.lengths >= len(tokens)
-    for back, token in enumerate(reversed(tokens), 1):
-        at = (place.lengths - back).clamp(min=0)
-        found = found & (place.history.gather(1, at[:, None])[:, 0] == token)
-    return found
+def _without_words(logits: Tensor, words: Sequence[Sequence[int]], place: Place) -> Tensor:
+    """-inf for the last token of each of these words, all of one length, where a text ends in the others."""
+    known = torch.tensor(words, device=logits.device)  # [words, length]
+    before = known.shape[1] - 1
+    places = place.lengths[:, None] - before + torch.arange(before, device=logits.device)
+    ends = place.history.gather(1, places.clamp(min=0))  # [rows, length - 1]
+    met = (ends[:, None] == known[:, :-1]).all(-1) & (place.lengths >= before)[:, None]  # [rows, words]
+    # The least of a logit and +inf is the logit: where no word would be completed, nothing changes.
+    bans = torch.where(met, -math.inf, math.inf).to(logits.dtype)
+    return logits.scatter_reduce(1, known[:, -1].expand(len(logits), -1), bans, "amin")
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -159,7 +162,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     try:
-        ids = tuple(operator.index(one) for one in (value if isinstance(value, list | tuple) else [value]))
+        ids = tuple(operator.index(one) for one in (value if isinstance(value, Iterable) else [value]))
     except TypeError:
         raise UsageError(f"{name} is {value!r}", limit="it holds token ids, whole numbers") from None
     if any(one < 0 for one in ids):
