@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.infer.exporting.report import ExportCheck, ExportedFile, ExportFailure, ExportReport
+from flatout.infer.exporting.report import ExportCheck, ExportedFile, ExportFailure, ExportReport, SizeRange
 from flatout.report.document import document
 from flatout.units import format_bytes, format_seconds
 
@@ -42,7 +42,20 @@ def _failed(failure: ExportFailure) -> list[str]:
 def _verified(file: ExportedFile) -> list[str]:
     sizes = f"dynamic {' and '.join(file.dynamic)}" if file.dynamic else "fixed sizes"
     took = format_seconds(file.seconds)
-    return [f"{file.path} · {format_bytes(file.bytes or 0)} · {sizes} · {took}", _how(file)]
+    ranges = [text for one in file.ranges if (text := _range(one))]
+    return [f"{file.path} · {format_bytes(file.bytes or 0)} · {sizes} · {took}", _how(file), *ranges]
+
+
+def _range(found: SizeRange) -> str:
+    """'batch 1 to 64 (x.size()[0] <= 64); the file refuses 65'."""
+    tested = f"{found.name} tested from {found.tested[0]} to {found.tested[-1]}" if found.tested else ""
+    if found.smallest is None:
+        return f"{tested}; nothing is known beyond" if tested else ""
+    if found.largest is None and found.smallest == 1:
+        return f"{tested}; no bound was found" if tested else ""
+    upper = f"to {found.largest}" if found.largest is not None else "and up"
+    refused = f"; the file refuses {', '.join(map(str, found.refused))}" if found.refused else ""
+    return f"{found.name} {found.smallest} {upper} ({found.reason}){refused}"
 
 
 def _how(file: ExportedFile) -> str:

@@ -19,11 +19,17 @@ from flatout.errors import UsageError
 from flatout.infer.exporting.fresh_inputs import Example, with_sizes
 from flatout.infer.exporting.plain_outputs import named_tensors
 from flatout.infer.exporting.report import Dynamic, ExportCheck, ExportFailure, NotExported
+from flatout.infer.exporting.size_ranges import Ranges
 from flatout.infer.exporting.trace import failure_of, first_words
 from flatout.infer.user_lines import user_line
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By dtype of an output; complex ones as their parts, whole numbers and bool must agree."""
+
+FAR = 8
+"""So many times the example's size is tried where no bound is known."""
+MOST_ELEMENTS, MOST_SECONDS = 1 << 25, 5.0
+"""Of a call that is only made to test a size."""
 
 Kind = Literal["example", "fresh", "resampled"]
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -37,6 +43,19 @@ class Sample:
     kind: Kind
     example: Example
     outputs: tuple[tuple[str, Tensor], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """A call past the bounds of the trace."""
+
+    name: str
+    size: int
+    why: str
+    """The guard that it breaks."""
+    sample: Sample | None
+    """None: the module itself fails there."""
+    call: Example
 
 
 def run_module(model: nn.Module, example: Example) -> tuple[tuple[str, Tensor], ...]:
@@ -80,6 +99,91 @@ def samples_of(model: nn.Module, example: Example, dynamic: Dynamic, notes: list
         notes.append(f"not verified at {'; '.join(failed)}: there the module itself fails ({said})")
     _check_telling(samples, dynamic, notes)
     return samples
+
+
+def further_samples(
+    model: nn.Module, example: Example, dynamic: Dynamic, ranges: Ranges, seconds: float
+) -> tuple[list[Sample], list[Beyond]]:
+    """Calls at the bounds (or far from the example, where there are none), and calls past them.
+
+    seconds: of the module on the example; what would take too long, or too much memory, is left out.
+    """
+    inside: list[Sample] = []
+    past: list[Beyond] = []
+    for found in ranges.found:
+        usual = example.batch if found.name == "batch" else example.length
+        assert usual is not None, "a size that varies is one of the example's"
+        far = FAR * usual + 3
+        for size in dict.fromkeys((found.smallest or 1, far if found.largest is None else found.largest)):
+            if size != usual and _affordable(example, found.name, size / usual, seconds):
+                sample, _ = _sample(model, example, {found.name: size}, dynamic, size)
+                inside += [sample] if sample is not None and not ranges.why_not({found.name: size}) else []
+        for size in ((found.smallest or 1) - 1, (found.largest or -1) + 1):
+            if size >= 1 and _affordable(example, found.name, size / usual, seconds):
+                past.append(_beyond(model, example, found.name, size, dynamic, ranges))
+    return inside, past
+
+
+def _beyond(model: nn.Module, example: Example, name: str, size: int, dynamic: Dynamic, ranges: Ranges) -> Beyond:
+    sample, _ = _sample(model, example, {name: size}, dynamic, size)
+    call = with_sizes(example, {name: size}, dynamic, "fresh", seed=size) if sample is None else sample.example
+    return Beyond(name=name, size=size, why=ranges.why_not({name: size}), sample=sample, call=call)
+
+
+def beyond_of(sample: Sample, example: Example, ranges: Ranges) -> Beyond:
+    """A sample for which the trace does not hold."""
+    both = {"batch": (sample.example.batch, example.batch), "length": (sample.example.length, example.length)}
+    named = {name: size for name, (size, _) in both.items() if size is not None}
+    name = next((name for name, (size, usual) in both.items() if size != usual), "batch")
+    return Beyond(name=name, size=named[name], why=ranges.why_not(named), sample=sample, call=sample.example)
+
+
+def _affordable(example: Example, name: str, times: float, seconds: float) -> bool:
+    elements = sum(tensor.numel() for tensor in example.tensors.values()) * times
+    longer = times if name == "batch" else times**2
+    return elements <= MOST_ELEMENTS and seconds * longer <= MOST_SECONDS
+
+
+def split_by(samples: list[Sample], ranges: Ranges) -> tuple[list[Sample], list[Sample]]:
+    """Those for which the trace holds, and the others."""
+
+    def holds(sample: Sample) -> bool:
+        sizes = {"batch": sample.example.batch, "length": sample.example.length}
+        return not ranges.why_not({name: size for name, size in sizes.items() if size is not None})
+
+    return [one for one in samples if holds(one)], [one for one in samples if not holds(one)]
+
+
+def verify_past(run: Runner, beyond: Beyond, tolerance: float | None, notes: list[str]) -> bool:
+    """Does the file refuse what lies past the bounds of its trace? NotExported where it gives other results than the
+    module there; where the module itself fails, and the file does not, a note."""
+    call = copied(beyond.call)
+    try:
+        outputs = tuple(named_tensors(run(call.args, call.kwargs)))
+    except Exception:  # the runtime's own kinds
+        return True
+    at = f"{beyond.name} {beyond.size}"
+    if beyond.sample is None:
+        notes.append(f"at {at} the module fails and the file does not: keep to its range")
+        return False
+    if len(outputs) == len(beyond.sample.outputs):
+        pairs = list(zip(beyond.sample.outputs, outputs, strict=True))
+        if all(x.shape == y.shape and x.dtype == y.dtype for (_, x), (_, y) in pairs) and all(
+            _close(x, y.to(x.device), tolerance)[0] for (_, x), (_, y) in pairs
+        ):
+            return False
+    raise NotExported(
+        ExportFailure(
+            what=f"at {at} the file gives other results than the module, without an error",
+            limit=f"forward decides by sizes, its trace holds where {_bound(beyond)}, and files of this format do not "
+            "check sizes",
+            remedy="use pt2, which does, or take the decision out of forward",
+        )
+    )
+
+
+def _bound(beyond: Beyond) -> str:
+    return beyond.why or f"{beyond.name} is not {beyond.size}"
 
 
 def _sizes(example: Example, dynamic: Dynamic) -> list[dict[str, int]]:

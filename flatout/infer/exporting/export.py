@@ -28,13 +28,18 @@ from torch import nn
 from flatout.errors import UsageError
 from flatout.infer.exporting.check import (
     TOLERANCES,
+    Beyond,
     Sample,
+    beyond_of,
     check_same_twice,
     copied,
     first_sample,
+    further_samples,
     run_module,
     samples_of,
+    split_by,
     verify,
+    verify_past,
 )
 from flatout.infer.exporting.formats import EXPORTERS, Exporter, Job
 from flatout.infer.exporting.fresh_inputs import Example, embedding_limits, example_from
@@ -47,8 +52,10 @@ from flatout.infer.exporting.report import (
     ExportReport,
     Format,
     NotExported,
+    SizeRange,
 )
-from flatout.infer.exporting.trace import BY_DATA, Traced, failure_of, quiet, trace
+from flatout.infer.exporting.size_ranges import ranges_of
+from flatout.infer.exporting.trace import BY_DATA, ONE_OUTCOME, Traced, failure_of, quiet, trace
 from flatout.infer.left_unchanged import left_unchanged, weight_sizes
 
 FEWER: dict[Dynamic, tuple[Dynamic, ...]] = {"length": ("batch", "none"), "batch": ("none",), "none": ()}
@@ -154,6 +161,9 @@ class _Shared:
     """What formats share at one choice of varying sizes."""
 
     samples: list[Sample] = field(default_factory=list)
+    """For which the trace holds; the example first."""
+    beyond: list[Beyond] = field(default_factory=list)
+    ranges: tuple[SizeRange, ...] = ()
     notes: list[str] = field(default_factory=list)
     traced: Traced | None = None
     failure: ExportFailure | None = None
@@ -218,7 +228,7 @@ class _Run:
             job = self._job(shared, dynamic)
             self._start()
             with quiet(notes):
-                checks, size = _put_verified(job, exporter, target, shared.samples, self.tolerance)
+                checks, refused, size = _put_verified(job, exporter, target, shared, self.tolerance, notes)
         except Exception as error:  # exporters and runtimes raise of many kinds
             failure = failure_of(error)
             return ExportedFile(format=name, path=None, bytes=None, failure=failure, notes=tuple(notes))
@@ -227,6 +237,7 @@ class _Run:
             path=str(target),
             bytes=size,
             dynamic=job.varying,
+            ranges=tuple(_tested(one, checks, refused) for one in shared.ranges if one.name in job.varying),
             checks=checks,
             tolerance=self._tolerance(shared.samples[0]),
             notes=tuple(dict.fromkeys(notes)),
@@ -261,10 +272,29 @@ class _Run:
                 shared.traced = trace(self.model, self.example, dynamic, shared.notes)
             except NotExported as error:
                 shared.trace_failure = error.failure
+            self._find_ranges(shared, dynamic)
         failure = shared.failure or shared.trace_failure
         if failure is not None and (needs_trace or failure is shared.failure or failure.what == BY_DATA):
             raise NotExported(failure)
         return shared
+
+    def _find_ranges(self, shared: _Shared, dynamic: Dynamic) -> None:
+        """Once there is a trace, or none can be made: its bounds, and samples at and past them."""
+        self._start()
+        ranges = ranges_of(shared.traced, self.example, dynamic)
+        began = time.perf_counter()
+        run_module(self.model, copied(self.example))
+        seconds = time.perf_counter() - began
+        held, outside = split_by(shared.samples, ranges)
+        inside, shared.beyond = further_samples(self.model, self.example, dynamic, ranges, seconds)
+        if not held or held[0].kind != "example":
+            held, outside = shared.samples, []  # the guards cannot be asked: the file is run at all sizes
+        known = {(one.example.batch, one.example.length) for one in held}
+        held += [one for one in inside if (one.example.batch, one.example.length) not in known]
+        shared.beyond += [beyond_of(one, self.example, ranges) for one in outside]
+        shared.ranges = ranges.found
+        self._start()  # a buffer may count calls: the file is run in this order too
+        shared.samples = [replace(one, outputs=run_module(self.model, copied(one.example))) for one in held]
 
     def _tolerance(self, sample: Sample) -> float:
         if self.tolerance is not None:
@@ -272,15 +302,38 @@ class _Run:
         return max(TOLERANCES.get(tensor.dtype, 0.0) for _, tensor in sample.outputs)
 
 
+def _check_no_decision(dynamic: Dynamic, notes: list[str]) -> None:
+    """A trace of TorchScript's keeps no guard: without torch.export's nobody knows where a decision ends."""
+    if dynamic != "none" and (decided := next((note for note in notes if note.startswith(ONE_OUTCOME)), "")):
+        limit = "torch.export, which would say for which sizes it holds, cannot trace the module"
+        remedy = "take the decision out of forward; or export at the example's sizes (dynamic='none')"
+        raise NotExported(ExportFailure(what=decided, limit=limit, remedy=remedy))
+
+
+def _tested(found: SizeRange, checks: tuple[ExportCheck, ...], refused: list[Beyond]) -> SizeRange:
+    sizes = [check.batch if found.name == "batch" else check.length for check in checks]
+    past = sorted({one.size for one in refused if one.name == found.name})
+    return replace(found, tested=tuple(sorted({size for size in sizes if size is not None})), refused=tuple(past))
+
+
 def _put_verified(
-    job: Job, exporter: Exporter, target: Path, samples: list[Sample], tolerance: float | None
-) -> tuple[tuple[ExportCheck, ...], int]:
-    """Write beside the target, load, compare, and only then rename into place; returns the checks and the bytes."""
+    job: Job, exporter: Exporter, target: Path, shared: _Shared, tolerance: float | None, notes: list[str]
+) -> tuple[tuple[ExportCheck, ...], list[Beyond], int]:
+    """Write beside the target, load, compare, and only then rename into place.
+
+    Returns the checks, the calls past the bounds that the file refuses, and the bytes.
+    """
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         written = folder / target.name
         exporter.write(job, written)
-        checks = verify(exporter.load(job, written), samples, tolerance)
+        run = exporter.load(job, written)
+        checks = verify(run, shared.samples, tolerance)
+        past = [one for one in shared.beyond if exporter.safe_past or one.sample is not None]
+        notes += [f"sizes are not checked by the file: {one.why}" for one in shared.beyond if one not in past]
+        refused = [one for one in past if verify_past(run, one, tolerance, notes)]
+        if shared.traced is None:
+            _check_no_decision(job.dynamic, notes)
         # What a file refers to (large ONNX weights) is in place before it.
         parts = sorted(folder.iterdir(), key=lambda part: part.name == target.name)
         size = sum(part.stat().st_size for part in parts)
@@ -289,6 +342,6 @@ def _put_verified(
                 os.fsync(stream.fileno())
             part.chmod(0o644)
             part.replace(target.parent / part.name)
-        return checks, size
+        return checks, refused, size
     finally:
         shutil.rmtree(folder, ignore_errors=True)

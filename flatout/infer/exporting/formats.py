@@ -60,6 +60,9 @@ class Exporter:
     write: Callable[[Job, Path], None]
     load: Callable[[Job, Path], Runner]
     shares_trace: bool = True
+    safe_past: bool = True
+    """At sizes where the module itself fails, its file raises an error too or computes something; False: it may read
+    memory that is not its own."""
     notes: tuple[str, ...] = ()
 
 
@@ -208,7 +211,14 @@ HERE_ONLY = "machine code for this kind of processor, read by the torch release 
 
 EXPORTERS: dict[Format, Exporter] = {
     "pt2": Exporter(suffix=".pt2", needs=_torch_alone, write=_write_pt2, load=_load_pt2),
-    "aoti": Exporter(suffix=".aoti.pt2", needs=_needs_compiler, write=_write_aoti, load=_load_aoti, notes=(HERE_ONLY,)),
+    "aoti": Exporter(
+        suffix=".aoti.pt2",
+        needs=_needs_compiler,
+        write=_write_aoti,
+        load=_load_aoti,
+        safe_past=False,
+        notes=(HERE_ONLY,),
+    ),
     "onnx": Exporter(suffix=".onnx", needs=_needs_onnx, write=_write_onnx, load=_load_onnx),
     "torchscript": Exporter(
         suffix=".torchscript.pt",

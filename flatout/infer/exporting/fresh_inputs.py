@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.data.nested import map_tensors, tensors_in
+from flatout.data.nested import map_leaves, map_tensors, tensors_in
 from flatout.errors import UsageError
 from flatout.infer.exporting.report import Dynamic
 
@@ -52,9 +52,9 @@ class Example:
 def example_from(model: nn.Module, example_inputs: Any, dynamic: Dynamic) -> Example:
     """How the module is called: a tensor or tuple is positional; a dict is by name where `forward` knows the names.
 
-    UsageError: inputs that a file cannot take, or that `forward` does not.
+    Arrays of numpy are taken as tensors. UsageError: inputs that a file cannot take, or that `forward` does not.
     """
-    args, kwargs = _call_of(model, example_inputs)
+    args, kwargs = _call_of(model, _as_tensors(model, example_inputs))
     _check_kinds((args, kwargs))
     sized = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.ndim > 0]
     batch = sized[0].shape[0] if sized else None
@@ -68,6 +68,17 @@ def example_from(model: nn.Module, example_inputs: Any, dynamic: Dynamic) -> Exa
     if batch == 0 or (dynamic == "length" and length == 0):
         raise UsageError("the example inputs are empty", limit="they hold at least one sample")
     return Example(args=args, kwargs=kwargs, batch=batch, length=length)
+
+
+def _as_tensors(model: nn.Module, inputs: Any) -> Any:
+    """Arrays of numpy as tensors, floating-point ones in the dtype of the model's weights (numpy's own is float64)."""
+    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+
+    def tensor(array: Any) -> Tensor:
+        made = torch.from_numpy(array)
+        return made.to(dtype) if made.is_floating_point() else made
+
+    return map_leaves(tensor, inputs, lambda one: type(one).__module__ == "numpy" and type(one).__name__ == "ndarray")
 
 
 def _call_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -101,7 +112,7 @@ def _check_kinds(value: Any, path: str = "inputs") -> None:
     elif not isinstance(value, (Tensor, *_PLAIN)):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         limit = "an exported file takes tensors, numbers, texts and None, alone or in tuples, lists and dicts"
-        remedy = "pass its tensors, and let forward take them" if kind != "numpy.ndarray" else "use torch.from_numpy"
+        remedy = "pass its tensors, and let forward take them"
         raise UsageError(f"{path} is a {kind}", limit=limit, remedy=remedy)
 
 

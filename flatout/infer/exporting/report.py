@@ -32,6 +32,24 @@ class ExportCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SizeRange:
+    """For which values of one varying size a file holds."""
+
+    name: str
+    """'batch' or 'length'."""
+    smallest: int | None = None
+    """None where nothing is known beyond what was tested."""
+    largest: int | None = None
+    """None where no bound was found."""
+    reason: str = ""
+    """What bounds it, in torch's words."""
+    tested: tuple[int, ...] = ()
+    """At which the file gave what the module gives."""
+    refused: tuple[int, ...] = ()
+    """Outside of the bounds, at which the file raised an error when it was tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportFailure:
     """Why there is no file: what is wrong, the limit it breaks, what to do, and the user's own line if it is known."""
 
@@ -60,6 +78,8 @@ class ExportedFile:
     """Of the file and of what stands beside it (large ONNX weights); None without a file."""
     dynamic: tuple[str, ...] = ()
     """Sizes that may differ from the example's: 'batch', 'length'; () = all are fixed."""
+    ranges: tuple[SizeRange, ...] = ()
+    """Of each size in `dynamic`, where the other sizes are the example's."""
     checks: tuple[ExportCheck, ...] = ()
     tolerance: float | None = None
     """Largest difference allowed, as a share of the largest output (at least of 1); None where nothing was compared."""

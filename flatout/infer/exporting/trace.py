@@ -30,6 +30,7 @@ from flatout.infer.exporting.report import Dynamic, ExportFailure, NotExported
 from flatout.infer.user_lines import is_users, place, user_line
 
 BY_DATA = "the module decides by the values of its data"
+ONE_OUTCOME = "traced with one outcome of a Python decision"
 WORDS = 300
 """Characters of an exporter's own message that are passed on."""
 
@@ -227,7 +228,7 @@ def _sort(one: warnings.WarningMessage, notes: list[str]) -> None:
         note = f"forward assigns {', '.join(names)}: the file does not keep it" if names else ""
     elif issubclass(one.category, torch.jit.TracerWarning):
         at = place(one.filename, one.lineno)
-        note = f"traced with one outcome of a Python decision: {at}" if is_users(one.filename) else ""
+        note = f"{ONE_OUTCOME}: {at}" if is_users(one.filename) else ""
     elif any(issubclass(one.category, kind) and re.match(pattern, text) for kind, pattern in _HARMLESS):
         note = ""
     elif issubclass(one.category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):

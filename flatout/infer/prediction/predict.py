@@ -8,7 +8,7 @@
     predictions.figures.share_of_ceiling                  # and padding_share, tokens_per_second, ...
 
 Inputs are read ahead by a bounded window, sorted by length and put into batches of so many tokens, without padding
-where the model is found to allow it (packing.py). An input that cannot be used gives a `Failed` in its place, and the
+where the model is found to allow it (allowed.py), one by one where it allows nothing else. An input that cannot be used gives a `Failed` in its place, and the
 rest goes on.
 """
 
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from flatout.errors import UsageError
 from flatout.infer.prediction.batching import WINDOW_BATCHES, WINDOW_ITEMS, Bounds, windows
@@ -126,6 +127,7 @@ class Predictor:
 
         `progress`: with a bar on the terminal's stderr; `total`: how many inputs there are, if they do not say.
         """
+        _check_inputs(inputs)
         dataset = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
         if isinstance(inputs, str | bytes) or not (hasattr(inputs, "__iter__") or dataset):
             limit = "predict takes an iterable of inputs, each without a batch dimension"
@@ -252,6 +254,17 @@ class _Counts:
     @classmethod
     def of(cls, run: WindowRun) -> _Counts:
         return cls(run)
+
+
+def _check_inputs(inputs: Any) -> None:
+    """What is iterable, but not over inputs."""
+    if isinstance(inputs, Mapping):
+        what = f"inputs is a {type(inputs).__name__} of {', '.join(map(repr, list(inputs)[:3]))}"
+        remedy = "for one input: [input]; for columns: [dict(zip(columns, row)) for row in zip(*columns.values())]"
+        raise UsageError(what, limit="predict takes an iterable of inputs, each of which may be a dict", remedy=remedy)
+    if isinstance(inputs, DataLoader) and inputs.batch_sampler is not None:
+        limit = "predict takes single inputs, without a batch dimension, and makes the batches"
+        raise UsageError("inputs is a DataLoader, which gives batches", limit=limit, remedy="pass its dataset")
 
 
 def _of_dataset(dataset: Any) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,9 @@ def test_the_length_may_vary_within_the_positions(name: str, tmp_path: Path) -> 
     report = export(model, example, tmp_path / "net", format=formats, dynamic="length")
     for file in report.files:
         assert file.dynamic == ("batch", "length"), file
-        assert {1, 5, 6, 7, 13} == {check.length for check in file.checks}
+        assert {1, 5, 6, 7, 13, 16} == {check.length for check in file.checks}
+        (length,) = (one for one in file.ranges if one.name == "length")
+        assert (length.smallest, length.largest, length.refused) == (1, 16, (17,))
     loaded = torch.export.load(tmp_path / "net.pt2").module()
     with pytest.raises(AssertionError, match="16"):
         loaded(**{**example, "tokens": tokens(3, 17)}) if name == "Bert" else loaded(tokens(2, 17))
@@ -224,7 +227,8 @@ def test_a_report_is_frozen_and_reads_as_text_and_json(tmp_path: Path) -> None:
     assert document["files"][0]["bit_same"]
     text = export_text(report)
     assert "dynamic batch" in text
-    assert "verified on the example and 5 fresh inputs (batch 1, 2, 3, 4, 7): bit-same" in text
+    assert "verified on the example and 6 fresh inputs (batch 1, 2, 3, 4, 7, 27): bit-same" in text
+    assert "batch tested from 1 to 27; no bound was found" in text
     assert "2 of 2 exported and verified in" in text
     with pytest.raises(AttributeError):
         report.model = "other"  # type: ignore[misc]
@@ -247,6 +251,11 @@ def test_a_hooked_model_is_exported_with_its_hook(tmp_path: Path) -> None:
     assert export(model, x, tmp_path / "net").ok
     assert torch.equal(torch.export.load(tmp_path / "net.pt2").module()(x), model(x))
     assert len(model._forward_hooks) == 1
+
+
+def test_arrays_as_scikit_learn_gives_them(tmp_path: Path) -> None:
+    report = export(nn.Linear(4, 2), np.random.default_rng(0).normal(size=(3, 4)), tmp_path / "net")
+    assert report.ok, export_text(report)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
+import flatout
 from flatout.errors import PlanError, UsageError
 from flatout.infer.prediction.folding import fold_batch_norms
 from flatout.infer.prediction.linear import (
@@ -166,6 +169,67 @@ def test_norms_are_folded_only_where_that_is_right() -> None:
         torch.testing.assert_close(model(x), right, atol=1e-4, rtol=1e-4)
     assert [type(norm) for norm in model.norms] == [nn.Identity, nn.Identity, nn.BatchNorm2d, nn.BatchNorm2d]
     assert not model.convs[0]._forward_hooks
+
+
+class Returned(nn.Module):
+    """A convolution whose output is returned too, or whose weight is another's, or is computed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.conv, self.norm, self.other = how, nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3)
+        self.norm.running_mean.normal_()  # type: ignore[union-attr, operator]
+        self.norm.running_var.uniform_(0.5, 3)  # type: ignore[union-attr, operator]
+        self.other.weight = self.conv.weight
+        wraps = {"spectral": nn.utils.spectral_norm, "parametrised": nn.utils.parametrizations.weight_norm}
+        if how in wraps:
+            self.conv = wraps[how](nn.Conv2d(3, 3, 3))
+        if how == "hooked":
+            self.conv.register_forward_hook(lambda _module, _inputs, output: output + 1)
+        if how == "hooked norm":
+            self.norm.register_forward_hook(lambda _module, _inputs, output: output * 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = self.conv(x)
+        if self.how == "in place":
+            found.relu_()
+        extra = {"returned": found, "listed": torch.tensor(found.tolist())}
+        return self.norm(found), (extra[self.how] if self.how in extra else self.other(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "folded"),
+    [
+        ("tied", 1),
+        ("returned", 0),
+        ("listed", 0),
+        ("spectral", 0),
+        ("parametrised", 0),
+        ("hooked", 0),
+        ("hooked norm", 0),
+        ("in place", 0),
+    ],
+)
+def test_a_convolution_that_is_more_than_a_convolution_stays(how: str, folded: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the old spectral norm is deprecated
+        model, x = Returned(how).eval(), torch.randn(4, 3, 8, 8)
+        with torch.no_grad():
+            right = [model(one[None]) for one in x]
+            predictions = flatout.predict(model, x, Plan(fold_batch_norm=True))
+            for found, expected in zip(predictions, right, strict=True):
+                for a, b in zip(found, expected, strict=True):
+                    torch.testing.assert_close(a, b[0], atol=1e-4, rtol=1e-3)
+    assert f"{folded} batch norms folded into convolutions" in " ".join(predictions.figures.notes)
+
+
+def test_a_fold_that_changes_the_outputs_is_undone() -> None:
+    model, x = Branches().eval(), torch.randn(2, 4, 6, 6)
+    with torch.no_grad():
+        right = model(x)
+        count, reason = fold_batch_norms(model, lambda: model(x), lambda after, before: "it differs")
+        assert (count, reason) == (0, "folded, it differs")
+        assert torch.equal(model(x), right)
 
 
 def test_int8_is_known_from_the_processor() -> None:

@@ -291,6 +291,8 @@ def cpp_compiler_there() -> bool:
         (lambda: flatout.predict("model", []), UsageError, "the model is str"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), 3), UsageError, "inputs is int"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), "abc"), UsageError, "inputs is str"),
+        (lambda: flatout.predict(bert(), {"tokens": [[1, 2]]}), UsageError, "inputs is a dict of 'tokens'"),
+        (lambda: flatout.predict(bert(), torch.utils.data.DataLoader(ragged(3))), UsageError, "pass its dataset"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), [], {"precision": "bf16"}), UsageError, "flatout.Plan or None"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), [], batch_size=0), UsageError, "batch_size is 0"),
         (lambda: flatout.predict(bert(), [], device="cuda:99"), UsageError, "CUDA devices; see which"),
