@@ -8,8 +8,8 @@
     predictions.figures.share_of_ceiling                  # and padding_share, tokens_per_second, ...
 
 Inputs are read ahead by a bounded window, sorted by length and put into batches of so many tokens, without padding
-where the model is found to allow it (allowed.py), one by one where it allows nothing else. An input that cannot be used gives a `Failed` in its place, and the
-rest goes on.
+where the model is found to allow it (allowed.py), one by one where it allows nothing else. An input that cannot be used
+gives a `Failed` in its place, and the rest goes on.
 """
 
 from __future__ import annotations
