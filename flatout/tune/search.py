@@ -24,7 +24,6 @@ from flatout.tune.for_memory import MemoryGain, judge_gain
 from flatout.tune.short_budget import STARTS_OF_PROOF, no_step, too_slow
 from flatout.tune.trial import NotTried, Trial
 from flatout.tune.trial_process import (
-    START_TIMEOUT_SECONDS,
     TrialEnded,
     TrialHangs,
     TrialProcess,
@@ -37,12 +36,14 @@ from flatout.units import format_bytes, format_seconds
 
 OBSERVED_STEPS = 30
 FEWEST_STEPS = 12
+"""A script with fewer cannot be compared with anything."""
 STEPS_TO_COMPARE = 30
 """Warm-up and the fewest pairs of windows of one lever, where steps are slow."""
 OBSERVATION_SHARE = 0.1
 LEAST_PATIENCE_SECONDS = 60.0
 """With a script that shows no step: loading torch alone takes seconds, on a busy machine many."""
-"""A script with fewer cannot be compared with anything."""
+SLOWER_START = 3.0
+"""Times the first start: so long a later one may take, under a lever or on a machine that has become busy."""
 MOST_RESTARTS = 60
 ATTEMPTS = 6
 """So often a short script is started again within one comparison."""
@@ -137,7 +138,7 @@ class Search:
         process.expected_step_seconds = self.state.first_observed.step_seconds
         process.first_steps_seconds = patience = max(LEAST_PATIENCE_SECONDS, self._remaining())
         try:
-            process.start(patience if self.state.startup_seconds is None else START_TIMEOUT_SECONDS)
+            process.start(max(patience, SLOWER_START * (self.state.startup_seconds or 0.0)))
         except BaseException:
             process.close()
             raise

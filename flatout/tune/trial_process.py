@@ -63,7 +63,8 @@ class TrialSetup:
     deadline: Deadline | None = None
     """Of the tune; what runs beyond it is named in its explanation."""
     broken_off: bool = False
-    """Whether what is under way when the deadline passes ends soon afterwards, with BudgetSpent."""
+    """Whether steps that are under way when the deadline passes end soon afterwards, with BudgetSpent. A start is
+    only not begun any more: how long it takes is not known before, and what the script says in it counts."""
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
     terminal_size: tuple[int, int] | None = None
     """(rows, columns) where the script would have a terminal to read from: trials get one, at the end of its input."""
@@ -178,11 +179,11 @@ class TrialProcess:
             )
         os.close(command_read)
         os.close(answer_write)
-        answer = self._answer(timeout_seconds)
+        answer = self._answer(timeout_seconds, starting=True)
         if answer["event"] == "refused":
             raise TrialError(answer["reason"])
         self.isolation = answer
-        self.step_kind = self._answer(timeout_seconds)["step_kind"]
+        self.step_kind = self._answer(timeout_seconds, starting=True)["step_kind"]
         self.startup_seconds = time.perf_counter() - began
 
     def describe(self) -> Observed:
@@ -282,8 +283,8 @@ class TrialProcess:
             os.write(self._command_write, (json.dumps(command) + "\n").encode())
         return self._answer(timeout_seconds)
 
-    def _answer(self, timeout_seconds: float) -> dict[str, Any]:
-        line = self._read_line(timeout_seconds)
+    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> dict[str, Any]:
+        line = self._read_line(timeout_seconds, broken_off=self.setup.broken_off and not starting)
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] == "ended":
             raise TrialEnded(answer["status"], answer["error"], answer["steps"], answer.get("note", ""))
@@ -293,14 +294,14 @@ class TrialProcess:
             raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
         return answer
 
-    def _read_line(self, timeout_seconds: float) -> bytes:
+    def _read_line(self, timeout_seconds: float, *, broken_off: bool) -> bytes:
         end = time.monotonic() + timeout_seconds
         while b"\n" not in self._buffer:
             patience = end - time.monotonic()
-            if self.setup.deadline is not None and self.setup.broken_off:
+            if self.setup.deadline is not None and broken_off:
                 patience = min(patience, self.setup.deadline.grace_seconds_left)
             ready, _, _ = select.select([self._answer_read], [], [], max(0.0, patience))
-            if not ready and self._is_broken_off():
+            if not ready and broken_off and self._is_broken_off():
                 raise BudgetSpent(self.setup.deadline)
             if not ready:
                 raise TrialHangs(timeout_seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +54,30 @@ def test_silence_is_told_with_the_budget_that_was_given() -> None:
     assert str(error).startswith("train.py: no step in 6 s; the budget is 10 s; give it more with --budget")
 
 
-def test_a_trial_is_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> None:
+STEPS = """
+import time, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10_000):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()
+    time.sleep(1000 if step == 5 else 0)
+"""
+
+
+def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> None:
     clock = Clock()
     deadline = Deadline(10.0, clock=clock)
-    (tmp_path / "train.py").write_text("import time\ntime.sleep(1000)\n")
-    setup = TrialSetup(target=Target(path=str(tmp_path / "train.py")), work_folder=tmp_path)
-    setup = replace(setup, deadline=deadline, broken_off=True)
-    clock.now = 10.4  # what is begun now has some grace
-    assert deadline.passed
-    trial = TrialProcess(setup)
-    trial._stdin = expire(trial, clock)
-    with trial, pytest.raises(BudgetSpent, match="the budget of 10 s is spent"):
-        trial.start()
+    (tmp_path / "train.py").write_text(STEPS)
+    target = Target(path=str(tmp_path / "train.py"))
+    setup = TrialSetup(target=target, work_folder=tmp_path, deadline=deadline, broken_off=True)
+    with TrialProcess(setup) as trial:
+        clock.now = 10.4  # what is begun now has some grace
+        assert deadline.passed
+        trial.start(120)
+        clock.now = 10.6
+        with pytest.raises(BudgetSpent, match="the budget of 10 s is spent"):
+            trial.window([], settle=0, steps=100)
     with TrialProcess(setup) as trial, pytest.raises(BudgetSpent):
-        trial.start()
-    assert "starting" in deadline.explanation
-
-
-def expire(trial: TrialProcess, clock: Clock) -> Any:
-    """Let the time pass once the process is being started."""
-    real = trial._stdin
-
-    def stdin() -> Any:
-        clock.now = 20.0
-        return real()
-
-    return stdin
+        trial.start(120)

@@ -1,0 +1,100 @@
+"""`flatout tune` and `flatout memory`, ended from outside: no process stays, and no folder for longer than needed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flatout.cli.ended_by_signal import signals_as_exits
+from flatout.script import work_folder
+
+SCRIPT = """
+import subprocess, sys, time
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+for stream in (sys.stdout, sys.stderr):
+    print("begun", file=stream, flush=True)
+time.sleep(1000)
+"""
+PARENT = Path("/var/tmp")
+PATIENCE_SECONDS = 100.0
+
+
+def ended(folder: Path, verb: str, number: int) -> tuple[int, Path, str]:
+    """(exit code, its work folder, stderr) of a verb that got the signal while its script was running."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "flatout", verb, "train.py"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            work = running(process.pid)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, work, errors
+
+
+def running(owner: int) -> Path:
+    """The work folder of a process, once the script in it has printed something."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):  # of somebody else, and just removed
+            for work in PARENT.glob(f"{work_folder.PREFIX}*"):
+                for config in [*work.glob("config.json"), *work.glob("*/config.json")]:
+                    logs = "".join(log.read_text() for log in config.parent.glob("*.log"))
+                    if f'"parent": {owner},' in config.read_text() and "begun" in logs:
+                        return work
+        time.sleep(0.02)
+    raise AssertionError("the script was not started")
+
+
+def users_of(folder: Path) -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in path.read_text():
+                yield path.parent.name
+        except OSError:
+            continue  # it has ended meanwhile
+
+
+@pytest.mark.parametrize(
+    ("verb", "number"),
+    [("tune", signal.SIGTERM), ("tune", signal.SIGHUP), ("tune", signal.SIGINT), ("memory", signal.SIGTERM)],
+)
+def test_a_signal_ends_all_and_leaves_nothing(tmp_path: Path, verb: str, number: int) -> None:
+    code, work, errors = ended(tmp_path, verb, number)
+    assert code == 128 + number
+    assert "Traceback" not in errors
+    assert not work.exists()
+    assert list(users_of(work)) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_what_a_killed_tune_leaves_is_swept(tmp_path: Path) -> None:
+    code, work, _ = ended(tmp_path, "tune", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    end = time.monotonic() + PATIENCE_SECONDS
+    while list(users_of(work)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert list(users_of(work)) == []
+    work_folder.sweep(PARENT)  # as the next tune does; one that runs beside this test may have been first
+    assert not work.exists()
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with signals_as_exits():
+            signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(SystemExit) as left, signals_as_exits():
+            signal.raise_signal(signal.SIGTERM)
+        assert left.value.code == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
