@@ -14,7 +14,7 @@ left before it starts something, plans with that, and names what it is doing, so
 Trials of a search are broken off a little after it has passed, with BudgetSpent: a TrialError which says nothing about
 the levers. Proof and last comparison are not, because without them the search was for nothing: they plan ahead.
 
-    TrialSetup(..., deadline=search, broken_off=True)
+    TrialSetup(..., deadline=search)                   # and TrialProcess.broken_off
 
     deadline.explanation                               # '' or 'the budget of 30 s was exceeded by 12 s: ...'
 

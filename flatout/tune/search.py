@@ -97,7 +97,7 @@ class Search:
         limits: SearchLimits,
         progress: Progress = lambda text: None,
     ) -> None:
-        self.setup = replace(setup, deadline=limits.deadline, broken_off=True)
+        self.setup = replace(setup, deadline=limits.deadline)
         self.machine, self.levers, self.limits = machine, levers, limits
         self.state = SearchState(total_steps=limits.total_steps)
         self._progress = progress
@@ -136,6 +136,7 @@ class Search:
     def _started(self, choices: Sequence[Choice]) -> TrialProcess:
         process = TrialProcess(self.setup, choices)
         process.expected_step_seconds = self.state.first_observed.step_seconds
+        process.broken_off = process.expected_step_seconds is not None  # what a plain script says is always heard
         process.first_steps_seconds = patience = max(LEAST_PATIENCE_SECONDS, self._remaining())
         try:
             process.start(max(patience, SLOWER_START * (self.state.startup_seconds or 0.0)))
@@ -169,14 +170,15 @@ class Search:
                 seen, described = self._watch_plain(max(2, end.steps - 10))
             except TrialEnded as again:
                 raise explain_end(again, self.setup.target.name) from None
-        except (TrialHangs, BudgetSpent) as silence:
-            waited = silence.seconds if isinstance(silence, TrialHangs) else self._deadline.elapsed_seconds
-            raise no_step(self.setup.target.name, waited, self.state.startup_seconds, self._deadline) from None
+        except TrialHangs as silence:
+            name, startup = self.setup.target.name, self.state.startup_seconds
+            raise no_step(name, silence.seconds, startup, self._deadline) from None
         self.state.observed = replace(
             seen, compiled_in_script=described.compiled_in_script, autocast_in_script=described.autocast_in_script
         )
         self.state.first_observed = self.state.observed
-        self._main().expected_step_seconds = self.state.observed.step_seconds
+        main = self._main()
+        main.expected_step_seconds, main.broken_off = self.state.observed.step_seconds, True
 
     def _watch_plain(self, steps: int) -> tuple[Observed, Observed]:
         """(what `steps` plain steps showed, what was there before anything of ours ran); also counts FLOPs."""

@@ -62,9 +62,6 @@ class TrialSetup:
     seed: int = 0
     deadline: Deadline | None = None
     """Of the tune; what runs beyond it is named in its explanation."""
-    broken_off: bool = False
-    """Whether steps that are under way when the deadline passes end soon afterwards, with BudgetSpent. A start is
-    only not begun any more: how long it takes is not known before, and what the script says in it counts."""
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
     terminal_size: tuple[int, int] | None = None
     """(rows, columns) where the script would have a terminal to read from: trials get one, at the end of its input."""
@@ -129,6 +126,9 @@ class TrialProcess:
         """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
         self.first_steps_seconds = FIRST_STEPS_SECONDS
         """Patience until that is known."""
+        self.broken_off = False
+        """Whether steps that are under way when the setup's deadline passes end soon afterwards, with BudgetSpent. A
+        start goes on: how long it takes is not known before."""
         self._process: subprocess.Popen[bytes] | None = None
         self._terminal: int | None = None
         self._buffer = b""
@@ -149,13 +149,13 @@ class TrialProcess:
 
     def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
         """Start the script and wait for its first certain step. Raises TrialEnded if there is none."""
-        if self._is_broken_off():
+        if self.broken_off and self._has_passed():
             raise BudgetSpent(self.setup.deadline)
         with self._stage(f"starting {self.setup.target.name}"):
             self._start(timeout_seconds)
 
-    def _is_broken_off(self) -> bool:
-        return self.setup.broken_off and self.setup.deadline is not None and self.setup.deadline.grace_seconds_left <= 0
+    def _has_passed(self) -> bool:
+        return self.setup.deadline is not None and self.setup.deadline.grace_seconds_left <= 0
 
     def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.setup.deadline is None else self.setup.deadline.stage(name)
@@ -284,7 +284,7 @@ class TrialProcess:
         return self._answer(timeout_seconds)
 
     def _answer(self, timeout_seconds: float, *, starting: bool = False) -> dict[str, Any]:
-        line = self._read_line(timeout_seconds, broken_off=self.setup.broken_off and not starting)
+        line = self._read_line(timeout_seconds, broken_off=self.broken_off and not starting)
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] == "ended":
             raise TrialEnded(answer["status"], answer["error"], answer["steps"], answer.get("note", ""))
@@ -301,7 +301,7 @@ class TrialProcess:
             if self.setup.deadline is not None and broken_off:
                 patience = min(patience, self.setup.deadline.grace_seconds_left)
             ready, _, _ = select.select([self._answer_read], [], [], max(0.0, patience))
-            if not ready and broken_off and self._is_broken_off():
+            if not ready and broken_off and self._has_passed():
                 raise BudgetSpent(self.setup.deadline)
             if not ready:
                 raise TrialHangs(timeout_seconds)

@@ -71,13 +71,16 @@ def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> Non
     deadline = Deadline(10.0, clock=clock)
     (tmp_path / "train.py").write_text(STEPS)
     target = Target(path=str(tmp_path / "train.py"))
-    setup = TrialSetup(target=target, work_folder=tmp_path, deadline=deadline, broken_off=True)
+    setup = TrialSetup(target=target, work_folder=tmp_path, deadline=deadline)
     with TrialProcess(setup) as trial:
         clock.now = 10.4  # what is begun now has some grace
         assert deadline.passed
+        trial.broken_off = True
         trial.start(120)
         clock.now = 10.6
         with pytest.raises(BudgetSpent, match="the budget of 10 s is spent"):
             trial.window([], settle=0, steps=100)
-    with TrialProcess(setup) as trial, pytest.raises(BudgetSpent):
-        trial.start(120)
+    late = TrialProcess(setup)
+    late.broken_off = True
+    with pytest.raises(BudgetSpent):
+        late.start(120)
