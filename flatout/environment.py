@@ -6,6 +6,7 @@ documented or tested. Nothing is read at import; only `use_inductor_cache` write
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
     OMP_NUM_THREADS        threads for the CPU work of torch
+    ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
     LD_PRELOAD             whether another allocator is in place already
     RANK                   which of several processes this one is (set by torchrun)
 """
@@ -46,6 +47,11 @@ def omp_num_threads() -> int | None:
     """OMP_NUM_THREADS as a number (the outermost level of a list such as '4,2'); None if unset or malformed."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(outermost) if outermost.isdecimal() else None
+
+
+def onednn_instruction_limit() -> str:
+    """ONEDNN_MAX_CPU_ISA (DNNL_MAX_CPU_ISA in older versions) in capitals; '' or 'DEFAULT' where nothing is limited."""
+    return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
 
 
 def rank() -> int | None:

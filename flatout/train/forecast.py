@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from flatout.memory.timeline import Timeline
 
 UNCERTAINTY_CPU = 0.03
+UNCERTAINTY_UNREAD_KERNELS = 0.3
+"""On a processor on which what oneDNN's kernels hold inside was not read: the difference seen on one with AMX."""
 UNCERTAINTY_CUDA = 0.1
 UNCERTAINTY_COMPILED = 0.15
 UNCERTAINTY_COMPILED_WIDE_DEPTHWISE = 0.65
@@ -145,7 +147,22 @@ def _uncertainty(training: Training, target: Target, as_compiled: bool) -> float
         return UNCERTAINTY_COMPILED_WIDE_DEPTHWISE
     if training.plan.compile is not None:  # how graphs are fused was compared on the CPU alone
         return UNCERTAINTY_COMPILED if as_compiled and not target.cuda else UNCERTAINTY_NOT_AS_COMPILED
-    return UNCERTAINTY_CUDA if target.cuda else UNCERTAINTY_CPU
+    if target.cuda:
+        return UNCERTAINTY_CUDA
+    return UNCERTAINTY_UNREAD_KERNELS if _unread_kernels(training) else UNCERTAINTY_CPU
+
+
+def _unread_kernels(training: Training) -> bool:
+    """Has the model layers whose kernels on this processor, in this precision, have no rules that were read on it?"""
+    import torch
+
+    from flatout.memory.onednn_workspaces import rules_were_read_for
+
+    kinds = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)
+    dtypes = {p.dtype for part in training.model.modules() if isinstance(part, kinds) for p in part.parameters()}
+    if training.plan.precision in ("bf16", "fp16") and dtypes:
+        dtypes.add(torch.bfloat16)
+    return not all(rules_were_read_for(dtype) for dtype in dtypes)
 
 
 def _has_wide_depthwise(model: Any) -> bool:
@@ -172,6 +189,10 @@ def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[
             found.append("what cuDNN's recurrent layers keep for the backward pass")
     else:
         found.append("buffers inside kernels that Flatout has no rule for (flatout.memory.kernel_workspaces)")
+        if _unread_kernels(training):
+            found.append(
+                "what oneDNN's convolutions and recurrent layers hold: its rules were read on AVX-512 without AMX"
+            )
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import flatout
+from flatout.memory import onednn_workspaces
 from flatout.memory.fake_run import FakeRun
 from flatout.memory.kernel_workspaces import cpu_workspace
+from flatout.memory.onednn_workspaces import instruction_set, rules_were_read_for
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
-AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @pytest.fixture(autouse=True)
@@ -153,10 +156,12 @@ def test_rules(name: str) -> None:
     assert forecast(operation, args) == pytest.approx(really_held(operation, args), rel=0.02)
 
 
-@pytest.mark.skipif(not AVX512, reason="oneDNN chooses layouts by the processor; the rules were measured with AVX-512")
 @pytest.mark.parametrize("name", ONEDNN)
 def test_onednn_rules(name: str) -> None:
     operation, args = ONEDNN[name]()
+    dtype = next(one.dtype for one in args if isinstance(one, torch.Tensor))
+    if not rules_were_read_for(dtype):
+        pytest.skip(f"the rules for {dtype} were read on AVX-512 without AMX; here is {instruction_set()}")
     assert forecast(operation, args) == pytest.approx(really_held(operation, args), rel=0.03)
 
 
@@ -166,8 +171,45 @@ def test_the_lstms_workspace_to_the_byte() -> None:
         real = operation(*args)[3].numel()
         found = cpu_workspace(operation, args, {}, None)
     assert found is not None
-    if AVX512:
+    if rules_were_read_for(torch.float32):
         assert found.returned_bytes[3] == real
+
+
+@pytest.mark.parametrize(
+    ("capability", "features", "limit", "expected"),
+    [
+        ("AVX512", ["avx512_bf16"], "", "avx512"),
+        ("AVX512", ["avx512_bf16", "amx_bf16"], "", "amx"),
+        ("AVX512", ["avx512_bf16", "amx_bf16"], "DEFAULT", "amx"),
+        ("AVX512", ["amx_bf16"], "avx512_core_bf16", "avx512"),
+        ("AVX512", ["amx_bf16"], "AVX512_CORE_AMX", "amx"),
+        ("AVX512", ["avx512_bf16"], "AVX2", "other"),
+        ("AVX2", [], "", "other"),
+    ],
+)
+def test_the_instruction_set_that_the_rules_depend_on(
+    capability: str, features: list[str], limit: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SimpleNamespace(cpu=SimpleNamespace(features=features))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(onednn_workspaces, "detect", lambda: machine)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert instruction_set.__wrapped__() == expected
+
+
+def test_a_forecast_says_where_its_rules_were_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn_workspaces, "instruction_set", lambda: "amx")
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
+    loss_fn = flatout.supervised(torch.nn.CrossEntropyLoss())
+    plain, bf16 = (
+        flatout.forecast(model, optimizer, loss_fn, batch, flatout.Plan(precision=precision))
+        for precision in (None, "bf16")
+    )
+    assert (plain.uncertainty, bf16.uncertainty) == (0.03, 0.3)
+    assert any("AVX-512 without AMX" in text for text in bf16.not_covered)
+    assert not any("AVX-512 without AMX" in text for text in plain.not_covered)
 
 
 def test_pointwise_operations_of_one_dtype_hold_nothing() -> None:

@@ -1,0 +1,190 @@
+"""Can the proof be fooled? Wrong levers that it must catch, right ones that it must accept.
+
+    python -m benchmarks.proof                      # every wrong lever on two scripts, every right one; 40 minutes
+    python -m benchmarks.proof --sample 8           # that many wrong levers on all scripts, drawn by --seed
+    python -m benchmarks.proof --only "momentum"    # those whose name contains it
+
+A wrong lever is caught if it is not accepted at what it claims ('rounding' and 'reduced' in turn).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proof import right_levers, wrong_levers
+from flatout.levers.lever import Choice
+from flatout.machine.detect import detect
+from flatout.script.entry import Target
+from flatout.tune.deadline import Deadline
+from flatout.tune.prover import Pattern, Prover
+from flatout.tune.trial import Proof
+from flatout.tune.trial_process import TrialSetup
+
+HERE = Path(__file__).parent
+STEP_SECONDS = 1.5e-3
+EPOCH_STEPS = {"mlp_epochs": 20, "cnn_schedule": 16, "bf16_already": 15, "two_optimizers": 18}
+PROOF_SECONDS = 60.0
+ACCEPTED = {
+    "bit-same": ("bit-same",),
+    "rounding": ("bit-same", "within rounding"),
+    "reduced": ("bit-same", "within rounding", "reduced"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    lever: str
+    value: Any
+    claim: str
+    script: str
+    seeded: bool
+    wrong: bool
+    excused: str = ""
+    """Why a wrong lever may pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    case: Case
+    verdict: str
+    reason: str
+    seconds: float
+
+    @property
+    def accepted(self) -> bool:
+        return self.verdict in ACCEPTED[self.case.claim]
+
+    @property
+    def as_it_should(self) -> bool:
+        return self.accepted != self.case.wrong or bool(self.case.excused)
+
+
+def wrong_cases(draw: random.Random, on: int, sample: int | None) -> list[Case]:
+    """Each fault on `on` scripts of those on which it does something; or a sample of the faults on all of them."""
+    faults = list(wrong_levers.FAULTS)
+    if sample is not None:
+        faults, on = draw.sample(faults, min(sample, len(faults))), len(wrong_levers.ALL)
+    return [
+        Case(
+            lever=f"{name} [{claim}]",
+            value=True,
+            claim=claim,
+            script=script,
+            seeded=draw.random() < 0.5,
+            wrong=True,
+            excused=wrong_levers.NOT_DETECTABLE.get((name, claim), ""),
+        )
+        for name, _, scripts in faults
+        for script in draw.sample(scripts, min(on, len(scripts)))
+        for claim in ("rounding", "reduced")
+    ]
+
+
+def right_cases() -> list[Case]:
+    claims = {lever.name: lever.exactness for lever in right_levers.LEVERS}
+    return [
+        Case(lever=name, value=value, claim=claims[name], script=script, seeded=seeded, wrong=False)
+        for seeded in (True, False)
+        for name, value, script in right_levers.RIGHT
+    ]
+
+
+def run(cases: Sequence[Case]) -> Iterator[Outcome]:
+    """Cases of one script share its plain runs."""
+    groups: dict[tuple[bool, str, bool], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.wrong, case.script, case.seeded), []).append(case)
+    for (wrong, script, seeded), members in groups.items():
+        module = wrong_levers if wrong else right_levers
+        levers = {lever.name: lever for lever in module.LEVERS}
+        with (
+            tempfile.TemporaryDirectory(prefix="flatout-proof-", dir="/var/tmp") as folder,
+            _prover(Path(folder), module.__name__, script, seeded) as prover,
+        ):
+            for case in members:
+                began = time.monotonic()
+                proof = _proved(prover, Choice(levers[case.lever], case.value))
+                yield Outcome(case=case, verdict=proof.verdict, reason=proof.reason, seconds=time.monotonic() - began)
+
+
+def _proved(prover: Prover, choice: Choice) -> Proof:
+    return prover.prove([choice])
+
+
+def _prover(folder: Path, levers: str, script: str, seeded: bool) -> Prover:
+    arguments = () if seeded else ("--unseeded",)
+    setup = TrialSetup(
+        target=Target(path=str(HERE / "scripts" / f"{script}.py"), arguments=arguments),
+        work_folder=folder,
+        levers=f"{levers}:LEVERS",
+    )
+    pattern = Pattern(step_seconds=STEP_SECONDS, epoch_steps=EPOCH_STEPS.get(script))
+    return Prover(setup, pattern, Deadline(PROOF_SECONDS))
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    def rate(chosen: Sequence[Outcome], good: str) -> str:
+        return f"{sum(one.as_it_should for one in chosen)} of {len(chosen)} {good}"
+
+    wrong = [one for one in outcomes if one.case.wrong and not one.case.excused]
+    right = [one for one in outcomes if not one.case.wrong]
+    rates = {
+        f"wrong, claiming {claim}": [o for o in wrong if o.case.claim == claim] for claim in ("rounding", "reduced")
+    }
+    rates |= {
+        f"wrong, {name}": [o for o in wrong if o.case.seeded == s]
+        for name, s in (("seeded", True), ("unseeded", False))
+    }
+    found = {name: rate(chosen, "caught") for name, chosen in rates.items() if chosen}
+    for name, seeded in (("seeded", True), ("unseeded", False)):
+        if chosen := [one for one in right if one.case.seeded == seeded]:
+            found[f"right, {name}"] = rate(chosen, "accepted")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("wrong", "right", "both"), default="both")
+    parser.add_argument("--scripts", type=int, default=2, help="scripts for each wrong lever")
+    parser.add_argument("--sample", type=int, help="so many wrong levers, on all scripts")
+    parser.add_argument("--seed", type=int, default=0, help="draws scripts and sample")
+    parser.add_argument("--only", default="", help="levers whose name contains this")
+    parser.add_argument("--out", type=Path, help="a JSON file for everything")
+    arguments = parser.parse_args()
+    draw = random.Random(arguments.seed)
+    cases = wrong_cases(draw, arguments.scripts, arguments.sample) if arguments.kind != "right" else []
+    cases += right_cases() if arguments.kind != "wrong" and arguments.sample is None else []
+    cases = [case for case in cases if arguments.only in case.lever]
+    outcomes = []
+    for outcome in run(cases):
+        outcomes.append(outcome)
+        case = outcome.case
+        mark = "  " if outcome.as_it_should else "!!"
+        told = f"{case.lever} = {case.value}" if not case.wrong else case.lever
+        where = f"{case.script}{'' if case.seeded else ' --unseeded'}"
+        print(f"{mark} {told:55} {where:28} {outcome.verdict:16} {outcome.reason}", flush=True)
+    rates = summary(outcomes)
+    print("\n".join(f"{name:28} {rate}" for name, rate in rates.items()))
+    if arguments.out:
+        machine = detect()
+        document = {
+            "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+            "arguments": " ".join(sys.argv[1:]),
+            "rates": rates,
+            "outcomes": [asdict(one) for one in outcomes],
+        }
+        arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    return 0 if all(one.as_it_should for one in outcomes) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
