@@ -5,6 +5,7 @@ documented or tested. Nothing is read at import; only `use_inductor_cache` write
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
+    CUBLAS_WORKSPACE_CONFIG  the workspace of cuBLAS
     OMP_NUM_THREADS        threads for the CPU work of torch
     ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
     LD_PRELOAD             whether another allocator is in place already
@@ -41,6 +42,11 @@ def visible_cuda_devices() -> str | None:
 def cuda_allocator_settings() -> str:
     """What torch's CUDA allocator is told, by its newer name or its older one; '' if nothing."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+def cublas_workspace_config() -> str:
+    """What torch gives to cuBLAS as its workspace (':4096:8'); '' if nothing is said."""
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
 
 
 def omp_num_threads() -> int | None:

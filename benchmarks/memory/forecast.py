@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.memory import forecast_cuda
 from benchmarks.memory.cases import BF16, Case
 from benchmarks.memory.cases_library import library_cases
 from benchmarks.memory.cases_plain import plain_cases
@@ -41,10 +42,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--compiled", action="store_true", help="the fp32 and bf16 cases under torch.compile instead")
+    parser.add_argument("--cuda", action="store_true", help="against torch's CUDA allocator: see forecast_cuda.py")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
     all_cases = _compiled_cases() if arguments.compiled else _cases()
     cases = [case for case in all_cases if not arguments.only or any(part in case.name for part in arguments.only)]
+    if arguments.cuda:
+        return _on_cuda(cases, arguments)
     peers = {} if arguments.without_peers else PEERS
     rows = []
     for case in cases:
@@ -69,6 +73,14 @@ def main(words: Sequence[str] | None = None) -> int:
             "rows": rows,
         }
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _on_cuda(cases: list[Case], arguments: argparse.Namespace) -> int:
+    made = forecast_cuda.document(forecast_cuda.measure(cases, _in_child, arguments.threads), _versions(), _spread)
+    forecast_cuda.print_summary(made["summary"])
+    if arguments.out:
+        arguments.out.write_text(json.dumps(made, indent=1) + "\n")
     return 0
 
 

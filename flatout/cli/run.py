@@ -175,12 +175,17 @@ class Run:
         from flatout.machine.detect import detect
         from flatout.report.live import StatusLine
         from flatout.report.run_text import live_text
+        from flatout.script.describe import device_name
 
         self._machine = self._machine or detect()
         flops = self.plan.flops_per_step if self.plan is not None else None
         ceilings = self._machine.ceilings
-        record = self.runner.record
-        self.line = StatusLine(self._terminal, lambda: live_text(record, flops, ceilings, self._live_findings()))
+        record, subject = self.runner.record, self.runner.watch.subject
+
+        def text() -> str:
+            return live_text(record, flops, ceilings, self._live_findings(), device_name(subject))
+
+        self.line = StatusLine(self._terminal, text)
         self.line.start()
 
     def _live_findings(self) -> list[str]:

@@ -113,6 +113,11 @@ class Machine:
         return "cuda" if self.usable_gpus else "cpu"
 
     @property
+    def device_name(self) -> str:
+        """The same as torch names it: "cuda:0" or "cpu"."""
+        return "cuda:0" if self.usable_gpus else "cpu"
+
+    @property
     def fast_dtypes(self) -> tuple[str, ...]:
         """Of the device where work should run."""
         return self.usable_gpus[0].fast_dtypes if self.usable_gpus else self.cpu.fast_dtypes

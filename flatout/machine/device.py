@@ -78,6 +78,15 @@ def placement(name: str) -> Any:
     return torch.device(CudaDevice(0).name if name == "cuda" else name)
 
 
+def device_name(device: Any) -> str:
+    """A torch.device as ceilings are kept by: 'cpu', 'cuda:0'; CUDA without a number is the current device."""
+    if device.type != "cuda":
+        return str(device.type)
+    import torch
+
+    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
 class CpuDevice:
     """The processor: work is done when the call returns, so a mark is the clock."""
 

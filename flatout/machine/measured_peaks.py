@@ -1,4 +1,4 @@
-"""The ceilings of this machine, measured; and kept, one file a machine and torch version.
+"""The ceilings of this machine, measured; and kept, one file a machine, device and torch version.
 
 Each is the rate that an ideal piece of work reaches when only that resource limits it (see the probes beside this
 file). Real work is then stated as a share of it: 21 % of the ceiling says more than 2.1 TFLOP/s.
@@ -56,7 +56,7 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
     rates: dict[str, Any] = dict(found)
     load = watch.read()
     return Ceilings(
-        device="cuda:0" if device == "cuda" else "cpu",
+        device=machine.device_name,
         gemm_flops_per_second=gemm,
         **rates,
         reasons=reasons,
@@ -92,13 +92,17 @@ def _rate_probes(machine: Machine, device: str, seconds: float) -> dict[str, Pro
     }
 
 
-def load_ceilings(machine: Machine) -> Ceilings | None:
-    """What was measured here before with this torch; None if nothing was, or the file is damaged."""
+def load_ceilings(machine: Machine, device: str | None = None) -> Ceilings | None:
+    """What was measured before of that device ('cpu', 'cuda:0'; None: where work should run here) with this torch.
+
+    None if nothing was, or the file is damaged: another device's ceilings say nothing about this one.
+    """
+    device = device or machine.device_name
     try:
-        data = json.loads(_cache_file(machine).read_text())
-        return Ceilings.from_json(data)
+        found = Ceilings.from_json(json.loads(_cache_file(machine, device).read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, not JSON, or of another shape
         return None
+    return found if found.device == device else None
 
 
 def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
@@ -106,7 +110,7 @@ def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
 
     Those of a busy minute are too low: they only raise what was kept before, and do not replace it.
     """
-    path, before = _cache_file(machine), load_ceilings(machine)
+    path, before = _cache_file(machine, ceilings.device), load_ceilings(machine, ceilings.device)
     if ceilings.contended and before is not None:
         ceilings = before.raised_by(ceilings)
     try:
@@ -122,5 +126,6 @@ def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
     return path
 
 
-def _cache_file(machine: Machine) -> Path:
-    return environment.cache_dir() / "ceilings" / f"{machine.fingerprint}-torch-{machine.versions.torch}.json"
+def _cache_file(machine: Machine, device: str) -> Path:
+    name = f"{machine.fingerprint}-{device.replace(':', '-')}-torch-{machine.versions.torch}.json"
+    return environment.cache_dir() / "ceilings" / name

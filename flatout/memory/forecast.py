@@ -16,10 +16,6 @@ from flatout.memory.timeline import CATEGORIES, Allocation, Category, Timeline, 
 from flatout.units import format_bytes
 
 MOST_HOLDERS = 12
-HOPPER = (9, 0)
-CUBLAS_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
-CUBLAS_WORKSPACE_HOPPER_BYTES = 4096 * 8 * 1024
-"""Held per handle and stream from the first product on: torch's defaults, CUBLAS_WORKSPACE_CONFIG unset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,7 @@ class MemoryForecast:
     cached_bytes: int = 0
     """CUDA: reserved and in no block, at the peak of what is reserved: free pieces between blocks."""
     workspace_bytes: int = 0
-    """CUDA: cuBLAS's workspace, which stays."""
+    """CUDA: cuBLAS's workspace, where it stays (until torch 2.14)."""
     offloaded_bytes: int = 0
     """CUDA: activations that a step moves to the host's memory, where there must be as much, and back."""
     phase: str
@@ -109,18 +105,20 @@ class Target:
     """The device that is forecast for."""
 
     name: str
-    """As the user named it: 'cpu', 'cuda', 'rtx-4090'."""
+    """'cpu', 'cuda:1', 'rtx-4090'; 'cuda' where no GPU is here."""
     cuda: bool
     capacity_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
+    """CUDA: how wide reductions are spread depends on it; None: not known."""
     settings: AllocatorSettings | None = None
 
     @property
     def workspace_bytes(self) -> int:
-        if not self.cuda:
-            return 0
-        hopper = self.compute_capability is not None and self.compute_capability >= HOPPER
-        return CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else CUBLAS_WORKSPACE_BYTES
+        """That stays from the first product on."""
+        from flatout.memory.cuda_workspaces import blas_workspace_bytes, keeps_blas_workspace
+
+        return blas_workspace_bytes(self.compute_capability) if self.cuda and keeps_blas_workspace() else 0
 
 
 def forecast_of(

@@ -20,18 +20,21 @@ class LimitedRun:
     """Use as a context around steps; `peak_bytes` holds what was measured, also after an error."""
 
     def __init__(self, device: str, limit_bytes: int) -> None:
+        """device: 'cpu' or a CUDA device with its number, 'cuda:0'."""
         self.peak_bytes = 0
         self._cuda = device != "cpu"
         self._limit_bytes = limit_bytes
         self._device = torch.device(device)
         self._stack = contextlib.ExitStack()
         self._tracker: Any = None
+        self._fraction_before = 1.0
 
     def __enter__(self) -> LimitedRun:
         if self._cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             total = torch.cuda.get_device_properties(self._device).total_memory
+            self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._limit_bytes / total), self._device)
         else:
             self._tracker = self._stack.enter_context(Tracker(attributed=False, limit_bytes=self._limit_bytes))
@@ -48,7 +51,7 @@ class LimitedRun:
         self._stack.close()
         if self._cuda:
             self.peak_bytes = torch.cuda.max_memory_reserved(self._device)
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
             torch.cuda.empty_cache()
         else:
             self.peak_bytes = self._tracker.peak_bytes

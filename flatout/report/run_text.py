@@ -55,7 +55,9 @@ class RunSummary:
         return planned if planned is not None else self.record.flops_per_step
 
 
-def live_text(record: RunRecord, flops: float | None, ceilings: Ceilings | None, findings: Sequence[str]) -> str:
+def live_text(
+    record: RunRecord, flops: float | None, ceilings: Ceilings | None, findings: Sequence[str], device: str
+) -> str:
     """'flatout  step 1,234 · 12.3 ms · 81 steps/s · data 12 % · 34 % of the bf16 ceiling · 1.2 GiB'."""
     if not record.recent_seconds:
         return " flatout · waiting for the first step"
@@ -65,7 +67,7 @@ def live_text(record: RunRecord, flops: float | None, ceilings: Ceilings | None,
         total = sum(row.seconds for row in record.rows)
         data = sum(row.parts.get("data", 0.0) for row in record.rows)
         parts.append(f"data {data / total:.0%}")
-    share, of_what = share_of_ceiling(flops or record.flops_per_step, record.recent_seconds, ceilings)
+    share, of_what = share_of_ceiling(flops or record.flops_per_step, record.recent_seconds, ceilings, device)
     if share is not None:
         parts.append(f"{percent(share)} of the {of_what.partition(' (')[0]}")
     if record.resident:
@@ -84,7 +86,10 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
             rows.append(("", outside))
     if record.steps:
         share, of_what = share_of_ceiling(
-            summary.flops_per_step, record.median_seconds, summary.machine.ceilings if summary.machine else None
+            summary.flops_per_step,
+            record.median_seconds,
+            summary.machine.ceilings if summary.machine else None,
+            seen.device if seen is not None else None,
         )
         known = of_what if share is None else f"{percent(share)} of the {of_what}"
         if summary.flops_per_step is None:

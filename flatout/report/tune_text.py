@@ -33,14 +33,18 @@ def tune_text(result: TuneResult) -> str:
 
 def ceiling_share(result: TuneResult, step_seconds: float | None) -> tuple[float | None, str]:
     """(share, of what): FLOPs of a step over what the fastest float GEMM of this machine does in that time."""
-    return share_of_ceiling(result.state.flops_per_step, step_seconds, result.machine.ceilings)
+    device = result.state.first_observed.device
+    return share_of_ceiling(result.state.flops_per_step, step_seconds, result.machine.ceilings, device)
 
 
 def share_of_ceiling(
-    flops: float | None, step_seconds: float | None, ceilings: Ceilings | None
+    flops: float | None, step_seconds: float | None, ceilings: Ceilings | None, device: str | None
 ) -> tuple[float | None, str]:
+    """`device`: where the steps ran ('cpu', 'cuda:0'; None: not known): another device's ceilings do not bind them."""
     if ceilings is None:
         return None, "unknown, because this machine's ceilings were not measured (flatout check --measure)"
+    if device is not None and device != ceilings.device:
+        return None, f"unknown, because the ceilings of {ceilings.device} were measured, and the steps ran on {device}"
     best = ceilings.best_gemm()
     if not flops or not step_seconds or best is None:
         return None, "unknown, because no matrix products were counted"

@@ -100,7 +100,7 @@ class StepLook:
         return StepSeen(memory=memory, flops=listener.flops)
 
     def _allocators(self, step: int) -> MemorySample | None:
-        return None if self._device == "cpu" else MemorySample.of_cuda(step)
+        return None if self._device == "cpu" else MemorySample.of_cuda(step, self._device)
 
 
 def compile_was_asked_for() -> bool:

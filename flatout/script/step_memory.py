@@ -27,15 +27,15 @@ class MemorySample:
     """CUDA: what the allocator has from the driver."""
 
     @classmethod
-    def of_cuda(cls, step: int) -> MemorySample:
-        """What torch's allocator says now."""
+    def of_cuda(cls, step: int, device: str) -> MemorySample:
+        """What torch's allocator says now of that device ('cuda:0')."""
         import torch
 
         return cls(
             step=step,
-            peak_bytes=torch.cuda.max_memory_allocated(),
-            held_bytes=torch.cuda.memory_allocated(),
-            reserved_bytes=torch.cuda.memory_reserved(),
+            peak_bytes=torch.cuda.max_memory_allocated(device),
+            held_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
         )
 
     @property
@@ -51,6 +51,7 @@ class StepMemory:
         self._subject = subject
         self._stack: contextlib.ExitStack | None = None
         self._tracker: Any = None
+        self._device = "cpu"
 
     @property
     def under_way(self) -> bool:
@@ -60,6 +61,7 @@ class StepMemory:
         """device: 'cpu' or 'cuda:0', where the weights are."""
         self._stack = contextlib.ExitStack()
         self._tracker = None
+        self._device = device
         if device == "cpu":
             from flatout.memory.tracking import Tracker
 
@@ -78,7 +80,7 @@ class StepMemory:
             if tracker.fault is not None:
                 return None
             return MemorySample(step=step, peak_bytes=tracker.peak_bytes, held_bytes=tracker.held_bytes)
-        return MemorySample.of_cuda(step)
+        return MemorySample.of_cuda(step, self._device)
 
 
 def known_tensors(subject: Subject) -> Iterator[Any]:

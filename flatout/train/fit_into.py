@@ -288,8 +288,8 @@ class _Problem:
                 for _ in range(1 + steps):
                     began = time.perf_counter()
                     step(batch)
-                    if torch.cuda.is_initialized():
-                        torch.cuda.synchronize()
+                    if tried.device_type == "cuda":
+                        torch.cuda.synchronize(self.target.name)
                     seconds.append(time.perf_counter() - began)
             except Exception as error:
                 if not (choices or is_out_of_memory(error) or isinstance(error, MachineError)):

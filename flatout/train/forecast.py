@@ -23,7 +23,7 @@ from flatout.plan import Plan
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
 from flatout.train.target import find_target
-from flatout.train.tracked_steps import STEPS, carried_out, take_steps
+from flatout.train.tracked_steps import STEPS, carried_out, never_captured, take_steps
 from flatout.train.training import Training, check_batch_size
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ UNCERTAINTY_CPU = 0.03
 UNCERTAINTY_UNREAD_KERNELS = 0.3
 """On a processor on which what oneDNN's kernels hold inside was not read: the difference seen on one with AMX."""
 UNCERTAINTY_CUDA = 0.1
+UNCERTAINTY_CUDA_UNKNOWN = 0.5
+"""For a GPU that is not named: the buffers of reductions grow with its multiprocessors, up to 96 MiB on 128 of them."""
+LARGE_SEGMENT_BYTES = 20 * 2**20
+"""What the CUDA allocator asks the driver for at once."""
 UNCERTAINTY_COMPILED = 0.15
 UNCERTAINTY_COMPILED_WIDE_DEPTHWISE = 0.65
 """Its kernels' workspaces are known uncompiled; compiled they were 38 % of the forecast less in one of two cases."""
@@ -109,6 +113,8 @@ def _from_fake_run(training: Training, target: Target, batch_size: int) -> Memor
         not_covered=_not_covered(training, target, as_compiled),
         device=None if _pretends(training, target) else ("cuda" if target.cuda else None),
     )
+    if target.cuda:  # which free block serves a request can hang on an order that no rule knows: one segment's worth
+        made = replace(made, uncertainty=made.uncertainty + LARGE_SEGMENT_BYTES / max(1, made.peak_bytes))
     return replace(made, offloaded_bytes=moved_bytes)
 
 
@@ -136,10 +142,11 @@ def _pretends(training: Training, target: Target) -> bool:
 
 
 def _workspace_of(target: Target) -> Any:
-    """Rules for what kernels hold inside, where they are known: of the CPU."""
+    """Rules for what kernels hold inside."""
+    from flatout.memory.cuda_workspaces import cuda_workspaces
     from flatout.memory.kernel_workspaces import cpu_workspace
 
-    return None if target.cuda else cpu_workspace
+    return cuda_workspaces(target.multiprocessors, target.compute_capability) if target.cuda else cpu_workspace
 
 
 def _uncertainty(training: Training, target: Target, as_compiled: bool) -> float:
@@ -148,7 +155,7 @@ def _uncertainty(training: Training, target: Target, as_compiled: bool) -> float
     if training.plan.compile is not None:  # how graphs are fused was compared on the CPU alone
         return UNCERTAINTY_COMPILED if as_compiled and not target.cuda else UNCERTAINTY_NOT_AS_COMPILED
     if target.cuda:
-        return UNCERTAINTY_CUDA
+        return UNCERTAINTY_CUDA_UNKNOWN if target.multiprocessors is None else UNCERTAINTY_CUDA
     return UNCERTAINTY_UNREAD_KERNELS if _unread_kernels(training) else UNCERTAINTY_CPU
 
 
@@ -183,6 +190,8 @@ def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[
         found.append("torch.compile: the forecast is of the uncompiled model, which usually keeps more")
     if target.cuda:
         found.append("the CUDA context (some hundred MiB) and NCCL's buffers")
+        if target.multiprocessors is None:
+            found.append("buffers of column sums (bias gradients), up to 100 MiB: name the GPU, such as 'rtx-4090'")
         if any(issubclass(kind, torch.nn.modules.conv._ConvNd) for kind in kinds):
             found.append("cuDNN's workspaces for convolutions")
         if any(issubclass(kind, torch.nn.RNNBase) for kind in kinds):
@@ -261,13 +270,15 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
 
 def _twins(world: Any, training: Training) -> Any:
     try:
-        return world.twins((training.model, training.optimizer, training.loss_fn, training.batch))
+        twins = world.twins((training.model, training.optimizer, training.loss_fn, training.batch))
     except Exception as error:
         raise UsageError(
             f"the model cannot be copied: {type(error).__name__}: {error}",
             limit="a forecast runs a twin of it",
             remedy="keep files, locks and generators out of the model and the loss function",
         ) from error
+    never_captured(twins[1])
+    return twins
 
 
 def _resized(world: Any, tensor: Any, samples: int, wanted: int) -> Any:

@@ -299,18 +299,15 @@ def repeated(batch: Any, samples: int, wanted: int) -> Any:
 def _available(model: Any) -> int:
     import torch
 
-    if _device(model) == "cpu":
+    device = find_target(None, model).name
+    if device == "cpu":
         return int(SHARE_OF_HOST_MEMORY * available_memory_bytes()) + _tensor_bytes(model)
-    free, _ = torch.cuda.mem_get_info()
-    return int(free) + int(torch.cuda.memory_reserved())
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + int(torch.cuda.memory_reserved(device))
 
 
 def _tensor_bytes(model: Any) -> int:
     return sum(one.untyped_storage().nbytes() for one in (*model.parameters(), *model.buffers()))
-
-
-def _device(model: Any) -> str:
-    return find_target(None, model).name
 
 
 def _check_sizes(at_most: int | None, multiple_of: int, global_batch: int | None, limit_bytes: int | None) -> None:

@@ -39,7 +39,6 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self._ceiling = _ceiling()
         columns = (
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -67,6 +66,8 @@ class Progress:
         if not self.shown:
             return
         self._steps += 1
+        if self._steps == 1:
+            self._ceiling = _ceiling(loss.device)
         if self._counting is not None:
             self._flops, self._counting = self._counting().flops or None, None
         now = time.perf_counter()
@@ -91,11 +92,13 @@ class Progress:
         return " · ".join(parts)
 
 
-def _ceiling() -> tuple[float, str] | None:
-    """(FLOP/s, dtype) of this machine's fastest matrix product, if it was measured before."""
+def _ceiling(device: Any) -> tuple[float, str] | None:
+    """(FLOP/s, dtype) of the fastest matrix product on that torch.device, if it was measured before."""
     from flatout.machine.detect import detect
+    from flatout.machine.device import device_name
+    from flatout.machine.measured_peaks import load_ceilings
 
-    ceilings = detect().ceilings
+    ceilings = load_ceilings(detect(), device_name(device))
     best = ceilings.best_gemm() if ceilings is not None else None
     return None if best is None else (best[1].value, best[0])
 

@@ -18,7 +18,7 @@ from flatout.memory.extension import Sizes, extended
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, WorkspaceOf
-from flatout.train.tracked_steps import carried_out, take_steps
+from flatout.train.tracked_steps import carried_out, never_captured, take_steps
 from flatout.train.training import Training
 
 UNCERTAINTY_EXTENDED = 0.15
@@ -85,6 +85,7 @@ def _sizes(training: Training, batch_size: int, error: Exception) -> list[int]:
 
 def _timeline(training: Training, size: int, workspace_of: WorkspaceOf | None) -> Timeline:
     model, optimizer, loss_fn = copy.deepcopy((training.model, training.optimizer, training.loss_fn))
+    never_captured(optimizer)
     batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds it all
     small = replace(
         training, model=model, optimizer=optimizer, loss_fn=loss_fn, batch=batch, plan=carried_out(training.plan)

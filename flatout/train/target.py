@@ -29,7 +29,7 @@ def _device_named(device: Any, model: Any) -> Target:
     import torch
 
     if device is None:
-        device = next((one.device.type for one in model.parameters()), "cpu")
+        device = next((one.device for one in model.parameters()), "cpu")
     if isinstance(device, torch.device):
         device = str(device)
     names = "it is 'cpu', 'cuda', 'cuda:0' or a GPU of the catalogue, such as 'rtx-4090'"
@@ -44,13 +44,20 @@ def _device_named(device: Any, model: Any) -> Target:
             raise UsageError(f"device is {device!r}", limit=names if present is None else f"{present} GPUs are here")
         if not torch.cuda.is_available():
             return Target(name=device, cuda=True)
-        properties = torch.cuda.get_device_properties(int(number or 0))
-        capability = properties.major, properties.minor
-        return Target(name=device, cuda=True, capacity_bytes=properties.total_memory, compute_capability=capability)
+        index = int(number) if colon else torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(index)
+        return Target(
+            name=f"cuda:{index}",
+            cuda=True,
+            capacity_bytes=properties.total_memory,
+            compute_capability=(properties.major, properties.minor),
+            multiprocessors=properties.multi_processor_count,
+        )
     entry = catalogue_entry(device)
     return Target(
         name=entry.key,
         cuda=True,
         capacity_bytes=entry.memory_bytes - CONTEXT_BYTES,
         compute_capability=entry.compute_capability,
+        multiprocessors=entry.multiprocessors,
     )

@@ -37,6 +37,11 @@ def carried_out(plan: Plan) -> Plan:
     return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
 
 
+def never_captured(optimizer: Any) -> None:
+    """Say so to a copied optimizer: torch forgets it in a copy, and asks Adafactor for a setting that it lacks."""
+    optimizer._warned_capturable_if_run_uncaptured = True
+
+
 def take_steps(tracker: Tracker, training: Training, closing: contextlib.ExitStack) -> None:
     """Two steps of a training that nobody else uses, each tensor named as what it is. Its plan: `carried_out`.
 

@@ -243,21 +243,21 @@ def assert_same(plain: list[str], moved: list[str]) -> None:
 @pytest.mark.parametrize("source", [CLASSIFIER, LANGUAGE], ids=["classifier", "language"])
 def test_the_same_numbers_on_the_device(tmp_path: Path, source: str) -> None:
     (plain, _), (moved, told) = run(tmp_path, source, moved=False), run(tmp_path, source, moved=True)
-    assert (plain[0], moved[0]) == ("cpu", "hpu"), told
+    assert (plain[0], moved[0]) == ("cpu", "mtia"), told
     assert_same(plain, moved)
     assert "rolled back" not in told
 
 
 def test_with_the_scores_of_a_wide_layer_never_formed_there(tmp_path: Path) -> None:
     (plain, _), (moved, told) = run(tmp_path, WIDE, moved=False), run(tmp_path, WIDE, moved=True, CHUNKED="1")
-    assert (plain[0], moved[0]) == ("cpu Tensor", "hpu LazyScores"), told
+    assert (plain[0], moved[0]) == ("cpu Tensor", "mtia LazyScores"), told
     assert_same(plain, moved)
     assert told == ""
 
 
 def test_an_operation_that_the_device_lacks_runs_on_the_cpu_and_is_told(tmp_path: Path) -> None:
     (plain, _), (moved, told) = run(tmp_path, LACKING, moved=False), run(tmp_path, LACKING, moved=True)
-    assert moved[0] == "hpu"
+    assert moved[0] == "mtia"
     assert_same(plain, moved)
     assert "conv2d runs on the CPU" in told
 
@@ -271,4 +271,4 @@ def test_a_forward_that_fails_there_takes_everything_back(tmp_path: Path) -> Non
 def test_a_mistake_of_the_scripts_stays_its_own(tmp_path: Path) -> None:
     (plain, _), (moved, _) = run(tmp_path, MISTAKEN, moved=False), run(tmp_path, MISTAKEN, moved=True)
     assert moved[0] == plain[0]
-    assert moved[1] == "hpu"
+    assert moved[1] == "mtia"

@@ -11,20 +11,24 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from flatout.infer.generation.decoder import Decoder
 from flatout.infer.generation.generated import Share
 from flatout.infer.generation.storage import Storage
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.detect import detect
+from flatout.machine.device import device_name
+from flatout.machine.measured_peaks import load_ceilings
 from flatout.units import format_bytes
 
 _PRODUCTS: dict[Storage, str] = {"fp32": "fp32", "bf16": "bf16", "int8": "bf16", "int4": "bf16"}
 """Storage -> dtype whose matrix products are the ceiling: weights in 8 and 4 bits meet inputs of more."""
 
 
-def known_ceilings() -> Ceilings | None:
-    """Those measured on this machine before; measuring takes seconds and is not for a library call to begin."""
-    return detect().ceilings
+def known_ceilings(device: torch.device) -> Ceilings | None:
+    """Those of this device, measured before; measuring takes seconds and is not for a library call to begin."""
+    return load_ceilings(detect(), device_name(device))
 
 
 def lying_in_cache(weight_bytes: int) -> str:
@@ -89,7 +93,7 @@ class Work:
         if not self.seconds:
             return Share(of=products, share=None, why_unknown="nothing was timed")
         if ceilings is None:
-            remedy = "this machine's ceilings are not measured yet (flatout check --measure)"
+            remedy = "this device's ceilings are not measured yet (flatout check --measure)"
             return Share(of="the ceilings", share=None, why_unknown=remedy)
         gemm = ceilings.gemm_flops_per_second.get(dtype)
         memory = ceilings.memory_read_bytes_per_second

@@ -269,7 +269,8 @@ class _Run:
         """Everything, once the last piece has come."""
         request, run = self._request, self._run
         assert run is not None, "pieces were read"
-        texts, ceilings, engine = request.texts, known_ceilings(), request.prepared.engine
+        texts, engine = request.texts, request.prepared.engine
+        ceilings = known_ceilings(request.prepared.engine.device)
         endings = [text.watch.ending for text in texts]
         reasons: list[Reason] = [
             text.at_limit if ending is None or ending.reason == "length" else ending.reason

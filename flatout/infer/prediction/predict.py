@@ -35,6 +35,8 @@ from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
 from flatout.levers.subject import Subject
 from flatout.machine.detect import detect
+from flatout.machine.device import device_name
+from flatout.machine.measured_peaks import load_ceilings
 from flatout.plan import Plan
 
 BATCH_TOKENS_CPU = 2048
@@ -110,8 +112,8 @@ class Predictor:
             window_tokens=batch_tokens * WINDOW_BATCHES,
             window_items=look_ahead or WINDOW_ITEMS,
         )
-        self.ceilings = detect().ceilings
-        """Measured on this machine before; None: never."""
+        self.ceilings = load_ceilings(detect(), device_name(placed.device))
+        """Of its device, measured before; None: never."""
         self.run = WindowRun(placed, self.plan, self.bounds, check_finite=check_finite)
 
     def __call__(

@@ -1,0 +1,124 @@
+"""What kernels on CUDA hold beside their results, operation by operation: buffers of reductions, cuBLAS's workspaces.
+
+The counterpart of `kernel_workspaces`, which is about the CPU. cuDNN's workspaces are not known. Until torch 2.14 the
+first product takes cuBLAS's workspace for good; since 2.15 each product takes one and gives it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.environment import cublas_workspace_config
+from flatout.memory.allocator_settings import MIN_BLOCK_BYTES
+from flatout.memory.cuda_reductions import reduction_buffer_bytes, threads_of_a_multiprocessor
+from flatout.memory.workspace import Workspace
+
+Sums = tuple[Tensor, set[int], int]
+"""A tensor, the dimensions that are summed, bytes of one partial sum."""
+_PARTIAL_SUM_BYTES = 4
+"""fp32, for fp32 itself, bf16 and fp16."""
+
+
+PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addbmm"))
+WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
+WORKSPACE_HOPPER_BYTES = 4096 * 8 * 1024
+"""Of cuBLAS: torch's defaults, CUBLAS_WORKSPACE_CONFIG unset."""
+WORKSPACE_WITH_BIAS_BYTES = 1024 * 1024
+"""Of cuBLASLt, which makes products with a bias (seen in torch 2.15, on every capability)."""
+HOPPER = (9, 0)
+
+
+def blas_workspace_bytes(capability: tuple[int, int] | None) -> int:
+    """What torch gives to cuBLAS on a GPU of that compute capability."""
+    config = cublas_workspace_config()
+    pairs = re.findall(r":(\d+):(\d+)", config)
+    if pairs:
+        return sum(int(kibibytes) * int(count) * 1024 for kibibytes, count in pairs)
+    return WORKSPACE_HOPPER_BYTES if capability is not None and capability[0] == HOPPER[0] else WORKSPACE_BYTES
+
+
+def keeps_blas_workspace() -> bool:
+    """Does this torch hold cuBLAS's workspace from the first product on?"""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) < (2, 15)
+
+
+def cuda_workspaces(
+    multiprocessors: int | None, capability: tuple[int, int] | None
+) -> Callable[[Any, Any, Any, Any], Workspace | None]:
+    """Rules for a GPU of so many multiprocessors and that compute capability; of an unknown GPU, as far as they go."""
+    product_bytes = 0 if keeps_blas_workspace() else blas_workspace_bytes(capability)
+    threads_each = threads_of_a_multiprocessor(capability) if capability is not None else 0
+
+    def workspace(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
+        name = operation._schema.name
+        if name in PRODUCTS:
+            held = min(product_bytes, WORKSPACE_WITH_BIAS_BYTES) if _with_bias(name, args) else product_bytes
+            return Workspace(inside_bytes=held) if held else None
+        rule = _RULES.get(name)
+        found = rule(args, kwargs, out) if rule is not None and multiprocessors is not None and threads_each else None
+        if found is None or multiprocessors is None:
+            return None
+        tensor, dimensions, element_bytes = found
+        held = reduction_buffer_bytes(
+            tuple(tensor.shape),
+            tensor.stride(),
+            dimensions,
+            element_bytes=element_bytes,
+            multiprocessors=multiprocessors,
+            threads_each=threads_each,
+        )
+        return Workspace(inside_bytes=held + MIN_BLOCK_BYTES) if held else None  # with the blocks' counters
+
+    return workspace
+
+
+def _with_bias(name: str, args: Any) -> bool:
+    """A product whose bias is added by the same kernel (isInputCompliesAddmmCudaLt in Blas.cpp)."""
+    if name != "aten::addmm" or args[0].dim() != 1 or not args[0].is_contiguous():
+        return False
+    return min(*args[1].shape, *args[2].shape) > 1
+
+
+def _given(args: Any, kwargs: Any, place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _dimensions(tensor: Tensor, given: Any) -> set[int]:
+    """None and an empty list mean all."""
+    listed = [given] if isinstance(given, int) else given
+    return {dim % tensor.dim() for dim in listed} if listed else set(range(tensor.dim()))
+
+
+def _element_bytes(tensor: Tensor) -> int:
+    return max(_PARTIAL_SUM_BYTES, tensor.element_size())
+
+
+def _sum(args: Any, kwargs: Any, out: Any) -> Sums:
+    """sum, mean: the gradient of a bias, or of anything that was broadcast."""
+    return args[0], _dimensions(args[0], _given(args, kwargs, 1, "dim")), _element_bytes(args[0])
+
+
+def _norm(args: Any, kwargs: Any, out: Any) -> Sums:
+    return args[0], _dimensions(args[0], _given(args, kwargs, 2, "dim")), _element_bytes(args[0])
+
+
+def _convolution_backward(args: Any, kwargs: Any, out: Any) -> Sums | None:
+    """The bias's gradient is a sum over all but the channels."""
+    gradient, mask = args[0], args[-1]
+    if not mask[2]:
+        return None
+    return gradient, {dim for dim in range(gradient.dim()) if dim != 1}, _element_bytes(gradient)
+
+
+_RULES: dict[str, Callable[[Any, Any, Any], Sums | None]] = {
+    "aten::sum": _sum,
+    "aten::mean": _sum,
+    "aten::linalg_vector_norm": _norm,
+    "aten::convolution_backward": _convolution_backward,
+}

@@ -1,0 +1,42 @@
+"""Loads the host executor right after torch is imported, in every process of a command started by `./gpu`.
+
+Fused attention has kernels of its own per architecture, which the executor does not know: they are switched off, so
+that scaled_dot_product_attention takes its plain form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+
+class AfterTorch(importlib.abc.MetaPathFinder):
+    """Finds torch as usual, and adds a line after it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            ctypes.CDLL(os.environ["STAND_IN_EXECUTOR"], mode=ctypes.RTLD_GLOBAL)
+            for kind in ("flash", "mem_efficient", "cudnn"):
+                getattr(module.backends.cuda, f"enable_{kind}_sdp")(False)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if os.environ.get("STAND_IN_EXECUTOR"):
+    sys.meta_path.insert(0, AfterTorch())
