@@ -2,12 +2,12 @@
 
 A sum over many rows is split over the blocks of all multiprocessors. Each block leaves its partial sums in a buffer in
 global memory, and the last one adds them up; it is gone when the kernel has been queued. For a column sum (the gradient
-of a bias) that buffer has a value for each thread, so 512 sums over 65,536 rows take 64 MiB on 128 multiprocessors:
+of a bias) that buffer has a value for each thread, so 512 sums over 65,536 rows take 96 MiB on 128 multiprocessors:
 more than the tensor that is summed. The rules are those of ATen/native/cuda/Reduce.cuh (setReduceConfig,
 global_memory_size), read in torch 2.15 and compared with what its allocator handed out.
 
 >>> reduction_buffer_bytes((65536, 512), (512, 1), {0}, element_bytes=4, multiprocessors=128, threads_each=1536)
-67108864
+100663296
 """
 
 from __future__ import annotations

@@ -11,11 +11,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatout.script.describe import names_device
 
 STAND_IN = Path(__file__).parent / "standins" / "accelerator.py"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+one_accelerator = pytest.mark.skipif(
+    torch.version.cuda is not None,
+    reason="torch allows one accelerator, and its CUDA builds have theirs: tests/gpu/test_moved_to_device.py is for them",
+)
 
 HEAD = """
 import copy, io, numpy, torch, warnings
@@ -240,35 +245,40 @@ def assert_same(plain: list[str], moved: list[str]) -> None:
     assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-6)
 
 
+@one_accelerator
 @pytest.mark.parametrize("source", [CLASSIFIER, LANGUAGE], ids=["classifier", "language"])
 def test_the_same_numbers_on_the_device(tmp_path: Path, source: str) -> None:
     (plain, _), (moved, told) = run(tmp_path, source, moved=False), run(tmp_path, source, moved=True)
-    assert (plain[0], moved[0]) == ("cpu", "mtia"), told
+    assert (plain[0], moved[0]) == ("cpu", "hpu"), told
     assert_same(plain, moved)
     assert "rolled back" not in told
 
 
+@one_accelerator
 def test_with_the_scores_of_a_wide_layer_never_formed_there(tmp_path: Path) -> None:
     (plain, _), (moved, told) = run(tmp_path, WIDE, moved=False), run(tmp_path, WIDE, moved=True, CHUNKED="1")
-    assert (plain[0], moved[0]) == ("cpu Tensor", "mtia LazyScores"), told
+    assert (plain[0], moved[0]) == ("cpu Tensor", "hpu LazyScores"), told
     assert_same(plain, moved)
     assert told == ""
 
 
+@one_accelerator
 def test_an_operation_that_the_device_lacks_runs_on_the_cpu_and_is_told(tmp_path: Path) -> None:
     (plain, _), (moved, told) = run(tmp_path, LACKING, moved=False), run(tmp_path, LACKING, moved=True)
-    assert moved[0] == "mtia"
+    assert moved[0] == "hpu"
     assert_same(plain, moved)
     assert "conv2d runs on the CPU" in told
 
 
+@one_accelerator
 def test_a_forward_that_fails_there_takes_everything_back(tmp_path: Path) -> None:
     (plain, _), (moved, told) = run(tmp_path, FAILING, moved=False), run(tmp_path, FAILING, moved=True)
     assert moved == plain
     assert "rolled back: the model's forward failed: TypeError: not here" in told
 
 
+@one_accelerator
 def test_a_mistake_of_the_scripts_stays_its_own(tmp_path: Path) -> None:
     (plain, _), (moved, _) = run(tmp_path, MISTAKEN, moved=False), run(tmp_path, MISTAKEN, moved=True)
     assert moved[0] == plain[0]
-    assert moved[1] == "mtia"
+    assert moved[1] == "hpu"

@@ -140,3 +140,16 @@ def test_peaks_stay_within_memory() -> None:
 def test_a_peak_survives_json() -> None:
     peak = Peak(value=2.0, low=1.0, high=3.0, samples=4, unit="B/s", how="x")
     assert Peak.from_json(peak.to_json()) == peak
+
+
+def test_ceilings_of_one_device_are_not_those_of_another(machine: Machine) -> None:
+    assert machine.ceilings is not None
+    of_cpu = machine.ceilings
+    of_gpu = replace(of_cpu, device="cuda:0", memory_read_bytes_per_second=None)
+    assert {save_ceilings(machine, of_cpu), save_ceilings(machine, of_gpu)} == set(
+        save_ceilings(machine, of_cpu).parent.iterdir()
+    )
+    assert load_ceilings(machine, "cpu") == of_cpu
+    assert load_ceilings(machine, "cuda:0") == of_gpu
+    assert load_ceilings(machine, "cuda:1") is None
+    assert load_ceilings(machine) == of_cpu  # where work should run on this machine

@@ -15,6 +15,7 @@ from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
 from flatout.train.largest_batch import largest_batch, repeated
 from flatout.train.step import TrainStep
+from flatout.train.target import find_target
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
 BATCH = (torch.randn(4, 1, 8, 8), torch.randint(0, 10, (4,)))
@@ -121,3 +122,43 @@ def test_bad_input() -> None:
         largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=1 << 20, at_most=4, multiple_of=8)
     with pytest.raises(UsageError, match="without a tensor"):
         largest_batch(model, optimizer, LOSS, "text", limit_bytes=1 << 20)
+
+
+class OfCuda:
+    """Stands for torch.cuda with two GPUs, the first of which is the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fractions: list[tuple[float, Any]] = []
+        properties = type(
+            "Properties", (), {"major": 8, "minor": 9, "multi_processor_count": 128, "total_memory": 1000}
+        )
+        answers: dict[str, Any] = {
+            "is_available": lambda: True,
+            "device_count": lambda: 2,
+            "current_device": lambda: 0,
+            "get_device_properties": lambda device: properties,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda device: None,
+            "max_memory_reserved": lambda device: 7,
+            "get_per_process_memory_fraction": lambda device: 0.75,
+            "set_per_process_memory_fraction": lambda share, device: self.fractions.append((share, device.index)),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_a_limit_on_cuda_is_set_on_the_models_own_device_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = OfCuda(monkeypatch)
+    parameter = type("Parameter", (), {"device": torch.device("cuda", 1)})()
+    target = find_target(None, type("Model", (), {"parameters": lambda self: iter([parameter])})())
+    assert target.name == "cuda:1"
+    with LimitedRun(target.name, 500) as run:
+        assert cuda.fractions == [(0.5, 1)]
+    assert cuda.fractions == [(0.5, 1), (0.75, 1)]
+    assert run.peak_bytes == 7
+
+
+def test_cuda_without_a_number_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    OfCuda(monkeypatch)
+    assert find_target("cuda", mlp()).name == "cuda:0"
+    assert find_target("cuda:1", mlp()).multiprocessors == 128

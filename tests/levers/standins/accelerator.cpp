@@ -6,7 +6,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorShape.h>
-#include <ATen/detail/MTIAHooksInterface.h>
+#include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/view_native.h>
@@ -16,7 +16,7 @@
 namespace {
 
 // One of the kinds that torch knows, has no kernels for in its own builds, and lets take a parameter's place (`.data`).
-constexpr auto KIND = c10::DeviceType::MTIA;
+constexpr auto KIND = c10::DeviceType::HPU;
 
 struct HostMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
@@ -47,18 +47,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
-C10_REGISTER_GUARD_IMPL(MTIA, Guard)
+C10_REGISTER_GUARD_IMPL(HPU, Guard)
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>,
                  std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::MTIA),
+  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::HPU),
                                    c10::dtype_or_default(type), format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> type,
                          std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
   return at::detail::empty_strided_generic(size, stride, &memory,
-                                           c10::DispatchKeySet(c10::DispatchKey::MTIA),
+                                           c10::DispatchKeySet(c10::DispatchKey::HPU),
                                            c10::dtype_or_default(type));
 }
 
@@ -141,16 +141,10 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-// torch allows one accelerator in a process, and its CUDA builds have theirs already, be there a GPU or not.
-#ifdef BUILT_FOR_CUDA
-constexpr bool THE_ACCELERATOR = false;
-#else
-constexpr bool THE_ACCELERATOR = true;
-#endif
-
-struct MTIAHooks final : at::MTIAHooksInterface {
-  MTIAHooks() = default;
-  bool hasMTIA() const override { return THE_ACCELERATOR; }
+struct HPUHooks final : at::HPUHooksInterface {
+  explicit HPUHooks(at::HPUHooksArgs) {}
+  void init() const override {}
+  bool hasHPU() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -164,14 +158,14 @@ struct MTIAHooks final : at::MTIAHooksInterface {
 }  // namespace
 
 namespace at {
-REGISTER_MTIA_HOOKS(MTIAHooks)
+REGISTER_HPU_HOOKS(HPUHooks)
 }
 
-TORCH_LIBRARY_IMPL(_, MTIA, library) {
+TORCH_LIBRARY_IMPL(_, HPU, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
 
-TORCH_LIBRARY_IMPL(aten, MTIA, library) {
+TORCH_LIBRARY_IMPL(aten, HPU, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("_copy_from", &copy_from);

@@ -1,4 +1,4 @@
-"""The stand-in accelerator, built once with the compiler that torch.compile needs too: `load()`, then device 'mtia'.
+"""The stand-in accelerator, built once with the C++ compiler that torch.compile needs too: `load()`, then device 'hpu'.
 
 Run as a program it makes a script train under Flatout's runner with its model moved there:
 
@@ -14,19 +14,22 @@ import os
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
-NAME = "mtia"
+NAME = "hpu"
 
 
 def load() -> None:
     """Make torch know the device. Takes a quarter of a minute the first time."""
     import torch
 
-    module: Any = getattr(torch, NAME)
+    module: Any = types.ModuleType(f"torch.{NAME}")
     module._lazy_init = module._is_in_bad_fork = lambda: None
     module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
+    sys.modules[module.__name__] = module
+    torch._register_device_module(NAME, module)
     torch.ops.load_library(build())
 
 
@@ -42,7 +45,6 @@ def build() -> str:
         part = library.with_suffix(f".{os.getpid()}")
         command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", str(source), "-o", str(part)]
         command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
-        command += ["-DBUILT_FOR_CUDA"] if torch.version.cuda else []
         subprocess.run([*command, "-lc10", "-ltorch_cpu", "-ltorch"], check=True, capture_output=True)
         part.rename(library)
     return str(library)
