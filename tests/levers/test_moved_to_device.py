@@ -19,7 +19,7 @@ STAND_IN = Path(__file__).parent / "standins" / "accelerator.py"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 one_accelerator = pytest.mark.skipif(
     torch.version.cuda is not None,
-    reason="torch allows one accelerator, and its CUDA builds have theirs: tests/gpu/test_moved_to_device.py is for them",
+    reason="torch allows one accelerator, and its CUDA builds have theirs: see tests/gpu/test_moved_to_device.py",
 )
 
 HEAD = """
