@@ -1,51 +1,99 @@
 """From live objects to a state: one nested dict, which `Checkpoints.save` stores and `restore` puts back.
 
-{"model": ..., "optimizer": ..., "scheduler": ..., "scaler": ..., "data": ..., "plan": TOML, "extra": ...,
- "generators": ...}          a section that was not given is not there
+{"model": ..., "optimizer": ..., "scheduler": ..., "scaler": ..., "step": ..., "data": ..., "plan": TOML, "extra": ...,
+ "objects": {name: ...}, "generators": ...}          a section that was not given is not there
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from flatout.arguments import as_plan, wrong
 from flatout.checkpoint.model_names import plain_names
 from flatout.checkpoint.optimizers import plain_state
 from flatout.checkpoint.rank_generators import states_of_ranks
 from flatout.errors import UsageError
 from flatout.plan import Plan
 
+SECTIONS = ("model", "optimizer", "scheduler", "scaler", "step", "data", "plan", "extra", "objects", "generators")
+
 
 def capture(
+    step: Any = None,
+    data: Any = None,
     *,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
     scaler: Any = None,
-    data: Any = None,
     plan: Plan | None = None,
     extra: Any = None,
+    **objects: Any,
 ) -> dict[str, Any]:
     """The state of a run, with that of every random number generator, on every rank.
+
+    capture(step, train, ema=averaged)    # a TrainStep with all that it trains, its data, and further objects
+
+    `step`, a TrainStep, stands for its model, optimizer, schedule, plan and what it remembers itself (steps taken, loss
+    scaling); a run that is restored from it goes on to the bit. Without one give what there is by name.
 
     Where torch.distributed runs, call it on all ranks, equally often: each gives its random states, and rank 0, whose
     state is the one to save, waits for them. If one does not come within 300 s, rank 0 raises UsageError naming it.
 
-    Each of model, optimizer, scheduler, scaler and data (where the run stands in its data) is an object with
-    state_dict(), or a list or dict of such. `extra` is any nested value of the user's. Tensors are the live ones, not
-    copies: save the state before the next step (moments held in 8 bits are given as fp32 copies). Raises UsageError for
-    an object without state_dict().
+    Each of model, optimizer, scheduler, scaler, data (where the run stands in its data) and of `objects` is an object
+    with state_dict(), or a list or dict of such. `extra` is any nested value of the user's. Tensors are the live ones,
+    not copies: save the state before the next step (moments held in 8 bits are given as fp32 copies).
+
+    Raises UsageError for an object without state_dict(), NumericsError where weights that `step` trains are inf or NaN.
     """
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
-    state = {name: _each(live, name, _state_of) for name, live in given.items() if live is not None}
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    live = live_sections(step, data, given, objects)
+    if step is not None:
+        step.check_finite()
+        plan = plan or step.plan
+    state = {name: _each(one, name, _state_of) for name, one in live.items()}
     if plan is not None:
-        state["plan"] = plan.to_toml()
+        state["plan"] = as_plan(plan).to_toml()
     if extra is not None:
         state["extra"] = extra
     state["generators"] = states_of_ranks()
     return state
+
+
+def live_sections(step: Any, data: Any, given: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Section -> the live objects, of what `capture` and `restore` are given. UsageError where they contradict."""
+    found = {} if step is None else _of_step(step)
+    for name, one in given.items():
+        if one is not None and name in found:
+            limit = "the step holds its own"
+            raise UsageError(f"{name} is given beside step", limit=limit, remedy=f"leave {name} out")
+        if one is not None:
+            found[name] = one
+    if data is not None:
+        found["data"] = data
+    for name in objects:
+        _check_name(name)
+    named = {name: one for name, one in objects.items() if one is not None}
+    return found | ({"objects": named} if named else {})
+
+
+def _of_step(step: Any) -> dict[str, Any]:
+    if isinstance(step, type) or not callable(getattr(step, "sections", None)):
+        remedy = "give a model as model=..., what counts steps as extra=..."
+        raise wrong("step", step, "it is a TrainStep", remedy)
+    return dict(step.sections())
+
+
+def _check_name(name: str) -> None:
+    """A slip in the name of a section would be an object of that name, and missed only when it is restored."""
+    close = difflib.get_close_matches(name, SECTIONS, 1, cutoff=0.75)
+    if close:
+        remedy = f"did you mean {close[0]}? Several models or optimizers are given as a list or dict"
+        raise UsageError(f"there is no section {name!r}", limit=f"there are {', '.join(SECTIONS[:6])}", remedy=remedy)
 
 
 def _each(live: Any, path: str, take: Callable[[Any, str], Any]) -> Any:
@@ -58,8 +106,7 @@ def _each(live: Any, path: str, take: Callable[[Any, str], Any]) -> Any:
 
 def _state_of(live: Any, path: str) -> Any:
     if not callable(getattr(live, "state_dict", None)):
-        limit = "it must have state_dict() and load_state_dict()"
-        raise UsageError(f"{path} is a {type(live).__name__}", limit=limit, remedy="store plain values in extra=")
+        raise wrong(path, live, "it has state_dict() and load_state_dict()", "store plain values in extra=")
     if isinstance(live, torch.nn.Module):
         plain = plain_names(live)
         return {plain(name): value for name, value in live.state_dict().items()}

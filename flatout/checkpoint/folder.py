@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from flatout.arguments import as_path, as_whole_number, wrong
 from flatout.checkpoint.background import BackgroundWork, HostCopies
 from flatout.checkpoint.disk import abandoned_folders, check_space, remove_folder, sweep, whole_folder, write_error
 from flatout.checkpoint.manifest import SCHEMA, damaged, schema_of
@@ -55,8 +56,8 @@ class Checkpoints:
         asynchronous: bool = False,
         rank: int | None = None,
     ) -> None:
-        _check_settings(Path(folder), keep_last, keep_best, best)
-        self.folder = Path(folder)
+        self.folder = as_path(folder, "folder")
+        _check_settings(self.folder, keep_last, keep_best, best)
         self._keeping = _Keeping(last=keep_last, best=keep_best, lowest_is_best=best == "min")
         self._asynchronous, self._rank = asynchronous, rank
         self._copies, self._background = HostCopies(), BackgroundWork()
@@ -74,7 +75,7 @@ class Checkpoints:
         if (rank_and_ranks()[0] if self._rank is None else self._rank) != 0:
             return
         self.wait()
-        step, metric = _checked_step(step), None if metric is None else float(metric)
+        step, metric = _checked_step(step), _checked_metric(metric)
         parts = split(state)
         structure = structure_text(parts.structure)
         need_bytes = _need_bytes(structure, parts.tensors)
@@ -255,11 +256,16 @@ def _checked_step(step: int) -> int:
     return whole
 
 
+def _checked_metric(metric: Any) -> float | None:
+    try:
+        return None if metric is None else float(metric)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong("metric", metric, "it is a number", "pass metric=figures['loss']") from error
+
+
 def _check_settings(folder: Path, keep_last: int, keep_best: int, best: str) -> None:
-    if keep_last < 1:
-        raise UsageError(f"keep_last is {keep_last}", limit="it must be at least 1", remedy="pass keep_last=1")
-    if keep_best < 0:
-        raise UsageError(f"keep_best is {keep_best}", limit="it must be at least 0", remedy="pass keep_best=0")
+    as_whole_number(keep_last, "keep_last", remedy="pass keep_last=1")
+    as_whole_number(keep_best, "keep_best", least=0, remedy="pass keep_best=0")
     if best not in ("min", "max"):
         raise UsageError(f"best is {best!r}", limit="it must be 'min' or 'max'")
     existing = next((path for path in (folder, *folder.parents) if path.exists()), None)

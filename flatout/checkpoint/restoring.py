@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from flatout.arguments import as_path, wrong
+from flatout.checkpoint import manifest
+from flatout.checkpoint.capturing import live_sections
 from flatout.checkpoint.differences import Differences, Findings
+from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.model_names import plain_names, without_wrappers
 from flatout.checkpoint.optimizers import check_optimizer, load_optimizer
 from flatout.checkpoint.rank_generators import states_here
-from flatout.checkpoint.saved import Checkpoint, Loaded
+from flatout.checkpoint.saved import Checkpoint, Loaded, open_checkpoint
 from flatout.errors import UsageError
 from flatout.generators import check_generators, generator_states, set_generators
 
@@ -33,34 +39,42 @@ class _Loading:
 
 
 def restore(
-    source: Mapping[str, Any] | Checkpoint | Loaded,
+    source: Mapping[str, Any] | Checkpoint | Loaded | str | os.PathLike[str],
+    step: Any = None,
+    data: Any = None,
     *,
     model: Any = None,
     optimizer: Any = None,
     scheduler: Any = None,
     scaler: Any = None,
-    data: Any = None,
     generators: bool = True,
     strict: bool = True,
+    **objects: Any,
 ) -> Differences:
     """Put the objects given, and all random number generators, back to what `source` holds; returns what differed.
 
-    Objects are matched as `capture` took them, lists and dicts included. Tensors go to the device of their parameter;
-    an optimizer keeps its own way of computing (fused, foreach, capturable). Objects are loaded from copies, so the
-    state can be restored again. `generators=False` leaves the random numbers alone, as for an evaluation.
+    restore(checkpoints.load(), step, train, ema=averaged)    # what capture(step, train, ema=averaged) took
+
+    `source` may be a folder: its newest whole checkpoint is taken. Objects are matched as `capture` took them, lists
+    and dicts included; with a `step` the run must have all that the checkpoint has. Tensors go to the device of their
+    parameter; an optimizer keeps its own way of computing (fused, foreach, capturable). Objects are loaded from copies,
+    so the state can be restored again. `generators=False` leaves the random numbers alone, as for an evaluation.
     Each rank of torch.distributed goes on from its own random states. Where there were fewer ranks, the further ones
     are seeded from rank 0's states and their number; another number of ranks is warned of, once, by rank 0.
     Raises UsageError that lists what is missing, unexpected, or of another shape or dtype, before anything is
     changed. With strict=False what fits is loaded, converted to the dtype here, and the rest is left as it is.
     """
-    state = source.load() if isinstance(source, Checkpoint) else source.state if isinstance(source, Loaded) else source
-    found = Findings()
-    given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "data": data}
+    state, found = _state_in(source), Findings()
+    given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
+    live_by_section = live_sections(step, data, given, objects)
+    if step is not None:  # a training that goes on needs all that it had
+        found.unexpected += [
+            name for name in ("scheduler", "data", "objects") if name in state.keys() - live_by_section
+        ]
     loadings = []
-    for section, whole in given.items():
-        if whole is not None:
-            pairs = list(_pairs(section, whole, state, found))
-            loadings += [_compare(path, live, saved, found, strict) for path, live, saved in pairs]
+    for section, whole in live_by_section.items():
+        pairs = list(_pairs(section, whole, state, found))
+        loadings += [_compare(path, live, saved, found, strict) for path, live, saved in pairs]
         if section == "model" and strict:
             _refuse(found)  # another model explains an optimizer that does not fit either
     # a model's load is checked to the last shape, so it goes last: what might still fail goes before it
@@ -74,6 +88,31 @@ def restore(
     if note is not None:
         warnings.warn(note, stacklevel=2)
     return differences
+
+
+def _state_in(source: Any) -> Mapping[str, Any]:
+    """The state itself. UsageError for what holds none, and for an empty folder."""
+    if isinstance(source, str | os.PathLike):
+        source = newest_in(as_path(source, "source"))
+    if isinstance(source, Checkpoint):
+        return source.load()
+    if isinstance(source, Loaded):
+        return source.state
+    if not isinstance(source, Mapping):
+        limit = "it is what Checkpoints.load(), latest(), best() or at() gave, or capture(...)"
+        remedy = "None means that nothing was saved: train from the start" if source is None else ""
+        raise wrong("source", source, limit, remedy)
+    return source
+
+
+def newest_in(folder: Path) -> Loaded | Checkpoint:
+    """The newest whole checkpoint in a folder, or the checkpoint that the folder is. UsageError where there is none."""
+    if (folder / manifest.NAME).exists():
+        return open_checkpoint(folder)
+    loaded = Checkpoints(folder).load()
+    if loaded is None:
+        raise UsageError(f"there is no checkpoint in {folder}", remedy="name the folder that Checkpoints was given")
+    return loaded
 
 
 def _refuse(found: Findings) -> None:
@@ -122,7 +161,7 @@ def _matched(path: str, live: Any, saved: Any, found: Findings) -> Iterator[tupl
 
 def _compare(path: str, live: Any, saved: Any, found: Findings, strict: bool) -> _Loading:
     if not callable(getattr(live, "load_state_dict", None)):
-        raise UsageError(f"{path} is a {type(live).__name__}", limit="it must have load_state_dict()")
+        raise wrong(path, live, "it has state_dict() and load_state_dict()")
     if isinstance(live, torch.nn.Module):
         return _compare_model(path, live, saved, found)
     if isinstance(live, torch.optim.Optimizer):

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.order import epoch_order, epoch_seed, share_of_rank, spans
+from flatout.arguments import as_device, as_function, as_plan, as_whole_number
+from flatout.data.given_orders import BatchOrder, EpochOrder
+from flatout.data.order import epoch_order, share_of_rank, spans
 from flatout.data.prefetch import on_device
 from flatout.data.sources import Source, source_of
 from flatout.data.workers import Key, Pacing, Workers
 from flatout.errors import UsageError
-from flatout.generators import generators_kept, seed_generators
 from flatout.machine.detect import usable_cores
 from flatout.plan import Plan
 
@@ -48,7 +49,13 @@ class Batches:
     """What `batches` returns. Iterating gives the rest of the current epoch; then the next epoch begins."""
 
     def __init__(
-        self, source: Source, handing_out: _HandingOut, *, shuffle: bool, seed: int, order: EpochOrder | None = None
+        self,
+        source: Source,
+        handing_out: _HandingOut,
+        *,
+        shuffle: bool,
+        seed: int,
+        order: EpochOrder | BatchOrder | None = None,
     ) -> None:
         self.seed = seed
         self.samples = len(source) if order is None else order.samples
@@ -68,6 +75,8 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
+        if isinstance(self._order, BatchOrder):
+            return len(self._order)
         whole, rest = divmod(self.samples, self._out.batch_size)
         return whole + (rest >= self._out.least_samples)
 
@@ -105,6 +114,8 @@ class Batches:
         self.epoch, self.position = self.epoch + 1, 0
 
     def _spans(self) -> Iterator[tuple[int, int]]:
+        if isinstance(self._order, BatchOrder):
+            return iter(self._order.spans(self.epoch, self.position))
         return spans(self.samples, self.position, self._out.batch_size, least=self._out.least_samples)
 
     def _share(self, order: Any, span: tuple[int, int]) -> Any:
@@ -141,27 +152,14 @@ class Batches:
         return self._workers[1].batches(keys)
 
 
-class EpochOrder:
-    """The order that a DataLoader's own sampler draws, from a seed for each epoch."""
-
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self._sampler, self._seed = sampler, seed
-        self.samples = len(sampler)
-
-    def __call__(self, epoch: int) -> Any:
-        import torch
-
-        with generators_kept():
-            seed_generators(epoch_seed(self._seed, epoch))
-            return torch.as_tensor(list(self._sampler))
-
-
 class Stream:
     """Batches of a data set that can only be read from its beginning. Taken up by reading on to the position."""
 
     def __init__(self, data: Any, handing_out: _HandingOut, collate_fn: Any) -> None:
         self.epoch, self.position = 0, 0
         self.batch_size = handing_out.batch_size
+        self.once = iter(data) is data
+        """Is it an iterator, which can be read once?"""
         self._data, self._out, self._collate = data, handing_out, collate_fn
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,13 +174,29 @@ class Stream:
         set_epoch = getattr(self._data, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        samples = itertools.islice(iter(self._data), self.position, None)
-        made = self._groups(samples)
+        made = self._groups(self._from_position())
         sizes: list[int] = []
         for batch in on_device(_noting(made, sizes), self._out.device, pin=self._out.plan.pin_memory is not False):
             self.position += sizes.pop(0)
             yield batch
+        if self.position == 0:
+            raise UsageError(
+                f"the stream gave no batch in epoch {self.epoch}",
+                limit="an iterator runs dry after one epoch" if self.once else "an epoch has at least one batch",
+                remedy="pass an object whose __iter__ begins anew each time, or train for as long as the data lasts",
+            )
         self.epoch, self.position = self.epoch + 1, 0
+
+    def _from_position(self) -> Iterator[Any]:
+        samples = iter(self._data)
+        passed = sum(1 for _ in itertools.islice(samples, self.position))
+        if passed < self.position:
+            raise UsageError(
+                f"the stream ended after {passed} samples",
+                limit=f"the saved position is after sample {self.position}",
+                remedy="resume with the data of that run",
+            )
+        return samples
 
     def _groups(self, samples: Iterator[Any]) -> Iterator[tuple[int, Any]]:
         while group := list(itertools.islice(samples, self._out.batch_size)):
@@ -220,25 +234,28 @@ def batches(
 
     Where a data set's own code holds the steps back, it runs in worker processes: they have the data set as it is when
     an epoch begins, and what it changes there is not seen here. `Plan(loader_workers=0)` keeps it in this process.
+    A loader's batch sampler makes the batches, unless batch_size is given.
 
     Raises UsageError for data that is none of these, is empty, or whose arrays differ in length.
     """
-    import torch
     from torch.utils.data import DataLoader
 
-    plan = plan or Plan()
-    order = None
+    plan = as_plan(plan)
+    as_whole_number(seed, "seed", least=-(2**63))
+    rank, ranks = _ranks(rank, ranks)
+    order: EpochOrder | BatchOrder | None = None
     if isinstance(data, DataLoader):
         loader, data = data, data.dataset
-        batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, seed)
+        batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, seed, ranks)
         collate_fn, drop_last = collate_fn or loader.collate_fn, drop_last or loader.drop_last
-    rank, ranks = _ranks(rank, ranks)
     size = _checked(batch_size, ranks)
+    if collate_fn is not None:
+        as_function(collate_fn, "collate_fn", 1, limit="it is called with the list of a batch's samples")
     handing_out = _HandingOut(
         batch_size=size,
         plan=plan,
         drop_last=drop_last,
-        device=torch.device(device) if device is not None else torch.device("cpu"),
+        device=as_device("cpu" if device is None else device),
         rank=rank,
         ranks=ranks,
     )
@@ -265,20 +282,25 @@ def _stream(data: Any, handing_out: _HandingOut, collate_fn: Any, *, shuffle: bo
 
 
 def _of_loader(
-    loader: Any, batch_size: int | None, shuffle: bool | None, seed: int
-) -> tuple[int | None, bool | None, Any]:
+    loader: Any, batch_size: int | None, shuffle: bool | None, seed: int, ranks: int
+) -> tuple[int | None, bool | None, EpochOrder | BatchOrder | None]:
     """(batch size, shuffle, order of an epoch) of a DataLoader; a sampler that is none of torch's gives the order."""
     from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+    from torch.utils.data.distributed import DistributedSampler
 
     if isinstance(loader.dataset, IterableDataset):
         return batch_size or loader.batch_size, shuffle, None
     if loader.batch_size is None and batch_size is None:
-        raise UsageError(
-            f"the loader's batches are made by its {type(loader.batch_sampler).__name__}",
-            limit="which samples form a batch is decided here, so that an order can be taken up",
-            remedy="pass batch_size, or the data set instead of the loader",
-        )
+        if loader.batch_sampler is None:
+            limit = "which samples form a batch is decided here, so that an order can be taken up"
+            raise UsageError("the loader makes no batches", limit=limit, remedy="pass batch_size=64")
+        order = BatchOrder(loader.batch_sampler, seed, len(loader.dataset))
+        largest = max((stop - start for start, stop in order.spans(0, 0)), default=0)
+        return largest or None, False, order
     sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler) and ranks > 1:
+        limit = "each rank's share is taken here, of the order of all"
+        raise UsageError("the loader's sampler is a DistributedSampler", limit=limit, remedy="pass its data set")
     random = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
     if shuffle is None and not random and type(sampler) is not SequentialSampler:
         return batch_size or loader.batch_size, True, EpochOrder(sampler, seed)
@@ -286,10 +308,7 @@ def _of_loader(
 
 
 def _checked(batch_size: int | None, ranks: int) -> int:
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise UsageError(
-            f"batch_size is {batch_size!r}", limit="it is a whole number of at least 1", remedy="pass batch_size=64"
-        )
+    batch_size = as_whole_number(batch_size, "batch_size", remedy="pass batch_size=64")
     if batch_size < ranks:
         raise UsageError(
             f"batch_size is {batch_size} for {ranks} ranks",
@@ -303,7 +322,8 @@ def _ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
 
     if rank is None and ranks is None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    rank, ranks = rank or 0, ranks or 1
+    rank = as_whole_number(0 if rank is None else rank, "rank", least=0)
+    ranks = as_whole_number(1 if ranks is None else ranks, "ranks")
     if not 0 <= rank < ranks:
         raise UsageError(f"rank is {rank} of {ranks}", limit="ranks are numbered from 0")
     return rank, ranks

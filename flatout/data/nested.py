@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+from flatout.arguments import as_device
 from flatout.errors import UsageError
 
 IsLeaf = Callable[[Any], bool]
@@ -140,9 +141,7 @@ def to_device(nested: Any, device: Any, *, non_blocking: bool = True) -> Any:
     """`nested` with every tensor on `device`; what is there already is not copied.
 
     Copies to an accelerator do not block where the memory is pinned; copies to the host always do, because nobody
-    could tell when their values are there.
+    could tell when their values are there. Raises UsageError for a device that torch cannot use here.
     """
-    import torch
-
-    target = torch.device(device)
+    target = as_device(device)
     return map_tensors(lambda t: t.to(target, non_blocking=non_blocking and target.type != "cpu"), nested)

@@ -145,7 +145,14 @@ def _source_of(data: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> 
     from torch.utils.data import default_collate
 
     if any(True for _ in arrays_in(data)):
+        _refuse_lists(data)
         return Arrays(data)
+    if type(data) is tuple and data and all(isinstance(one, list) for one in data):
+        raise UsageError(
+            f"the data is a tuple of {len(data)} lists",
+            limit="a tuple holds columns, as tensors or arrays; a list holds samples",
+            remedy="pass (torch.tensor(inputs), torch.tensor(targets)), or list(zip(inputs, targets))",
+        )
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, (str, bytes, Mapping)):
         raise UsageError(
             f"{type(data).__name__} is no source of batches",
@@ -154,6 +161,18 @@ def _source_of(data: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> 
     if collate_fn is default_collate and _lies_in_tensors(data):
         return Whole(data)
     return Samples(data, collate_fn, seed=seed)
+
+
+def _refuse_lists(data: Any) -> None:
+    """A list as long as the arrays beside it is meant as a column, and would come whole with each batch."""
+    sizes = {len(array) for _, array in arrays_in(data)}
+    for path, column in leaves_in(data, "data", lambda value: isinstance(value, list), lists=False):
+        if len(column) in sizes:
+            raise UsageError(
+                f"{path} is a list of {len(column)}",
+                limit="columns are tensors or numpy arrays",
+                remedy="convert it: torch.tensor(values), or numpy.array(texts, dtype=object)",
+            )
 
 
 def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:

@@ -8,6 +8,7 @@ then as many as keep up with them, and none again if the loop got no faster.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -69,12 +70,18 @@ class Workers:
             persistent_workers=persistent,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
+            worker_init_fn=_leave_interrupts_to_the_main_process,
             generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers
         )
 
     def batches(self, keys: Sequence[Key]) -> Iterator[Any]:
         self._keys.keys = keys
         return iter(self._loader)
+
+
+def _leave_interrupts_to_the_main_process(worker: int) -> None:
+    """A terminal sends Ctrl-C to all of them, and the main process may still want the batches that are made."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Pacing:

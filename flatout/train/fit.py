@@ -1,30 +1,35 @@
 """The parts put together: steps, progress, evaluation, checkpoints, resume. Read it; it is short, and yours to replace.
 
     measured = lambda: evaluate(model, test, loss_fn.measure)
-    fit(step, train, epochs=10, evaluation=measured, checkpoints=Checkpoints("run"))
+    fit(step, train, epochs=10, evaluation=measured, checkpoints="runs/digits")
 
-Started again after a crash or a kill it goes on at the next sample, and ends with the weights of an undisturbed run.
+Started again after a crash, a kill, SIGTERM or Ctrl-C it goes on at the next sample, and ends with the weights of an
+undisturbed run.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+from flatout.arguments import as_function, as_instance, as_path, as_whole_number, described, wrong
 from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.restoring import restore
 from flatout.data.batches import Batches, Stream
-from flatout.errors import UsageError
-from flatout.train.interruption import stop_on_sigterm
+from flatout.errors import NumericsError, UsageError
+from flatout.train.interruption import BrokenOff, Stop, stop_on_signals
 from flatout.train.progress import Progress
 from flatout.train.ranks import SharedStop
 from flatout.train.step import TrainStep
 
 Evaluation = Callable[[], Mapping[str, float]]
+_END = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,9 @@ class FitResult:
     """Mean over the last epoch's steps of this call; None if there was none."""
     evaluations: tuple[Mapping[str, float], ...] = ()
     skipped: int = 0
+    """Steps left out because a gradient was not finite (fp16, or the plan's nonfinite = 'skip')."""
+    nonfinite_losses: int = 0
+    """Steps of this TrainStep whose loss was inf or NaN, where the plan does not leave them out."""
     resumed_at_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -52,6 +60,8 @@ class _Run:
     step: TrainStep
     source: Batches | Stream
     checkpoints: Checkpoints | None
+    metric: str
+    objects: Mapping[str, Any]
     evaluations: list[Mapping[str, float]] = field(default_factory=list)
     loss_sum: Any = None
     loss_steps: int = 0
@@ -61,25 +71,69 @@ class _Run:
         loaded = self.checkpoints.load() if self.checkpoints is not None else None
         if loaded is None:
             return None
-        step = self.step
-        scheduler = {} if step.scheduler is None else {"scheduler": step.scheduler}
-        restore(loaded, model=step.model, optimizer=step.optimizer, data=self.source, **scheduler)
-        step.load_state_dict(loaded.state["extra"]["step"])
-        return step.steps
+        state = loaded.state
+        if "step" not in state:  # saved by the first version of `fit`
+            state = {**state, "step": state.get("extra", {}).get("step", {})}
+        restore(state, self.step, self.source, **self.objects)
+        return self.step.steps
 
     def save(self, metric: float | None = None) -> None:
-        if self.checkpoints is None:
+        """Raises NumericsError for weights that are not finite; where no loss was finite, nothing is saved."""
+        learnt = self.step.check_finite()
+        if self.checkpoints is None or not learnt:
             return
-        step = self.step
-        state = capture(
-            model=step.model,
-            optimizer=step.optimizer,
-            scheduler=step.scheduler,
-            data=self.source,
-            plan=step.plan,
-            extra={"step": step.state_dict()},
-        )
-        self.checkpoints.save(state, step=step.steps, metric=metric)
+        state = capture(self.step, self.source, **self.objects)
+        self.checkpoints.save(state, step=self.step.steps, metric=metric)
+
+    def batches(self, stop: Stop) -> Iterator[Any]:
+        """The rest of the epoch. Asked to stop while it waits for data, it saves what stands and leaves."""
+        batches = iter(self.source)
+        while True:
+            place = self.source.state_dict()
+            try:
+                batch = stop.waiting(lambda: next(batches, _END))
+            except BrokenOff:
+                self.source.load_state_dict(place)  # whatever was handed out since was not trained on
+                self.leave(stop)
+            if batch is _END:
+                return
+            yield batch
+
+    def evaluate(self, evaluation: Evaluation | None) -> Mapping[str, float]:
+        if evaluation is None:
+            return {}
+        returned = evaluation()
+        if not isinstance(returned, Mapping):
+            raise UsageError(
+                f"evaluation returned {described(returned)}",
+                limit="it returns a dict of figures",
+                remedy="for example lambda: flatout.evaluate(model, test, loss_fn.measure)",
+            )
+        figures = {name: float(value) for name, value in returned.items()}
+        self.evaluations.append(figures)
+        return figures
+
+    def end_epoch(self, figures: Mapping[str, float], *, evaluated: bool) -> None:
+        """Save, ranked by the metric. UsageError where the evaluation has no such figure; what was learnt is saved."""
+        self.save(figures.get(self.metric))
+        if evaluated and self.checkpoints is not None and self.metric not in figures:
+            self.checkpoints.wait()
+            raise UsageError(
+                f"metric is {self.metric!r}",
+                limit=f"the evaluation gives {', '.join(map(repr, figures)) or 'no figure'}",
+                remedy="name one of these; the epoch is saved without a metric, and the run goes on from there",
+            )
+
+    def leave(self, stop: Stop, *, saved: bool = False) -> NoReturn:
+        """Save, unless that has just been done, and end as the signal wants it."""
+        try:
+            if not saved:
+                self.save()
+        except NumericsError as error:
+            warnings.warn(f"nothing was saved: {error}", stacklevel=3)
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        stop.leave(self.step.steps)
 
     def count(self, loss: Any) -> None:
         self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
@@ -97,47 +151,57 @@ def fit(
     steps: int | None = None,
     evaluation: Evaluation | None = None,
     metric: str = "loss",
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     save_every_steps: int | None = None,
+    objects: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> FitResult:
     """Train for `epochs` epochs, or until the step has taken `steps` steps, whichever comes first.
 
-    `evaluation` runs after each epoch; its figure `metric` ranks the checkpoints. With `checkpoints` the run goes on
-    from the newest whole one, and saves after each epoch, every `save_every_steps` steps, and on SIGTERM, after which
-    it raises SystemExit(143). `progress` shows a bar; by default on a terminal. Of several ranks each calls it, with
-    the same arguments; asked to stop, they stop after the same step.
+    `evaluation` runs after each epoch; its figure `metric` ranks the checkpoints. With `checkpoints` (or their folder)
+    the run goes on from the newest whole one, and saves after each epoch, every `save_every_steps` steps, and when it
+    is asked to stop: the step, all that it trains, the place in the data, random numbers, and `objects`, further ones
+    with state_dict() by name, such as {"ema": averaged}. `progress` shows a bar; by default on a terminal. Of several
+    ranks each calls it, with the same arguments; asked to stop, they stop after the same step.
 
-    Raises UsageError where neither `epochs` nor `steps` is given, and whatever the step or the evaluation raise.
+    SIGTERM and Ctrl-C end the step or the evaluation under way, or the wait for data; then all is saved, and fit raises
+    SystemExit(143) for SIGTERM, KeyboardInterrupt for Ctrl-C. A second Ctrl-C ends it at once, with nothing saved.
+
+    Weights that are inf or NaN end it with NumericsError before they are saved: looked at after each epoch and before
+    each save. UsageError: an argument of the wrong kind, a stream that runs dry, a metric that the evaluation does not
+    give. Otherwise whatever the step or the evaluation raise.
     """
-    _check_length(epochs, steps)
-    run = _Run(step, source, checkpoints)
+    run = _checked(step, source, evaluation, metric, checkpoints, objects)
+    _check_length(epochs, steps, save_every_steps)
     resumed_at = run.resume()
     first, began, stopping = step.steps, time.perf_counter(), SharedStop(step.model)
-    with stop_on_sigterm() as stop, Progress(_total(source, epochs, steps), first, shown=progress) as bar:
+    _check_passes(source, epochs, steps)
+    with (
+        stop_on_signals(breaks_off=stopping.alone) as stop,
+        Progress(_total(source, epochs, steps), first, shown=progress) as bar,
+    ):
         while source.epoch < (epochs or math.inf) and step.steps < (steps or math.inf):
-            run.loss_sum, run.loss_steps, before = None, 0, source.epoch
-            for batch in source:
+            run.loss_sum, run.loss_steps = None, 0
+            for batch in run.batches(stop):
                 bar.step_begins()
                 loss = step(batch)
                 run.count(loss)
                 bar.step_ended(loss, source.batch_size)
                 if stopping(stop.requested):
-                    _leave(run)
+                    run.leave(stop)
                 if step.steps >= (steps or math.inf):
                     break
                 if save_every_steps is not None and step.steps % save_every_steps == 0:
                     run.save()
-            if source.epoch == before and step.steps < (steps or math.inf):
-                raise UsageError("an epoch had no batch", limit="a source of batches has at least one")
-            figures = dict(evaluation()) if evaluation is not None else {}
+            figures = run.evaluate(evaluation)
             if figures:
-                run.evaluations.append(figures)
                 bar.say(f"epoch {source.epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-            run.save(figures.get(metric))
+            run.end_epoch(figures, evaluated=evaluation is not None)
+            if stopping.alone and stop.requested:
+                run.leave(stop, saved=True)
     step.finish()
-    if checkpoints is not None:
-        checkpoints.wait()
+    if run.checkpoints is not None:
+        run.checkpoints.wait()
     return FitResult(
         steps=step.steps - first,
         epochs=source.epoch,
@@ -145,23 +209,43 @@ def fit(
         loss=run.mean_loss(),
         evaluations=tuple(run.evaluations),
         skipped=step.skipped,
+        nonfinite_losses=step.nonfinite_losses,
         resumed_at_step=resumed_at,
     )
 
 
-def _leave(run: _Run) -> None:
-    run.save()
-    if run.checkpoints is not None:
-        run.checkpoints.wait()
-    raise SystemExit(143)  # 128 + SIGTERM, as a shell reports it
+def _checked(step: Any, source: Any, evaluation: Any, metric: Any, checkpoints: Any, objects: Any) -> _Run:
+    remedy = "make one: flatout.TrainStep(model, optimizer, loss_fn)"
+    as_instance(step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy=remedy)
+    limit, remedy = "it is what flatout.batches gives", "pass flatout.batches(data, 64); a DataLoader is such data too"
+    as_instance(source, "source", (Batches, Stream), limit=limit, remedy=remedy)
+    if evaluation is not None:
+        limit = "it is called as evaluation() and returns a dict of figures"
+        as_function(evaluation, "evaluation", 0, limit=limit, remedy="lambda: flatout.evaluate(model, test, measure)")
+    as_instance(metric, "metric", str, limit="it is the name of a figure of the evaluation")
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        checkpoints = Checkpoints(as_path(checkpoints, "checkpoints"))
+    if not isinstance(objects, Mapping | None) or not all(isinstance(name, str) for name in objects or ()):
+        raise wrong("objects", objects, "it maps names to objects with state_dict()", 'for example {"ema": averaged}')
+    return _Run(step, source, checkpoints, metric, objects or {})
 
 
-def _check_length(epochs: int | None, steps: int | None) -> None:
+def _check_length(epochs: Any, steps: Any, save_every_steps: Any) -> None:
     if epochs is None and steps is None:
         raise UsageError("neither epochs nor steps is given", limit="a run has an end", remedy="pass epochs=10")
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 1")
+    for name, value in (("epochs", epochs), ("steps", steps), ("save_every_steps", save_every_steps)):
+        if value is not None:
+            as_whole_number(value, name)
+
+
+def _check_passes(source: Batches | Stream, epochs: int | None, steps: int | None) -> None:
+    """An iterator can be read once: said before the first epoch rather than after it."""
+    if isinstance(source, Stream) and source.once and steps is None and (epochs or 1) > source.epoch + 1:
+        raise UsageError(
+            f"epochs is {epochs}, and the data is an iterator",
+            limit="it can be read once",
+            remedy="pass epochs=1, or an object whose __iter__ begins anew each time",
+        )
 
 
 def _total(source: Batches | Stream, epochs: int | None, steps: int | None) -> int | None:

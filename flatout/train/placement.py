@@ -1,11 +1,12 @@
-"""Where things lie: the device to use, and a mismatch said in names instead of torch's 'expected all tensors ...'."""
+"""Where things lie and of which type: the device to use, and a mismatch said in names instead of torch's messages."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
-from flatout.data.nested import tensors_in
+from flatout.data.nested import leaves_in, tensors_in
 from flatout.errors import UsageError
 
 
@@ -24,6 +25,45 @@ def device(index: int | None = None) -> Any:
             remedy="see which and why with: flatout check",
         )
     return torch.device("cuda", index or 0) if count else torch.device("cpu")
+
+
+def explain_batch(model: Any, batch: Any, error: Exception) -> None:
+    """Raise a UsageError for a batch that cannot meet the model: of another device, in float64, of numpy arrays."""
+    explain_devices(model, batch, error)
+    _explain_arrays(batch, error)
+    _explain_doubles(model, batch, error)
+
+
+def _explain_arrays(batch: Any, error: Exception) -> None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(error, TypeError):
+        return
+    for path, _ in leaves_in(batch, "batch", lambda value: isinstance(value, numpy.ndarray)):
+        raise UsageError(
+            f"{path} is a numpy array",
+            limit="models compute with tensors",
+            remedy="take batches from flatout.batches(arrays, 64), or torch.as_tensor(array)",
+        ) from error
+
+
+def _explain_doubles(model: Any, batch: Any, error: Exception) -> None:
+    """scikit-learn and numpy make float64, models are float32."""
+    import torch
+
+    if "ouble" not in str(error) or any(one.dtype == torch.float64 for one in model.parameters()):
+        return
+    for path, tensor in tensors_in(batch):
+        if getattr(tensor, "dtype", None) == torch.float64:
+            raise UsageError(
+                f"{path} is float64, as numpy and scikit-learn make it",
+                limit=f"the model's weights are {_dtype_name(model)}, and products need one dtype",
+                remedy="convert the data once: array.astype('float32') or tensor.float()",
+            ) from error
+
+
+def _dtype_name(model: Any) -> str:
+    parameter = next(model.parameters(), None)
+    return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")
 
 
 def explain_devices(model: Any, batch: Any, error: Exception) -> None:

@@ -94,6 +94,8 @@ class SharedStop:
 
     def __init__(self, model: Any) -> None:
         self._group = model.process_group if ranks_of(model) > 1 else None
+        self.alone = self._group is None
+        """Is there nobody to agree with?"""
         self._device = next(model.parameters()).device
         self._answer: Callable[[], list[float]] | None = None
         self._period, self._steps, self._began = 1, 0, time.perf_counter()

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of, wrong
 from flatout.data.nested import batch_length, split_batch
 from flatout.errors import MachineError, PlanError, UsageError
 from flatout.levers.activation_checkpointing import ActivationCheckpointing
@@ -39,8 +40,10 @@ from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.in_backward import UpdatesInBackward, check_in_backward
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import LossFn, Weigh
+from flatout.train.loss_parts import LossParts, figures_of
 from flatout.train.low_bit import LowBitOptimizer
-from flatout.train.placement import explain_devices
+from flatout.train.nonfinite import LossWatch, check_weights_finite
+from flatout.train.placement import explain_batch
 from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
@@ -53,9 +56,11 @@ _OF_INFERENCE = ("weights", "activations", "batching", "batch_tokens", "fold_bat
 class TrainStep:
     """A callable training step.
 
-    `loss_fn(model, batch)` returns the mean loss as a scalar tensor. `weigh(batch)` says of how many terms it is the
-    mean (default: an attribute of that name on `loss_fn`, else the number of samples). `scheduler` is stepped once a
-    call. Choices of the plan that cannot be applied here are in `rolled_back`, with the reason.
+    `loss_fn(model, batch)` returns the mean loss as a scalar tensor, or (loss, figures) with a dict of further scalars,
+    which are then in `figures`. `weigh(batch)` says of how many terms it is the mean (default: an attribute of that
+    name on `loss_fn`, else the number of samples). `scheduler` is stepped once a call. Choices of the plan that cannot
+    be applied here are in `rolled_back`, with the reason. The first loss that is inf or NaN is warned of by its step's
+    number, unless the plan says what to do with such steps (`nonfinite`, or fp16, which skips them).
 
     Raises UsageError where model, optimizer and loss do not belong together.
     """
@@ -71,11 +76,13 @@ class TrainStep:
         scheduler: Any = None,
         weigh: Weigh | None = None,
     ) -> None:
-        self.plan = plan or Plan()
+        self.plan = as_plan(plan)
         check_clip_norm(clip_norm)
-        _check_scheduler(scheduler)
         _check_trains(self.plan)
-        parameters = _trained(model, optimizer)
+        parameters = _trained(as_model(model), as_optimizer(optimizer))
+        _check_scheduler(scheduler, optimizer)
+        as_loss_fn(loss_fn)
+        _check_weigh(weigh)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
         """Optimizer steps taken, those included that were skipped."""
@@ -104,6 +111,11 @@ class TrainStep:
             check_in_backward(clip_norm=clip_norm, ranks=ranks_of(model))
             self._in_backward = UpdatesInBackward(stepped)
             self._levers.callback(self._in_backward.close)
+        self.figures: dict[str, Any] = {}
+        """What loss_fn returned beside the loss of the last step: means over the batch, tensors on the device."""
+        self._losses: LossWatch | None = None
+        if self.plan.nonfinite is None and self.plan.precision != "fp16":
+            self._losses = LossWatch()
         self._loss_checked = False
         self._mixes_samples: bool | None = None
         self._shared: SharedStep | None = None
@@ -129,6 +141,8 @@ class TrainStep:
         if self.scheduler is not None:
             self.scheduler.step()
         self.steps += 1
+        if self._losses is not None:
+            self._losses.add(self.steps - 1, loss)
         return loss
 
     @property
@@ -146,9 +160,38 @@ class TrainStep:
         """Choices of the plan that are not in force, and why."""
         return [(entry.choice.label, entry.reason) for entry in self._applied.rolled_back]
 
+    @property
+    def nonfinite_losses(self) -> int:
+        """Steps whose loss was inf or NaN; 0 under fp16 and where the plan has `nonfinite`. Waits for the device."""
+        if self._losses is None:
+            return 0
+        self._losses.look()
+        return self._losses.count
+
     def finish(self) -> None:
-        """Raise what is not known yet (nonfinite = 'raise'). Waits for the device."""
+        """Raise, or warn of, what is not known yet about gradients and losses. Waits for the device."""
         self._update.check(wait=True)
+        if self._losses is not None:
+            self._losses.look()
+
+    def check_finite(self) -> bool:
+        """Raise NumericsError if a weight that is trained is inf or NaN. Waits for the device.
+
+        False if every loss since the last call was inf or NaN, though the weights are not.
+        """
+        self.finish()
+        moved = {id(parameter) for parameter in self._update.parameters}
+        trained = [(name, one) for name, one in self.model.named_parameters() if id(one) in moved]
+        watch = self._losses or LossWatch()
+        check_weights_finite(trained, watch)
+        learnt = not watch.none_finite_since()
+        watch.begin()
+        return learnt
+
+    def sections(self) -> dict[str, Any]:
+        """What a checkpoint of this training holds, by name, for `capture(step)` and `restore(..., step)`."""
+        live = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self}
+        return {name: one for name, one in live.items() if one is not None}
 
     def close(self) -> None:
         """Take every lever back: model and optimizer are as they were given, but for what they learnt."""
@@ -156,7 +199,7 @@ class TrainStep:
         self._levers.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the step itself remembers; model, optimizer and scheduler are saved beside it."""
+        """What the step itself remembers: counts, loss scaling, parts. `capture(step)` takes all that it trains."""
         scaler = self._update.scaler.state_dict() if self._update.scaler is not None else None
         return {"steps": self.steps, "skipped": self.skipped, "micro_batches": self.micro_batches, "scaler": scaler}
 
@@ -213,14 +256,16 @@ class TrainStep:
 
     def _backward(self, parts: Sequence[Any]) -> Any:
         weights, total = self._weights(parts)
-        mean: Any = None
+        sums = LossParts(weights, total)
         for i, part in enumerate(parts):
-            with self._without_reduction() if i < len(parts) - 1 else contextlib.nullcontext():
-                loss = self._loss(part)
-                share = loss if total is None else loss * (weights[i] / total)
+            last = i == len(parts) - 1
+            if sums.is_left_out(i) and not (last and self._shared):  # the last one reduces the ranks' gradients
+                continue
+            with contextlib.nullcontext() if last else self._without_reduction():
+                share = sums.share(i, part, self._loss(part))
                 self._update.scale(share).backward()
-            mean = share.detach() if mean is None else mean + share.detach()
-        return mean
+        self.figures = sums.figures
+        return sums.loss
 
     def _weights(self, parts: Sequence[Any]) -> tuple[list[Any], Any]:
         """How many terms each part's mean has, and their sum; no sum where the parts are to be added up as they are.
@@ -240,13 +285,14 @@ class TrainStep:
             shared.weight = mean_over_ranks(sum(weights), self._update.parameters[0].device, self.model.process_group)
         return weights, shared.weight
 
-    def _loss(self, part: Any) -> Any:
+    def _loss(self, part: Any) -> tuple[Any, dict[str, Any]]:
         if not self._subject.wrappers:
-            loss, called = self.loss_fn(self.model, part), True
+            returned, called = self.loss_fn(self.model, part), True
         else:
             with calls_wrapped(self.model, self._subject.call) as calls:
-                loss = self.loss_fn(self.model, part)
+                returned = self.loss_fn(self.model, part)
             called = bool(calls)
+        loss, figures = figures_of(returned)
         if not self._loss_checked:
             _check_loss(loss)
             if not called:
@@ -256,7 +302,7 @@ class TrainStep:
                     remedy="call model(...) in loss_fn, not one of its parts",
                 )
             self._loss_checked = True
-        return loss
+        return loss, figures
 
     def _without_reduction(self) -> contextlib.AbstractContextManager[Any]:
         """Under DDP gradients are averaged over the ranks once a step, not once a part."""
@@ -264,9 +310,9 @@ class TrainStep:
         return no_sync() if no_sync is not None else contextlib.nullcontext()
 
     def _explain(self, error: Exception, batch: Any) -> None:
-        """Instead of torch's message, where tensors lie on different devices; otherwise the error is the user's."""
-        if isinstance(error, RuntimeError):
-            explain_devices(self.model, batch, error)
+        """Instead of torch's message, where devices or dtypes do not fit; otherwise the error is the user's."""
+        if isinstance(error, RuntimeError | TypeError):
+            explain_batch(self.model, batch, error)
 
     # out of memory
 
@@ -313,22 +359,9 @@ class TrainStep:
 
 def _trained(model: Any, optimizer: Any) -> list[Any]:
     """The parameters that the optimizer moves, each once; UsageError where they are not the model's."""
-    if not hasattr(model, "named_parameters") or not hasattr(optimizer, "param_groups"):
-        raise UsageError(
-            f"TrainStep got {type(model).__name__} and {type(optimizer).__name__}",
-            limit="it takes a torch.nn.Module and a torch.optim.Optimizer, in this order",
-        )
     _check_optimizer(optimizer)
-    own = {id(parameter): name for name, parameter in model.named_parameters()}
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shared = sum(id(parameter) in own for parameter in moved)
-    if not shared:
-        raise UsageError(
-            f"none of the optimizer's {len(moved)} parameters is one of the model's {len(own)}",
-            limit="an optimizer moves the tensors that it was given",
-            remedy="make the optimizer after the model, from model.parameters()",
-        )
-    return moved
+    check_optimizer_of(optimizer, model)
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -351,14 +384,31 @@ def _check_trains(plan: Plan) -> None:
         raise PlanError(f"device is {plan.device!r}", limit="it moves scripts that name no device", remedy=remedy)
 
 
-def _check_scheduler(scheduler: Any) -> None:
+def _check_weigh(weigh: Any) -> None:
+    if weigh is not None:
+        limit = "it is called as weigh(batch) and returns how many terms the loss is the mean of"
+        as_function(weigh, "weigh", 1, limit=limit)
+
+
+def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
     import torch
 
+    if scheduler is None:
+        return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
             "the scheduler is ReduceLROnPlateau",
             limit="TrainStep steps its scheduler once a call, without a metric",
             remedy="keep it out of TrainStep and call scheduler.step(metric) after evaluating",
+        )
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise wrong("scheduler", scheduler, "it is one of torch.optim.lr_scheduler", "make it from the optimizer")
+    moved = getattr(scheduler, "optimizer", optimizer)
+    if isinstance(moved, torch.optim.Optimizer) and moved.param_groups is not optimizer.param_groups:
+        raise UsageError(
+            "the scheduler is that of another optimizer",
+            limit="it would move learning rates that nothing uses",
+            remedy="make it from the optimizer that is given",
         )
 
 

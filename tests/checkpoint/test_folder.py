@@ -111,7 +111,7 @@ def test_what_a_checkpoint_says_of_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"keep_last": 0}, "keep_last is 0; it must be at least 1"),
+        ({"keep_last": 0}, "keep_last is 0; it is a whole number of at least 1"),
         ({"keep_best": -1}, "keep_best is -1"),
         ({"best": "low"}, "best is 'low'"),
     ],

@@ -62,7 +62,8 @@ def whole_step(folder: Path) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = Checkpoints(folder).load()
-    assert loaded is not None
+    if loaded is None:  # killed before its first save was whole
+        return 0
     assert all("cut short" in note for note in loaded.notes)
     assert torch.equal(loaded.state["model"]["weight"].flatten(), saving_child.content(loaded.step))
     assert loaded.state["extra"] == {"step": loaded.step}

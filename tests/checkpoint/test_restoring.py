@@ -154,9 +154,9 @@ def test_a_failure_of_the_users_own_code_is_undone_and_placed() -> None:
 
 
 def test_objects_without_a_state() -> None:
-    with pytest.raises(UsageError, match=r"data is a int; it must have state_dict\(\)"):
+    with pytest.raises(UsageError, match=r"data is 3; it has state_dict\(\)"):
         capture(data=3)
-    with pytest.raises(UsageError, match=r"data is a int; it must have load_state_dict\(\)"):
+    with pytest.raises(UsageError, match=r"data is 3; it has state_dict\(\) and load_state_dict\(\)"):
         restore({"data": 3}, data=3)
 
 

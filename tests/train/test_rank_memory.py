@@ -13,7 +13,7 @@ import warnings
 from flatout import Plan, TrainStep, batches, supervised
 from flatout.errors import MachineError
 warnings.simplefilter("always")
-out, place, accumulate = sys.argv[4], sys.argv[5], int(sys.argv[6])
+out, place, micro_batches = sys.argv[4], sys.argv[5], int(sys.argv[6])
 reductions = []
 
 def end_of_memory(samples):
@@ -64,7 +64,7 @@ def loss_fn(model, batch):
         end_of_memory(len(batch[0]))
     return loss
 loss_fn.weigh = criterion.weigh
-step = TrainStep(wrapped, torch.optim.SGD(model.parameters(), 0.5), loss_fn, Plan(micro_batches=accumulate))
+step = TrainStep(wrapped, torch.optim.SGD(model.parameters(), 0.5), loss_fn, Plan(micro_batches=micro_batches))
 steps = 0
 try:
     for batch in batches((x, y), 16, seed=1):
@@ -82,12 +82,12 @@ leave()
 
 
 @pytest.mark.parametrize(("place", "micro_batches", "parts"), [("forward", 1, 4), ("loss", 2, 4), ("backward", 2, 4)])
-def test_one_rank_splits_alone(run_ranks: Any, tmp_path: Path, place: str, accumulate: int, parts: int) -> None:
+def test_one_rank_splits_alone(run_ranks: Any, tmp_path: Path, place: str, micro_batches: int, parts: int) -> None:
     alone, shared = str(tmp_path / "alone"), str(tmp_path / "shared")
     ((code, _, _),) = run_ranks(TRAIN, 1, alone, place, 1)
     assert code == 0
-    first, second = run_ranks(TRAIN, 2, shared, place, accumulate)
-    assert first == (0, f"3 3 {accumulate}\n", "")  # reduced once a step
+    first, second = run_ranks(TRAIN, 2, shared, place, micro_batches)
+    assert first == (0, f"3 3 {micro_batches}\n", "")  # reduced once a step
     assert second[:2] == (0, f"3 3 {parts}\n")
     assert "a batch of 8 did not fit; from now on it is split into" in second[2]
     expected, ranks = torch.load(f"{alone}.0"), [torch.load(f"{shared}.{rank}") for rank in range(2)]

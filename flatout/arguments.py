@@ -1,0 +1,166 @@
+"""What public functions are given, checked in one place and in one way.
+
+Each check takes an argument and its name, and returns the value to work with; otherwise it raises a UsageError that
+says what was given, what it has to be, and how to write it. Only what holds for every caller is checked here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from flatout.errors import PlanError, UsageError
+from flatout.plan import Plan
+from flatout.plan_document import short
+
+_SHOWN = (str, bytes, int, float, type(None), PurePath)
+
+
+def described(value: Any) -> str:
+    """A wrong value in a few words: itself where it is short, else its type."""
+    if isinstance(value, _SHOWN):
+        return short(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def wrong(name: str, value: Any, limit: str, remedy: str = "") -> UsageError:
+    return UsageError(f"{name} is {described(value)}", limit=limit, remedy=remedy)
+
+
+def as_instance(value: Any, name: str, kinds: type | tuple[type, ...], *, limit: str, remedy: str = "") -> Any:
+    """One of the library's own objects."""
+    if not isinstance(value, kinds):
+        raise wrong(name, value, limit, remedy)
+    return value
+
+
+def as_model(value: Any, name: str = "model") -> Any:
+    """A module whose parameters are there."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if not isinstance(value, torch.nn.Module):
+        remedy = "build the model and load its weights into it"
+        if isinstance(value, type) and issubclass(value, torch.nn.Module):
+            remedy = f"make one: {value.__name__}(...)"
+        elif hasattr(value, "param_groups"):
+            remedy = "the model comes first, then its optimizer"
+        raise wrong(name, value, "it is a torch.nn.Module", remedy)
+    lazy = next((path for path, one in value.named_parameters() if is_lazy(one)), None)
+    if lazy is not None:
+        raise UsageError(
+            f"the {name}'s {lazy} has no shape yet",
+            limit="lazy layers get theirs in the first forward pass",
+            remedy="call the model once on an example, and make the optimizer after that",
+        )
+    return value
+
+
+def as_optimizer(value: Any, name: str = "optimizer") -> Any:
+    if isinstance(value, type) or not hasattr(value, "param_groups") or not callable(getattr(value, "step", None)):
+        limit, remedy = "it is a torch.optim.Optimizer", "for example torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        raise wrong(name, value, limit, remedy)
+    return value
+
+
+def check_optimizer_of(optimizer: Any, model: Any) -> None:
+    """Refuse an optimizer none of whose parameters is one of the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in moved):
+        raise UsageError(
+            f"none of the optimizer's {len(moved)} parameters is one of the model's {len(own)}",
+            limit="an optimizer moves the tensors that it was given",
+            remedy="make the optimizer after the model, from model.parameters()",
+        )
+
+
+def as_loss_fn(value: Any, name: str = "loss_fn") -> Any:
+    """`loss_fn(model, batch)`: a criterion of torch would be called with a model for scores."""
+    from torch.nn.modules.loss import _Loss
+
+    limit = "it is called as loss_fn(model, batch) and returns the mean loss"
+    remedy = "for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss())"
+    if isinstance(value, _Loss):
+        raise wrong(name, value, limit, f"wrap it: flatout.supervised(torch.nn.{type(value).__name__}(...))")
+    if getattr(value, "__module__", None) == "torch.nn.functional":
+        what = f"{name} is torch.nn.functional.{value.__name__}"
+        raise UsageError(what, limit=limit, remedy=f"wrap it: flatout.supervised({value.__name__})")
+    return as_function(value, name, 2, limit=limit, remedy=remedy)
+
+
+def as_function(value: Any, name: str, arguments: int, *, limit: str, remedy: str = "") -> Any:
+    """Something that can be called with so many positional arguments."""
+    import torch
+
+    if not callable(value) or isinstance(value, type):
+        raise wrong(name, value, limit, remedy)
+    try:
+        signature = inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value)
+    except (TypeError, ValueError):  # of a function written in C
+        return value
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError as error:
+        called = getattr(value, "__name__", None) or described(value)
+        raise UsageError(f"{name} is {called}{signature}", limit=limit, remedy=remedy) from error
+    return value
+
+
+def as_plan(value: Any) -> Plan:
+    """The plan; an empty one for None."""
+    if value is None:
+        return Plan()
+    if isinstance(value, Plan):
+        return value
+    remedy = "for example Plan(precision='bf16')"
+    if isinstance(value, str | os.PathLike):
+        remedy = f"read it with flatout.plan.read_plan({os.fspath(value)!r})"
+    elif isinstance(value, Mapping):
+        remedy = "write Plan(**choices)"
+    error = wrong("plan", value, "it is a flatout.Plan or None", remedy)
+    raise PlanError(error.what, limit=error.limit, remedy=error.remedy)
+
+
+def as_whole_number(value: Any, name: str, *, least: int = 1, remedy: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise wrong(name, value, f"it is a whole number of at least {least}", remedy)
+    return value
+
+
+def as_device(value: Any, name: str = "device") -> Any:
+    """A torch.device that torch can use here."""
+    import torch
+
+    limit, remedy = "it is what torch.device takes", "for example 'cpu', 'cuda:0' or flatout.device()"
+    try:
+        found = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise wrong(name, value, limit, remedy) from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        limit = f"torch sees {count} CUDA device{'' if count == 1 else 's'}"
+        raise wrong(name, value, limit, "see which and why with: flatout check")
+    return found
+
+
+def as_path(value: Any, name: str) -> Path:
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
+        raise wrong(name, value, "it is a path, as text or pathlib.Path", "for example 'runs/digits'")
+    return Path(value)
+
+
+def as_iterable(value: Any, name: str, *, limit: str, remedy: str) -> Any:
+    """Several of something. A text, a dict, a tensor or array and a tuple of them are one thing."""
+    parts = value if isinstance(value, tuple) else (value,)
+    one = isinstance(value, str | bytes | Mapping) or any(hasattr(part, "shape") for part in parts)
+    dataset = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    if isinstance(value, type) or one or not (hasattr(value, "__iter__") or dataset):
+        raise wrong(name, value, limit, remedy)
+    return value

@@ -1,0 +1,92 @@
+"""Orders that are not ours: those that a DataLoader's sampler, or its batch sampler, draws; one for each epoch.
+
+They are drawn anew from a seed of the epoch, so that a run can be taken up in the middle of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.data.order import epoch_seed
+from flatout.errors import UsageError
+from flatout.generators import generators_kept, seed_generators
+
+
+class EpochOrder:
+    """The order that a sampler draws."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        self.samples = len(sampler)
+
+    def __call__(self, epoch: int) -> Any:
+        """The indices of an epoch, int64 [samples]."""
+        import torch
+
+        return torch.as_tensor(_drawn(self._sampler, self._seed, epoch))
+
+
+class BatchOrder:
+    """The batches that a batch sampler draws: lists of indices, of any lengths."""
+
+    def __init__(self, sampler: Any, seed: int, samples: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        self.samples = samples
+        self._epoch: int | None = None
+        self._batches: list[list[int]] = []
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._sampler)
+
+    def __call__(self, epoch: int) -> Any:
+        """The indices of an epoch, one batch after the other."""
+        import torch
+
+        return torch.as_tensor([index for batch in self._of(epoch) for index in batch], dtype=torch.int64)
+
+    def spans(self, epoch: int, position: int) -> list[tuple[int, int]]:
+        """(start, stop) of each batch of the epoch from a position on, which may lie within one."""
+        found, start = [], 0
+        for batch in self._of(epoch):
+            stop = start + len(batch)
+            if stop > position:
+                found.append((max(start, position), stop))
+            start = stop
+        return found
+
+    def _of(self, epoch: int) -> list[list[int]]:
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, [list(one) for one in _drawn(self._sampler, self._seed, epoch)]
+            if not all(self._batches):
+                raise UsageError("the batch sampler made an empty batch", limit="a batch has at least one sample")
+        return self._batches
+
+
+def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    """What a sampler gives in this epoch: its own generators, and everybody's, begin at the epoch's seed."""
+    with generators_kept(), contextlib.ExitStack() as kept:
+        seed_generators(epoch_seed(seed, epoch))
+        for generator in _generators_of(sampler):
+            kept.callback(generator.set_state, generator.get_state())
+            generator.manual_seed(epoch_seed(seed, epoch))
+        for one in _samplers_in(sampler):
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(epoch)
+        return list(sampler)
+
+
+def _samplers_in(sampler: Any) -> Iterator[Any]:
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _generators_of(sampler: Any) -> Iterator[Any]:
+    import torch
+
+    for one in _samplers_in(sampler):
+        if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+            yield generator
