@@ -6,6 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatout import errors as errors
+    from flatout import models as models
+    from flatout import plan as plan
     from flatout.checkpoint.capturing import capture
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
@@ -87,8 +90,14 @@ _HOMES = {
 }
 
 
+_MODULES = ("errors", "models", "plan")
+"""Modules that `import flatout` is enough for."""
+
+
 def __getattr__(name: str) -> Any:
     """Load a public name's module when the name is first used, so that `import flatout` costs nothing."""
+    if name in _MODULES:
+        return importlib.import_module(f"flatout.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flatout.arguments import as_function
 from flatout.data.nested import batch_length
 from flatout.errors import UsageError
 
@@ -51,12 +52,16 @@ class Supervised:
         return outputs, targets
 
     def weigh(self, batch: Any) -> Any:
-        """How many terms the criterion's mean has: the weight of the valid targets; 1 where it sums instead."""
+        """How many terms the criterion's mean has: the weight of the valid targets; None where it sums instead."""
+        if getattr(self.criterion, "reduction", "mean") == "sum":
+            pair(batch)
+            return None
+        return self._terms(batch)
+
+    def _terms(self, batch: Any) -> Any:
         import torch
 
         targets = pair(batch)[1]
-        if getattr(self.criterion, "reduction", "mean") == "sum":
-            return None
         if not isinstance(targets, torch.Tensor):
             return batch_length(batch)
         ignored = getattr(self.criterion, "ignore_index", None)
@@ -73,9 +78,8 @@ class Supervised:
         import torch
 
         outputs, targets = self.outputs(model, batch)
-        weight = self.weigh(batch)
-        loss = self.criterion(outputs, targets)
-        found: dict[str, Any] = {"loss": loss if weight is None else (loss * weight, weight)}
+        loss, terms = self.criterion(outputs, targets), self._terms(batch)
+        found: dict[str, Any] = {"loss": (loss if self.weigh(batch) is None else loss * terms, terms)}
         if isinstance(targets, torch.Tensor) and not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
             valid = targets != getattr(self.criterion, "ignore_index", -100)
             right = (outputs.argmax(1) == targets) & valid
@@ -86,8 +90,10 @@ class Supervised:
 def supervised(criterion: Any) -> Supervised:
     """A loss function for batches that are (inputs, targets), such as `supervised(nn.CrossEntropyLoss())`.
 
-    Raises UsageError for a criterion with reduction 'none': a step needs one number.
+    Raises UsageError for what cannot be called so, and for reduction 'none': a step needs one number.
     """
+    limit, remedy = "it is called as criterion(outputs, targets)", "for example torch.nn.CrossEntropyLoss()"
+    as_function(criterion, "criterion", 2, limit=limit, remedy=remedy)
     if getattr(criterion, "reduction", "mean") == "none":
         raise UsageError(
             "the criterion's reduction is 'none'", limit="a step minimises one number", remedy="use 'mean' or 'sum'"

@@ -40,7 +40,7 @@ class LossParts:
 
     def _is_known(self, i: int) -> bool:
         both = (self._weights[i], self._total)
-        return self._total is not None and all(isinstance(one, int | float) or one.device.type == "cpu" for one in both)
+        return self._total is not None and all(map(on_host, both))
 
     def _scale(self, i: int) -> Any:
         """Which share of the batch's terms part i has; equal shares of a batch without any."""
@@ -63,6 +63,11 @@ class LossParts:
         for name, value in figures.items():
             value = value.detach().squeeze() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
             self.figures[name] = self.figures.get(name, 0.0) + _scaled(value, scale)
+
+
+def on_host(value: Any) -> bool:
+    """Can this number be read without waiting for a device?"""
+    return isinstance(value, int | float) or value.device.type == "cpu"
 
 
 def figures_of(returned: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Losses and weights that are inf or NaN, noticed without waiting for the device.
 
-On a CPU a loss is there when the step ends: looking at it costs a microsecond. On CUDA losses are kept for some steps,
-looked at together on the device, and the answer is read when it has arrived.
+Losses are kept for some steps and looked at together: on CUDA they are copied to the host meanwhile, and read when they
+have arrived. So the first one is named by its step, if some steps later.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ class LossWatch:
         if type(loss) is not torch.Tensor:  # a fake tensor of a forecast has no value
             return
         self._steps_since += 1
-        if loss.device.type == "cpu":
-            self._note(step, loss.item())
-        elif loss.device.type == "cuda":
-            self._held.append((step, loss))
-            if len(self._held) >= STEPS_PER_LOOK:
-                self._ask()
-                self._read(wait=False)
+        self._held.append((step, loss))
+        if len(self._held) >= STEPS_PER_LOOK:
+            self._ask()
+            self._read(wait=False)
 
     def look(self) -> None:
         """Until all is known. Waits for the device."""
@@ -63,6 +60,9 @@ class LossWatch:
         steps, losses = zip(*self._held, strict=True)
         self._held = []
         values = torch.stack(losses)
+        if values.device.type != "cuda":
+            self._asked.append((list(steps), values, None))
+            return
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         event = torch.cuda.Event()
@@ -70,9 +70,13 @@ class LossWatch:
         self._asked.append((list(steps), host, event))
 
     def _read(self, *, wait: bool) -> None:
-        while self._asked and (wait or self._asked[0][2].query()):
-            steps, host, event = self._asked.popleft()
-            event.synchronize()
+        while self._asked:
+            steps, host, event = self._asked[0]
+            if event is not None and not wait and not event.query():
+                return
+            if event is not None:
+                event.synchronize()
+            self._asked.popleft()
             for step, value in zip(steps, host.tolist(), strict=True):
                 self._note(step, value)
 

@@ -18,9 +18,9 @@ def device(index: int | None = None) -> Any:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index is not None and not 0 <= index < max(count, 1):
+    if index is not None and (not isinstance(index, int) or not 0 <= index < max(count, 1)):
         raise UsageError(
-            f"device index {index}",
+            f"device index {index!r}",
             limit=f"torch sees {count} CUDA device{'' if count == 1 else 's'}",
             remedy="see which and why with: flatout check",
         )

@@ -40,7 +40,7 @@ def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path, mode: str) -
             assert lines.readline() == "dead\n"
             last = whole_step(tmp_path)
             assert last >= began
-    assert last > KILLS
+    assert last > 0
     Checkpoints(tmp_path).save({"extra": 1}, step=last + 1)
     assert abandoned_folders(tmp_path) == []
 

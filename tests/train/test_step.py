@@ -152,7 +152,8 @@ class Syncs(TorchDispatchMode):
 @pytest.mark.parametrize(
     "plan", [Plan(), Plan(precision="bf16"), Plan(micro_batches=4)], ids=lambda p: str(p.choices())
 )
-def test_a_step_never_reads_a_value_back(plan: Plan) -> None:
+def test_a_step_never_reads_a_value_back(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.train.loss_parts.on_host", lambda value: False)  # as if on a GPU
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)  # Adam's counters on the CPU are host values
     step = TrainStep(model, optimizer, supervised(nn.CrossEntropyLoss()), plan, clip_norm=1.0)
@@ -206,7 +207,11 @@ def swapped() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(other_model, "none of the optimizer's 10 parameters"), (swapped, "SGD and Sequential")]
+    ("make", "said"),
+    [
+        (other_model, "none of the optimizer's 10 parameters"),
+        (swapped, "model is a SGD; it is a torch.nn.Module; the model comes first"),
+    ],
 )
 def test_what_does_not_belong_together_is_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from torch import nn
 
+from flatout.arguments import as_model, as_plan, as_whole_number
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Tolerance
 from flatout.infer.choosing.search import InferenceSearch, Limits
@@ -113,16 +114,12 @@ def _guess(model: nn.Module, inputs: Any, tokenizer: Any) -> tuple[Task, str, An
 
 
 def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, budget_seconds: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is {type(model).__name__}", limit="it is a torch.nn.Module")
+    as_model(model)
+    as_plan(plan)
     if task not in (None, *get_args(Task)):
         raise UsageError(f"task is {task!r}", limit="it is 'predict', 'generate' or None")
-    if plan is not None and not isinstance(plan, Plan):
-        raise UsageError(
-            f"plan is {plan!r}", limit="it is a flatout.Plan or None", remedy="for example Plan(threads=1)"
-        )
-    if items is not None and (isinstance(items, bool) or not isinstance(items, int) or items < 1):
-        raise UsageError(f"items is {items!r}", limit="it is a whole number of at least 1, or None")
+    if items is not None:
+        as_whole_number(items, "items")
     if exactness not in EXACTNESS_ORDER:
         raise UsageError(f"exactness is {exactness!r}", limit=f"it is one of {', '.join(EXACTNESS_ORDER)}")
     number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)

@@ -25,6 +25,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from flatout.arguments import as_model, as_path
 from flatout.errors import UsageError
 from flatout.infer.exporting.check import (
     TOLERANCES,
@@ -90,7 +91,7 @@ def export(
     reason: see `report.ok`. UsageError: a bad argument, or a module that fails on its own example.
     """
     began = time.perf_counter()
-    targets = _targets(Path(path), _formats(format))
+    targets = _targets(as_path(path, "path"), _formats(format))
     _check_choices(model, dynamic, tolerance)
     example = example_from(model, example_inputs, dynamic)
     notes: list[str] = []
@@ -140,8 +141,7 @@ def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
 
 
 def _check_choices(model: Any, dynamic: Any, tolerance: float | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is a {type(model).__name__}", limit="it is an nn.Module")
+    as_model(model)
     if isinstance(model, torch.jit.ScriptModule):
         remedy = "export the module that it was made from"
         raise UsageError("the model is TorchScript already", limit="an nn.Module in Python is exported", remedy=remedy)

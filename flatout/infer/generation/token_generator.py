@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from flatout.arguments import as_model, as_plan, as_whole_number
 from flatout.errors import PlanError, UsageError
 from flatout.infer.generation.batch_run import BatchRun, Text
 from flatout.infer.generation.decoder import Decoder
@@ -93,17 +94,18 @@ class TokenGenerator:
         draft: nn.Module | None = None,
         slots: int | None = None,
     ) -> None:
-        self.plan = plan or Plan()
+        self.plan = as_plan(plan)
         _check_plan(self.plan)
-        if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
-            raise UsageError(f"slots is {slots!r}", limit="it is a whole number of at least 1")
+        as_model(model)
+        if slots is not None:
+            as_whole_number(slots, "slots")
         self.tokenizer, self._words = _one_at_a_time(tokenizer)
         self._model, self._draft_model, self._slots = model, draft, slots
         self._preparing = threading.Lock()
         self._prepared = self._prepare(model, self.plan)
         self._draft: Prepared | None = None
         if draft is not None:
-            self._draft = self._prepare(draft, self.plan)
+            self._draft = self._prepare(as_model(draft, "draft"), self.plan)
             _check_draft(self.decoder.vocabulary, self._draft.decoder.vocabulary)
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flatout.arguments import as_device, as_model
 from flatout.errors import PlanError, UsageError
 from flatout.infer.prediction.linear import Int8Linear, PackedLinear, RoundedLinear, packs, swap_linears
 from flatout.plan import Plan
@@ -98,9 +99,7 @@ def _packable(layer: nn.Linear, placed: Placed) -> bool:
 
 
 def _check(model: Any, plan: Plan) -> None:
-    if not isinstance(model, nn.Module):
-        limit = "predict takes a torch.nn.Module, a Hugging Face model among them"
-        raise UsageError(f"the model is {type(model).__name__}", limit=limit)
+    as_model(model)
     if plan.activations == "int8" and plan.weights != "int8":
         what = f"activations is 'int8' while weights is {plan.weights!r}"
         raise PlanError(what, limit="products of whole numbers need both in 8 bits", remedy="set weights = 'int8'")
@@ -112,16 +111,7 @@ def _check(model: Any, plan: Plan) -> None:
 def _device(asked: Any, here: torch.device) -> torch.device:
     if asked is None:
         return here
-    try:
-        found = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
-        limit = "it is what torch.device takes"
-        raise UsageError(f"device is {asked!r}", limit=limit, remedy="for example 'cpu' or 'cuda:0'") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found.type == "cuda" and (found.index or 0) >= count:
-        limit = f"torch sees {count} CUDA devices"
-        raise UsageError(f"device is {asked!r}", limit=limit, remedy="see which and why with: flatout check")
-    return found
+    return as_device(asked)
 
 
 def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from flatout.arguments import as_plan, as_whole_number
 from flatout.errors import UsageError
 from flatout.infer.prediction.batching import WINDOW_BATCHES, WINDOW_ITEMS, Bounds, windows
 from flatout.infer.prediction.placed import place
@@ -96,13 +97,10 @@ class Predictor:
         device: Any = None,
         check_finite: bool = False,
     ) -> None:
-        if plan is not None and not isinstance(plan, Plan):
-            remedy = "for example Plan(precision='bf16')"
-            raise UsageError(f"plan is {plan!r}", limit="it is a flatout.Plan or None", remedy=remedy)
+        self.plan = as_plan(plan)
         for name, value in (("batch_size", batch_size), ("look_ahead", look_ahead)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} is {value!r}", limit="it must be a whole number of at least 1")
-        self.plan = plan or Plan()
+            if value is not None:
+                as_whole_number(value, name)
         placed = place(model, self.plan, device)
         usual = BATCH_TOKENS_CUDA if placed.device.type == "cuda" else BATCH_TOKENS_CPU
         batch_tokens = self.plan.batch_tokens or usual
