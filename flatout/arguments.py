@@ -83,15 +83,25 @@ def check_optimizer_of(optimizer: Any, model: Any) -> None:
 
 def as_loss_fn(value: Any, name: str = "loss_fn") -> Any:
     """`loss_fn(model, batch)`: a criterion of torch would be called with a model for scores."""
+    return _of_model_and_batch(value, name, "returns the mean loss", "")
+
+
+def as_measure(value: Any, name: str = "measure") -> Any:
+    """`measure(model, batch)`."""
+    return _of_model_and_batch(value, name, "returns a dict of figures", ".measure")
+
+
+def _of_model_and_batch(value: Any, name: str, returns: str, part: str) -> Any:
     from torch.nn.modules.loss import _Loss
 
-    limit = "it is called as loss_fn(model, batch) and returns the mean loss"
-    remedy = "for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss())"
+    limit = f"it is called as {name}(model, batch) and {returns}"
     if isinstance(value, _Loss):
-        raise wrong(name, value, limit, f"wrap it: flatout.supervised(torch.nn.{type(value).__name__}(...))")
+        remedy = f"wrap it: flatout.supervised(torch.nn.{type(value).__name__}(...)){part}"
+        raise wrong(name, value, limit, remedy)
     if getattr(value, "__module__", None) == "torch.nn.functional":
         what = f"{name} is torch.nn.functional.{value.__name__}"
-        raise UsageError(what, limit=limit, remedy=f"wrap it: flatout.supervised({value.__name__})")
+        raise UsageError(what, limit=limit, remedy=f"wrap it: flatout.supervised({value.__name__}){part}")
+    remedy = f"for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss()){part}"
     return as_function(value, name, 2, limit=limit, remedy=remedy)
 
 

@@ -52,3 +52,8 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {"changed": False, "modules": ["flatout"]}
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_modules_of_the_package_load_when_they_are_first_used() -> None:
+    program = "import flatout, sys; assert 'torch' not in sys.modules; flatout.models.MLP; flatout.plan.read_plan"
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

@@ -90,7 +90,7 @@ def _of_step(step: Any) -> dict[str, Any]:
 
 def _check_name(name: str) -> None:
     """A slip in the name of a section would be an object of that name, and missed only when it is restored."""
-    close = difflib.get_close_matches(name, SECTIONS, 1, cutoff=0.75)
+    close = difflib.get_close_matches(name, SECTIONS, 1, cutoff=0.8)
     if close:
         remedy = f"did you mean {close[0]}? Several models or optimizers are given as a list or dict"
         raise UsageError(f"there is no section {name!r}", limit=f"there are {', '.join(SECTIONS[:6])}", remedy=remedy)

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from flatout.arguments import as_function, as_iterable, as_model, as_plan, described
+from flatout.arguments import as_iterable, as_measure, as_model, as_plan, described
 from flatout.data.nested import batch_length, to_device
 from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
@@ -38,7 +38,7 @@ def evaluate(model: Any, batches: Iterable[Any], measure: Measure, plan: Plan | 
     as_model(model)
     remedy = "pass flatout.batches(data, 64, shuffle=False), or [batch]"
     as_iterable(batches, "batches", limit="it is an iterable of batches", remedy=remedy)
-    as_function(measure, "measure", 2, limit="it is called as measure(model, batch)", remedy=_REMEDY)
+    as_measure(measure)
     sums: dict[str, tuple[Any, Any]] = {}
     home = _only_device(model)
     with contextlib.ExitStack() as around:

@@ -271,3 +271,21 @@ def test_indices_that_the_script_changes_are_seen() -> None:
     subset.indices[:] = [7, 9, 8, 6]  # type: ignore[index]
     source.load_state_dict({**source.state_dict(), "position": 0})
     assert next(iter(source))[0].tolist() == [7, 9, 8, 6]
+
+
+def test_columns_are_arrays_and_never_lists() -> None:
+    with pytest.raises(UsageError, match=r"a tuple of 2 lists; a tuple holds columns.*list\(zip\(inputs, targets\)\)"):
+        batches(([[1.0], [2.0], [3.0]], [0, 1, 0]), 2)
+    with pytest.raises(UsageError, match=r"data\[1\] is a list of 3; columns are tensors"):
+        batches((torch.zeros(3, 2), [0, 1, 0]), 2)
+
+
+def test_a_stream_that_is_shorter_than_where_it_stood_is_refused() -> None:
+    source = batches(iter(torch.arange(5)), 2)
+    source.load_state_dict({"epoch": 0, "position": 8})
+    with pytest.raises(UsageError, match="ended after 5 samples; the saved position is after sample 8"):
+        list(source)
+    source = batches(iter(torch.arange(4)), 2)
+    source.load_state_dict({"epoch": 0, "position": 4})
+    assert list(source) == []  # the epoch's end
+    assert source.epoch == 1

@@ -35,7 +35,7 @@ def test_modes_are_put_back_after_an_error_too() -> None:
 
     def measure(model: Any, batch: Any) -> Any:
         assert not any(module.training for module in model.modules())
-        assert torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
         if len(batch) == 1:
             raise ValueError("mine")
         return {"items": torch.ones(len(batch))}
@@ -50,5 +50,60 @@ def test_bad_input_is_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="nothing to evaluate"):
         evaluate(model, [], lambda model, batch: {})
-    with pytest.raises(UsageError, match="measure returned Tensor"):
+    with pytest.raises(UsageError, match="measure returned a Tensor"):
         evaluate(model, [torch.zeros(1, 2)], lambda model, batch: model(batch))  # type: ignore[arg-type, return-value]
+
+
+def test_a_mean_over_a_batch_counts_as_often_as_the_batch_has_samples() -> None:
+    parts = [(torch.ones(90, 2), torch.zeros(90)), (torch.full((10, 2), 3.0), torch.zeros(10))]
+
+    def measure(model: Any, batch: Any) -> dict[str, Any]:
+        x = batch[0]
+        return {"tensor": x.mean(), "number": float(x.mean()), "array": x.mean(1).numpy(), "pair": (x.sum(), x.numel())}
+
+    figures = evaluate(nn.Linear(2, 2), parts, measure)
+    assert figures == pytest.approx(dict.fromkeys(("tensor", "number", "array", "pair"), 1.2))
+
+
+def test_a_mean_over_nobody_knows_how_many_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"one value as the figure 'a'; .*return a pair: \(sum over the items"):
+        evaluate(nn.Linear(2, 2), [{"x": torch.ones(3), "y": torch.ones(2)}], lambda model, batch: {"a": 1.0})
+
+
+def test_a_summed_loss_is_given_per_target() -> None:
+    model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.tensor([0, 1, 2, -100, 1, 0])
+    parts = [(x[:4], y[:4]), (x[4:], y[4:])]
+    mean, summed = (
+        evaluate(model, parts, supervised(nn.CrossEntropyLoss(reduction=how)).measure) for how in ("mean", "sum")
+    )
+    assert summed == pytest.approx(mean)
+
+
+class Caching(nn.Module):
+    """Makes a table when it is first needed, as rotary embeddings and masks are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(10, 4), nn.Linear(4, 3)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, tokens.shape[1])[:, None]
+        return self.last(self.embedding(tokens) * self.table).mean(1)
+
+
+def test_what_a_model_keeps_from_an_evaluation_can_be_trained_with() -> None:
+    model, loss_fn = Caching(), supervised(nn.CrossEntropyLoss())
+    batch = torch.randint(0, 10, (8, 5)), torch.randint(0, 3, (8,))
+    evaluate(model, [batch], loss_fn.measure)
+    loss_fn(model, batch).backward()
+    assert model.embedding.weight.grad is not None
+
+
+def test_batches_are_brought_to_the_models_device() -> None:
+    def measure(model: Any, batch: Any) -> dict[str, Any]:
+        assert model(batch).is_meta
+        return {"items": (1, 1)}
+
+    assert evaluate(nn.Linear(2, 2, device="meta"), [torch.zeros(3, 2)], measure) == {"items": 1.0}

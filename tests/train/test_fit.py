@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.checkpoint.capturing import capture
 from flatout.checkpoint.folder import Checkpoints
 from flatout.data.batches import batches
 from flatout.errors import UsageError
@@ -152,3 +153,92 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the checkpoint does not fit: "):
         fit(stranger, source, epochs=2, checkpoints=Checkpoints(tmp_path))
     assert isinstance(fit(step, source, epochs=2), FitResult)
+
+
+class Drifting:
+    """An object of the user's that every step changes."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def followed(total: int, folder: Path) -> tuple[torch.Tensor, float]:
+    step, source = parts(plan=Plan())
+    average = torch.optim.swa_utils.AveragedModel(step.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+    drifting, inner = Drifting(), step.loss_fn
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        average.update_parameters(model)
+        drifting.value = 0.9 * drifting.value + float(batch[0].sum())
+        return inner(model, batch)
+
+    step.loss_fn = loss_fn
+    fit(step, source, epochs=EPOCHS, steps=total, checkpoints=folder, objects={"ema": average, "drift": [drifting]})
+    return torch.cat([one.flatten() for one in average.parameters()]), drifting.value
+
+
+def test_further_objects_are_saved_and_taken_up(tmp_path: Path) -> None:
+    whole = followed(21, tmp_path / "whole")
+    followed(9, tmp_path / "parts")
+    average, value = followed(21, tmp_path / "parts")
+    assert torch.equal(average, whole[0])
+    assert value == whole[1]
+    step, source = parts(plan=Plan())
+    with pytest.raises(UsageError, match="1 unexpected: objects"):
+        fit(step, source, epochs=EPOCHS, checkpoints=tmp_path / "parts")
+    with pytest.raises(
+        UsageError, match=r"1 missing: objects\['swa'\]; 2 unexpected: objects\['ema'\], objects\['drift'\]"
+    ):
+        fit(step, source, epochs=EPOCHS, checkpoints=tmp_path / "parts", objects={"swa": Drifting()})
+
+
+def test_a_run_saved_by_the_first_version_goes_on(tmp_path: Path) -> None:
+    step, source = parts()
+    fit(step, source, epochs=1)
+    old = capture(model=step.model, optimizer=step.optimizer, scheduler=step.scheduler, data=source)
+    Checkpoints(tmp_path).save({**old, "extra": {"step": step.state_dict()}}, step=7)
+    again, source = parts()
+    assert fit(again, source, epochs=EPOCHS, checkpoints=tmp_path).resumed_at_step == 7
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), undisturbed(), strict=True))
+
+
+def test_a_metric_that_the_evaluation_does_not_give_is_refused(tmp_path: Path) -> None:
+    step, source = parts()
+
+    def evaluation() -> dict[str, Any]:
+        return {"loss": torch.tensor(1.0), "accuracy": 0.5}
+
+    with pytest.raises(UsageError, match="metric is 'acc'; the evaluation gives 'loss', 'accuracy'; name one of these"):
+        fit(step, source, epochs=EPOCHS, evaluation=evaluation, metric="acc", checkpoints=tmp_path)
+    found = fit(step, source, epochs=2, evaluation=evaluation, metric="accuracy", checkpoints=tmp_path)
+    assert (found.resumed_at_step, found.evaluations) == (7, ({"loss": 1.0, "accuracy": 0.5},))
+    best = Checkpoints(tmp_path).best()
+    assert best is not None
+    assert (best.step, best.metric) == (14, 0.5)
+
+
+def test_a_stream_that_runs_dry_ends_the_run() -> None:
+    x = torch.randn(40, 6)
+    rows = [(one, one[:3].argmax()) for one in x]
+    step, _ = parts(plan=Plan())
+    with pytest.raises(
+        UsageError, match="gave no batch in epoch 1; an iterator runs dry after one epoch; pass an object"
+    ):
+        fit(step, batches(iter(rows), 10), steps=50)
+    assert step.steps == 4
+    with pytest.raises(UsageError, match="epochs is 3, and the data is an iterator; it can be read once"):
+        fit(step, batches(iter(rows), 10), epochs=3)
+    assert fit(step, batches(iter(rows), 10), epochs=1).steps == 4
+    with pytest.raises(UsageError, match="gave no batch in epoch 0; an epoch has at least one batch"):
+        fit(step, batches(Empty(), 10), epochs=1)
+
+
+class Empty(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())

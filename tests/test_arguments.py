@@ -1,0 +1,292 @@
+"""Every public function, given a wrong kind of each main argument: an error of ours with value, limit and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatout
+from flatout.arguments import described
+from flatout.errors import FlatoutError
+
+X, Y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
+MODEL = nn.Linear(4, 3)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
+LOSS = flatout.supervised(nn.CrossEntropyLoss())
+LOADER = DataLoader(TensorDataset(X, Y), 4)
+GPT = flatout.models.GPT2(flatout.models.GPT2Config(vocab_size=9, max_tokens=8, width=8, heads=1, layers=1))
+
+Wrong = dict[str, Any]
+MODELS: Wrong = {
+    "text": "model.pt",
+    "None": None,
+    "class": nn.Linear,
+    "weights": MODEL.state_dict(),
+    "optimizer": OPTIMIZER,
+    "lazy": nn.LazyLinear(3),
+}
+OPTIMIZERS: Wrong = {
+    "None": None,
+    "text": "adam",
+    "class": torch.optim.SGD,
+    "model": MODEL,
+    "of another model": torch.optim.SGD(nn.Linear(4, 3).parameters(), 0.1),
+}
+LOSSES: Wrong = {
+    "None": None,
+    "text": "mse",
+    "criterion": nn.CrossEntropyLoss(),
+    "functional": nn.functional.cross_entropy,
+    "class": nn.MSELoss,
+    "supervised itself": flatout.supervised,
+    "model": MODEL,
+    "one argument": lambda batch: batch,
+}
+PLANS: Wrong = {
+    "dict": {"precision": "bf16"},
+    "text": "flatout.toml",
+    "path": Path("flatout.toml"),
+    "class": flatout.Plan,
+    "number": 2,
+}
+EXAMPLES: Wrong = {"None": None, "text": "batch", "numbers": [1, 2], "differing": (X, Y[:3])}
+DEVICES: Wrong = {"no such kind": "gpu", "a number": 1.5, "not here": "cuda:99"}
+
+
+def step(**given: Any) -> Any:
+    return flatout.TrainStep(**({"model": MODEL, "optimizer": OPTIMIZER, "loss_fn": LOSS} | given))
+
+
+def of_training(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(**given: Any) -> Any:
+        return function(**({"model": MODEL, "optimizer": OPTIMIZER, "loss_fn": LOSS, "example_batch": (X, Y)} | given))
+
+    return call
+
+
+def fit(**given: Any) -> Any:
+    usual = {"step": step(), "source": flatout.batches((X, Y), 4), "epochs": 1}
+    return flatout.fit(**(usual | given))
+
+
+def evaluate(**given: Any) -> Any:
+    return flatout.evaluate(**({"model": MODEL, "batches": [(X, Y)], "measure": LOSS.measure} | given))
+
+
+def with_budget(**given: Any) -> Any:
+    return of_training(lambda **all_: flatout.fit_into(**({"budget": 2**30} | all_)))(**given)
+
+
+TRAINING = {"model": MODELS, "optimizer": OPTIMIZERS, "loss_fn": LOSSES, "plan": PLANS}
+ON_AN_EXAMPLE = {**TRAINING, "example_batch": EXAMPLES}
+SOURCES: Wrong = {"tuple": (X, Y), "loader": LOADER, "text": "data", "None": None, "list": [(X, Y)]}
+DATA: Wrong = {
+    "None": None,
+    "text": "data.npz",
+    "number": 3,
+    "dict of lists": {"x": [1, 2]},
+    "tuple of lists": ([[1.0], [2.0]], [0, 1]),
+    "list beside a tensor": (X, Y.tolist()),
+    "nothing": [],
+    "lengths that differ": (X, Y[:3]),
+}
+ITERABLES: Wrong = {"None": None, "number": 5, "text": "data", "one batch": (X, Y), "one tensor": X}
+SCHEDULERS: Wrong = {
+    "number": 5,
+    "class": torch.optim.lr_scheduler.StepLR,
+    "of another optimizer": torch.optim.lr_scheduler.StepLR(OPTIMIZERS["of another model"], 1),
+}
+
+TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
+    "Checkpoints": (
+        lambda **given: flatout.Checkpoints(**({"folder": "x"} | given)),
+        {
+            "folder": {"None": None, "number": 3, "empty": "", "file": __file__},
+            "keep_last": {"0": 0, "text": "3"},
+            "keep_best": {"-1": -1, "None": None},
+            "best": {"name": "accuracy"},
+        },
+    ),
+    "Plan": (
+        flatout.Plan,
+        {
+            "precision": {"unknown": "fp8", "class": float},
+            "micro_batches": {"0": 0, "text": "4", "float": 2.0},
+            "accumulate": {"old name": 4},
+            "compile": {"flag": True},
+        },
+    ),
+    "TokenGenerator": (
+        lambda **given: flatout.TokenGenerator(**({"model": GPT} | given)),
+        {"model": {**MODELS, "another family": MODEL}, "plan": PLANS, "draft": {"text": "gpt2"}, "slots": {"0": 0}},
+    ),
+    "TrainStep": (
+        step,
+        {
+            **TRAINING,
+            "scheduler": SCHEDULERS,
+            "clip_norm": {"0": 0, "text": "1"},
+            "weigh": {"number": 3, "no argument": lambda: 1},
+        },
+    ),
+    "batches": (
+        lambda **given: flatout.batches(**({"data": (X, Y), "batch_size": 4} | given)),
+        {
+            "data": DATA,
+            "batch_size": {"None": None, "0": 0, "text": "64", "plan": flatout.Plan()},
+            "plan": PLANS,
+            "seed": {"text": "a", "None": None},
+            "collate_fn": {"number": 3, "no argument": lambda: None},
+            "device": DEVICES,
+            "rank": {"-1": -1, "beyond": 2},
+        },
+    ),
+    "capture": (
+        flatout.capture,
+        {
+            "step": {"model": MODEL, "number": 5, "class": flatout.TrainStep},
+            "model": {"number": 5, "text": "m"},
+            "data": {"tuple": (X, Y)},
+            "plan": PLANS,
+            "optimiser": {"a slip": OPTIMIZER},
+            "ema": {"no state": 3},
+        },
+    ),
+    "device": (flatout.device, {"index": {"99": 99, "text": "cuda"}}),
+    "evaluate": (
+        evaluate,
+        {
+            "model": MODELS,
+            "batches": {**ITERABLES, "none": []},
+            "measure": {
+                "None": None,
+                "supervised": LOSS,
+                "criterion": nn.MSELoss(),
+                "numbers": lambda model, batch: 1.0,
+                "texts": lambda model, batch: {"a": "b"},
+            },
+            "plan": PLANS,
+        },
+    ),
+    "export": (
+        lambda **given: flatout.export(**({"model": MODEL, "example_inputs": X, "path": "x"} | given)),
+        {"model": MODELS, "path": {"None": None, "number": 3}, "example_inputs": {"None": None, "text": "x"}},
+    ),
+    "fit": (
+        fit,
+        {
+            "step": {"model": MODEL, "None": None, "class": flatout.TrainStep},
+            "source": SOURCES,
+            "epochs": {"0": 0, "float": 1.5, "none": None},
+            "steps": {"text": "5"},
+            "save_every_steps": {"0": 0},
+            "evaluation": {"dict": {"loss": 1.0}, "an argument": lambda model: {}, "None": lambda: None},
+            "metric": {"number": 3},
+            "checkpoints": {"number": 3, "class": flatout.Checkpoints},
+            "objects": {"list": [MODEL], "number": 3},
+        },
+    ),
+    "fit_into": (with_budget, {**ON_AN_EXAMPLE, "budget": {"model": MODEL, "-1": -1, "text": "lots"}}),
+    "forecast": (of_training(flatout.forecast), {**ON_AN_EXAMPLE, "batch_size": {"0": 0, "text": "4"}}),
+    "generate": (
+        lambda **given: flatout.generate(**({"model": GPT, "prompts": [[1, 2]]} | given)),
+        {"model": MODELS, "plan": PLANS, "prompts": {"None": None, "text": "no tokenizer"}},
+    ),
+    "largest_batch": (of_training(flatout.largest_batch), {**ON_AN_EXAMPLE, "limit_bytes": {"text": "lots", "0": 0}}),
+    "predict": (
+        lambda **given: flatout.predict(**({"model": MODEL, "inputs": X} | given)),
+        {"model": MODELS, "inputs": {"None": None, "number": 3, "text": "x"}, "plan": PLANS, "device": DEVICES},
+    ),
+    "restore": (
+        lambda **given: flatout.restore(**({"source": flatout.capture(model=MODEL), "model": MODEL} | given)),
+        {
+            "source": {"None": None, "number": 3, "no folder": "nowhere", "model": MODEL},
+            "step": {"model": MODEL},
+            "model": {"number": 3, "another": nn.Linear(5, 3)},
+            "optimizer": {"not saved": OPTIMIZER},
+        },
+    ),
+    "supervised": (
+        flatout.supervised,
+        {
+            "criterion": {
+                "None": None,
+                "text": "ce",
+                "class": nn.CrossEntropyLoss,
+                "not reduced": nn.MSELoss(reduction="none"),
+            }
+        },
+    ),
+    "to_device": (lambda **given: flatout.to_device(**({"nested": X} | given)), {"device": DEVICES}),
+    "tune_inference": (
+        lambda **given: flatout.tune_inference(**({"model": MODEL, "sample_inputs": X} | given)),
+        {"model": MODELS, "sample_inputs": {"None": None, "none": []}, "plan": PLANS, "items": {"0": 0}},
+    ),
+}
+RECORDS = {"Finding", "Machine", "Measurement"}
+"""What others return, and nobody makes."""
+
+CASES = [
+    pytest.param(function, argument, value, id=f"{name}-{argument}-{kind}")
+    for name, (function, arguments) in TABLE.items()
+    for argument, wrong in arguments.items()
+    for kind, value in wrong.items()
+]
+
+
+def test_the_table_is_complete() -> None:
+    public = {name for name in flatout.__all__ if not name.endswith(("Error", "__"))}
+    assert public == set(TABLE) | RECORDS
+
+
+@pytest.mark.parametrize(("function", "argument", "value"), CASES)
+def test_a_wrong_argument_is_an_error_of_ours(
+    function: Callable[..., Any], argument: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FlatoutError) as caught:
+        function(**{argument: value})
+    assert caught.value.limit or caught.value.remedy
+    assert len(str(caught.value)) < 800
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_meant_is_named() -> None:
+    def said(**given: Any) -> str:
+        with pytest.raises(FlatoutError) as caught:
+            step(**given)
+        return str(caught.value)
+
+    assert said(loss_fn=nn.CrossEntropyLoss()) == (
+        "loss_fn is a CrossEntropyLoss; it is called as loss_fn(model, batch) and returns the mean loss; "
+        "wrap it: flatout.supervised(torch.nn.CrossEntropyLoss(...))"
+    )
+    assert said(plan="p.toml").endswith("read it with flatout.plan.read_plan('p.toml')")
+    assert "make the optimizer after that" in said(model=nn.LazyLinear(3))
+    assert said(model=OPTIMIZER, optimizer=MODEL).endswith("the model comes first, then its optimizer")
+
+
+def test_data_of_another_type_than_the_model_is_explained() -> None:
+    source = flatout.batches((np.zeros((8, 4)), np.zeros(8, dtype=int)), 4)
+    with pytest.raises(FlatoutError, match=r"batch\[0\] is float64, .*weights are float32, .*astype\('float32'\)"):
+        step()(next(iter(source)))
+    with pytest.raises(FlatoutError, match=r"batch\[0\] is float64"):
+        evaluate(batches=source)
+    with pytest.raises(FlatoutError, match=r"batch\[0\] is a numpy array; .*flatout.batches"):
+        step()((X.numpy(), Y.numpy()))
+
+
+def test_a_wrong_value_is_shown_shortly() -> None:
+    assert described("x" * 100).startswith("'xxxxx")
+    assert len(described("x" * 100)) < 40
+    assert described(nn.Linear) == "the class Linear"
+    assert described([1]) == "a list"
+    assert described(OPTIMIZER) == "a SGD"
+    assert described(None) == "None"
