@@ -233,7 +233,7 @@ def bad() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"sample_inputs": []}, "there are no sample inputs"
     yield {"sample_inputs": 3}, "sample_inputs is int"
     yield {"sample_inputs": ["a", "b"]}, "no sample input can be used"
-    yield {"model": 3}, "the model is int"
+    yield {"model": 3}, "model is 3"
     yield {"task": "train"}, "task is 'train'"
     yield {"items": 0}, "items is 0"
     yield {"exactness": "exact"}, "exactness is 'exact'"

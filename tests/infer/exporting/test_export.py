@@ -275,7 +275,7 @@ def test_arrays_as_scikit_learn_gives_them(tmp_path: Path) -> None:
         ({"path": "nowhere/net.pt2"}, "no such folder: nowhere"),
         ({"path": "net.onnx"}, "net.onnx does not end in .pt2"),
         ({"path": "."}, "is a folder"),
-        ({"model": "net"}, "the model is a str"),
+        ({"model": "net"}, "model is 'net'; it is a torch.nn.Module"),
         ({"model": nn.Linear(4, 2, device="meta")}, "meta device"),
         ({"model": nn.LazyLinear(4)}, "lazy layers"),
     ],

@@ -288,7 +288,7 @@ def cpp_compiler_there() -> bool:
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda: flatout.predict("model", []), UsageError, "the model is str"),  # type: ignore[arg-type]
+        (lambda: flatout.predict("model", []), UsageError, "model is 'model'; it is a torch"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), 3), UsageError, "inputs is int"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), "abc"), UsageError, "inputs is str"),
         (lambda: flatout.predict(bert(), {"tokens": [[1, 2]]}), UsageError, "inputs is a dict of 'tokens'"),
