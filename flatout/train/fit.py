@@ -181,18 +181,7 @@ def fit(
         Progress(_total(source, epochs, steps), first, shown=progress) as bar,
     ):
         while source.epoch < (epochs or math.inf) and step.steps < (steps or math.inf):
-            run.loss_sum, run.loss_steps = None, 0
-            for batch in run.batches(stop):
-                bar.step_begins()
-                loss = step(batch)
-                run.count(loss)
-                bar.step_ended(loss, source.batch_size)
-                if stopping(stop.requested):
-                    run.leave(stop)
-                if step.steps >= (steps or math.inf):
-                    break
-                if save_every_steps is not None and step.steps % save_every_steps == 0:
-                    run.save()
+            _train_epoch(run, bar, stop, stopping, steps, save_every_steps)
             figures = run.evaluate(evaluation)
             if figures:
                 bar.say(f"epoch {source.epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
@@ -212,6 +201,25 @@ def fit(
         nonfinite_losses=step.nonfinite_losses,
         resumed_at_step=resumed_at,
     )
+
+
+def _train_epoch(
+    run: _Run, bar: Progress, stop: Stop, stopping: SharedStop, steps: int | None, save_every_steps: int | None
+) -> None:
+    """The rest of the epoch that is under way, or until the last of `steps`."""
+    step = run.step
+    run.loss_sum, run.loss_steps = None, 0
+    for batch in run.batches(stop):
+        bar.step_begins()
+        loss = step(batch)
+        run.count(loss)
+        bar.step_ended(loss, run.source.batch_size)
+        if stopping(stop.requested):
+            run.leave(stop)
+        if step.steps >= (steps or math.inf):
+            break
+        if save_every_steps is not None and step.steps % save_every_steps == 0:
+            run.save()
 
 
 def _checked(step: Any, source: Any, evaluation: Any, metric: Any, checkpoints: Any, objects: Any) -> _Run:
