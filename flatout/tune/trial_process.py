@@ -330,7 +330,8 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
     lines = [line for line in end.error.strip().splitlines() if line.strip()]
     if end.status != 0 and lines:
         trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
-        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", limit=end.note, remedy=trace)
+        note = f"\n{end.note}" if end.note else ""
+        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", remedy=trace + note)
     if end.status != 0:
         return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
     if end.steps == 0:
