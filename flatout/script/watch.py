@@ -102,8 +102,9 @@ class Watch:
         self._lasting_patches = Patches()
         self._weights = WeightProbe()
         self._optimizers_open: list[OpenStep] = []
-        self._loader_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-        """Both held weakly: a loader with persistent workers holds its iterator, and must be able to go with it."""
+        self._loader_of: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], Any]] = weakref.WeakKeyDictionary()
+        """Iterator -> its loader, which is also kept with it (in `for batch in DataLoader(...)` nobody else does); not
+        where the loader holds its iterator (persistent workers), so that both can go together."""
         self._last_loader: weakref.ref[Any] | None = None
         self._without_weights: Handles[Any] = Handles()
         self._main_thread = threading.get_ident()
@@ -419,7 +420,8 @@ class Watch:
             except BaseException as error:
                 leave_no_frame(error)
                 raise
-            self._loader_of[iterator] = weakref.ref(loader)
+            kept = getattr(loader, "_iterator", None) is iterator
+            self._loader_of[iterator] = (weakref.ref(loader), None if kept else loader)
             if loader in self.subject.loaders:
                 self.count_passed()
                 for callback in self.at_iterator:
@@ -432,7 +434,7 @@ class Watch:
         def __next__(iterator: Any) -> Any:
             if self.resting or not self._here():
                 return original(iterator)
-            self._last_loader = self._loader_of.get(iterator)
+            self._last_loader = self._loader_of.get(iterator, (None,))[0]
             span = self._spans.enter("pending") if self.rows is not None else None
             try:
                 return original(iterator)
