@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from flatout.script.describe import observe
 from flatout.script.runner import Runner
 
 
@@ -37,3 +41,18 @@ def test_the_training_loader_s_iterators_are_told_also_while_resting(runner: Run
     assert runner.record.steps == 12
     assert runner.epochs.cost_seconds is not None
     assert runner.epochs.workers == 0
+
+
+def test_a_loader_that_only_its_loop_knows_is_seen_and_goes_with_it(runner: Runner) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = TensorDataset(torch.randn(100, 3))
+    for (x,) in DataLoader(data, batch_size=5):
+        model(x).mean().backward()
+        optimizer.step()
+        seen = observe(runner.watch, threads_at_start=None, rows=())
+    assert [loader.samples for loader in seen.loaders] == [100]
+    gone = weakref.ref(data)
+    del data, x
+    gc.collect()
+    assert gone() is None

@@ -296,21 +296,6 @@ def test_a_window_tells_where_the_time_goes(runner: Runner) -> None:
     assert (seen.modules[0].linears, seen.optimizers[0].kind, seen.step_kind) == (2, "SGD", "optimizer")
 
 
-def test_a_loader_that_only_its_loop_knows_is_seen_and_goes_with_it(runner: Runner) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    data = TensorDataset(torch.randn(100, 3))
-    for (x,) in DataLoader(data, batch_size=5):
-        model(x).mean().backward()
-        optimizer.step()
-        seen = observe(runner.watch, threads_at_start=None, rows=())
-    assert [loader.samples for loader in seen.loaders] == [100]
-    gone = weakref.ref(data)
-    del data, x
-    gc.collect()
-    assert gone() is None
-
-
 def test_losses_and_random_numbers_are_the_same() -> None:
     def train() -> list[Any]:
         torch.manual_seed(1)
