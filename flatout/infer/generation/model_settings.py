@@ -91,7 +91,7 @@ def read_settings(model: Any, given: Mapping[str, Any]) -> ModelSettings:
     if config is None:
         return ModelSettings(end_tokens=_tokens(getattr(getattr(model, "config", None), "eos_token_id", None)))
     value = _reader(config)
-    sampled = given["temperature"] > 0 if given.get("temperature") is not None else bool(value("do_sample"))
+    sampled = given["temperature"] != 0 if given.get("temperature") is not None else bool(value("do_sample"))
     _refuse_others(config, value, sampled)
     ngram = value("no_repeat_ngram_size")
     sampling = {"repetition_penalty": value("repetition_penalty"), "no_repeat_ngram": ngram}

@@ -200,7 +200,9 @@ class TokenGenerator:
         ends = [] if no_end else [one for one in own.end_tokens if one < decoder.vocabulary]
         choice = _choice(settings, own, ends)
         choice.rules.check(decoder.vocabulary)
-        stops = stops_from(stop or list(own.stop_strings) or None, ends, self._words, vocabulary=decoder.vocabulary)
+        stops = stops_from(
+            list(own.stop_strings) if stop is None else stop, ends, self._words, vocabulary=decoder.vocabulary
+        )
         seed = None if choice.sampling.greedy else choice.sampling.seed
         seed = fresh_seed() if seed is None and not choice.sampling.greedy else seed
         texts = [
@@ -329,7 +331,8 @@ def generate(
 ) -> Generation:
     """New tokens for every prompt: see TokenGenerator and its `generate`.
 
-    What was prepared is kept with the model, so that the next call with the same plan begins at once, and goes with it.
+    What was prepared is kept as long as the model lives, so that the next call with the same plan begins at once. It
+    takes as much memory as the weights in that form: to decide when it goes, use a TokenGenerator.
     """
     return _OfKept(model, plan, tokenizer=tokenizer, draft=draft).generate(
         prompts,

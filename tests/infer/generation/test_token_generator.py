@@ -89,6 +89,8 @@ def test_stops_end_a_text_and_are_no_part_of_it(own: Any) -> None:
     by_id = own.generate([[9, 8, 7]], max_new_tokens=20, stop=plain[6])
     at = plain.index(plain[6])
     assert (by_id.tokens[0], by_id.reasons[0]) == (plain[:at], "stop")
+    token_0 = own.generate([[9, 8, 7]], max_new_tokens=4, stop=0, forced_eos_token_id=0)
+    assert (len(token_0.tokens[0]), token_0.reasons) == (3, ["stop"])
     by_run = own.generate([[9, 8, 7]], max_new_tokens=20, stop=[plain[4:7]])
     assert (by_run.tokens[0], by_run.reasons[0]) == (plain[:4], "stop")
     assert by_run.generated_tokens == 7
@@ -209,6 +211,7 @@ def test_bad_prompts_are_named_before_anything_runs(bad: Any, told: str) -> None
         ({"stop": "text"}, "stop text 'text' without a tokenizer"),
         ({"stop": 500}, "stop token 500"),
         ({"top_p": 1.5, "temperature": 1.0}, "top_p is 1.5"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], told: str) -> None:
