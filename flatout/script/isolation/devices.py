@@ -30,7 +30,7 @@ def lay_dev(root: str, layers: Layers) -> Iterator[str]:
     kernel.bind("/dev", inside, recursive=True)
     _make_all_read_only(inside)
     kernel.make_read_only(inside, kernel.MS_NODEV | kernel.MS_NOSUID | _flags_of(inside))
-    for device in _wanted_devices("/dev"):
+    for device in wanted_devices("/dev"):
         kernel.bind(device, root + device)
         yield device
     yield from _lay_terminals(inside)
@@ -96,18 +96,23 @@ def _flags_of(path: str) -> int:
     return next((mount.flags for mount in mounts.visible(mounts.read(), path) if mount.path == path), 0)
 
 
-def _wanted_devices(directory: str, depth: int = 1) -> Iterator[str]:
-    with os.scandir(directory) as entries:
+def wanted_devices(directory: str, *, within_accelerator: bool = False) -> Iterator[str]:
+    """Paths of the character devices that a trial may use, of those below a directory such as /dev."""
+    found: list[os.DirEntry[str]] = []
+    with suppress(PermissionError), os.scandir(directory) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
         if entry.is_symlink() or entry.name in ("ptmx", "shm", "pts", "mqueue"):
             continue
-        of_accelerator = any(part.startswith(_ACCELERATORS) for part in entry.path.split("/")[2:])
+        of_accelerator = within_accelerator or entry.name.startswith(_ACCELERATORS)
         if entry.is_dir():
-            if depth and of_accelerator:
-                yield from _wanted_devices(entry.path, depth - 1)
+            if of_accelerator:
+                yield from wanted_devices(entry.path, within_accelerator=True)
             continue
-        mode = entry.stat().st_mode
+        try:
+            mode = entry.stat().st_mode
+        except FileNotFoundError:
+            continue  # unplugged meanwhile
         if stat.S_ISCHR(mode) and (mode & 0o006 == 0o006 or of_accelerator):
             yield entry.path
 

@@ -129,7 +129,10 @@ class _Tree:
             except OSError:
                 return  # it may not be looked into: what is there cannot be found by the script either
         for entry in entries:
-            mode = os.lstat(entry).st_mode
+            try:
+                mode = os.lstat(entry).st_mode
+            except FileNotFoundError:
+                continue  # it has just gone
             leads_out = stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or stat.S_ISBLK(mode) or stat.S_ISCHR(mode)
             if leads_out and os.access(entry, os.W_OK):
                 kernel.bind(str(self.layers.nothing), self._inside(entry))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from flatout.script.isolation import devices
 
 from .users_home import HERE, SOMEBODY, give_to
 
@@ -227,7 +230,8 @@ except OSError:
     os.close(reader)
 
 
-def test_root_reaches_no_disk_and_no_setting_of_the_kernel(inside: Any) -> None:
+@pytest.mark.parametrize("user", USERS)
+def test_no_disk_and_no_setting_of_the_kernel_can_be_reached(inside: Any, user: int) -> None:
     code = """
 import stat
 disks = [path for path in Path("/dev").iterdir() if stat.S_ISBLK(path.stat().st_mode)]
@@ -241,5 +245,19 @@ master, slave = pty.openpty()
 os.write(slave, b"x")
 print(os.read(master, 1), os.ttyname(slave), len(os.urandom(3)), Path(os.devnull).write_text("x"))
 """
-    code_number, printed = inside(code)
-    assert (code_number, printed) == (0, "b'x' /dev/pts/0 3 1\n")
+    assert inside(code, user=user) == (0, "b'x' /dev/pts/0 3 1\n")
+
+
+@needs_root
+def test_devices_of_accelerators_are_kept_and_those_of_disks_are_not(tmp_path: Path) -> None:
+    modes = {"nvidia0": 0o660, "nvidia-caps/nvidia-cap1": 0o400, "null": 0o666, "mem": 0o640, "input/mouse0": 0o660}
+    for name, mode in modes.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        try:
+            os.mknod(tmp_path / name, stat.S_IFCHR | mode, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("no device can be made here")
+        (tmp_path / name).chmod(mode)
+    os.mknod(tmp_path / "nvidia-disk", stat.S_IFBLK | 0o666, os.makedev(1, 0))
+    kept = [os.path.relpath(path, tmp_path) for path in devices.wanted_devices(str(tmp_path))]
+    assert kept == ["null", "nvidia-caps/nvidia-cap1", "nvidia0"]
