@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -49,6 +49,11 @@ class Comparison:
     @property
     def has_interval(self) -> bool:
         return math.isfinite(self.high)
+
+    def with_interval(self, low: float, high: float, least_gain: float) -> Comparison:
+        """The same estimate with another interval, and the verdict that follows from that."""
+        verdict, reason = _verdict(low, high, least_gain)
+        return replace(self, low=low, high=high, verdict=verdict, reason=reason)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "high": self.high if self.has_interval else None}
@@ -113,21 +118,23 @@ def _judge(ordered: Sequence[float], trim: int | None, pairs: int, least_gain: f
     """From the sorted log differences and how many to trim at each end (None: too few) to the verdict."""
     ratio = math.exp(median(ordered))
     low, high = (0.0, math.inf) if trim is None else (math.exp(ordered[trim]), math.exp(ordered[-1 - trim]))
-    verdict: Verdict = "not significant"
-    reason: str | None = None
+    verdict, reason = _verdict(low, high, least_gain)
     if trim is None:
         reason = f"{pairs} samples are too few for {confidence:.0%} confidence"
-    elif low > 1 + least_gain:
-        verdict = "faster"
-    elif high < 1:
-        verdict = "slower"
-    elif low > 1:
-        reason = f"the gain may be below the {least_gain:.1%} that counts"
-    else:
-        reason = "the interval includes no change"
     return Comparison(
         ratio=ratio, low=low, high=high, confidence=confidence, pairs=pairs, verdict=verdict, reason=reason
     )
+
+
+def _verdict(low: float, high: float, least_gain: float) -> tuple[Verdict, str | None]:
+    """(verdict, why it is 'not significant')."""
+    if low > 1 + least_gain:
+        return "faster", None
+    if high < 1:
+        return "slower", None
+    if low > 1:
+        return "not significant", f"the gain may be below the {least_gain:.1%} that counts"
+    return "not significant", "the interval includes no change"
 
 
 def _logs(seconds: Sequence[float]) -> list[float]:

@@ -12,17 +12,15 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.timing import LoadWatch
 from flatout.tune.deadline import Deadline
+from flatout.tune.last_comparison import compare_in_fresh_processes
 from flatout.tune.prover import Pattern, Prover
 from flatout.tune.search import SearchState
 from flatout.tune.trial import Proof
-from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
-from flatout.tune.windows import Arm, Pace, Pairing, compare_arms
+from flatout.tune.trial_process import TrialSetup
+from flatout.tune.windows import Pace, Pairing
 
 COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
 """Of the time that is left for the verifier, for the last comparison."""
-LEAST_PAIRS, MOST_PAIRS = 8, 25
-MOST_STARTS = 40
-"""So often a short script is started again within the last comparison."""
 
 Progress = Callable[[str], None]
 
@@ -128,40 +126,19 @@ class Verifier:
         ]
 
     def _final_comparison(self) -> Pairing | None:
-        """Plain against planned, each in a process that runs so from its start; a short script is started again until
-        there are enough pairs."""
         self._progress("measuring the winner against the plain script, in fresh processes")
         load = LoadWatch()
         pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=self._comparison_seconds)
-        pace = replace(pace, most_pairs=MOST_PAIRS, least_pairs=LEAST_PAIRS, stop_when_futile=False)
         pace = pace.within(self.state.total_steps)
-        pairs: list[tuple[float, float]] = []
         try:
-            for _ in range(MOST_STARTS):
-                before = len(pairs)
-                try:
-                    return self._compare_once(pace, pairs)
-                except TrialEnded as end:
-                    if end.status != 0 or (len(pairs) == before and pace.within(end.steps) == pace):
-                        raise
-                    pace = pace.within(end.steps)
+            return compare_in_fresh_processes(
+                self.setup, self.state.kept, pace, self._deadline, self._comparison_seconds
+            )
         except TrialError as error:
             self.warnings.append(f"the last comparison in fresh processes was cut short: {error}")
+            return None
         finally:
             self.warnings += busy(load, "the last comparison")
-        return None
-
-    def _compare_once(self, pace: Pace, pairs: list[tuple[float, float]]) -> Pairing:
-        live = [choice for choice in self.state.kept if choice.lever.switch == "live"]
-        from_start = [choice for choice in self.state.kept if choice.lever.switch != "live"]
-        with (
-            self._deadline.stage("the last comparison"),
-            TrialProcess(self.setup, label="plain") as plain,
-            TrialProcess(self.setup, from_start, label="planned") as planned,
-        ):
-            plain.start()
-            planned.start()
-            return compare_arms(Arm(plain, resting=True), Arm(planned, live, resting=True), pace, collected=pairs)
 
 
 def _pattern(state: SearchState) -> Pattern:

@@ -41,6 +41,8 @@ class Pace:
     """A comparison stops after this time, if it has its least number of pairs."""
     least_gain: float = 0.01
     stop_when_futile: bool = True
+    stop_when_clear: bool = True
+    """Otherwise all pairs are run that time allows: a comparison that stops when it likes what it sees flatters."""
 
     @classmethod
     def for_step(cls, step_seconds: float, *, seconds: float) -> Pace:
@@ -55,11 +57,13 @@ class Pace:
         )
 
     def within(self, total_steps: int | None) -> Pace:
-        """Windows so short that a script of `total_steps` gives at least two pairs each time it is started."""
+        """Windows so short that a script of `total_steps` gives eight pairs when it is started, or at least two."""
         if total_steps is None:
             return self
         left = total_steps - FIRST_STEPS - self.warm_steps - max(3, self.settle + 1)
-        return replace(self, steps=max(1, min(self.steps, left // 2 - self.settle)))
+        fitting = (left // pairs - self.settle for pairs in (8, 4))
+        steps = next((steps for steps in fitting if steps >= 3), left // 2 - self.settle)
+        return replace(self, steps=max(1, min(self.steps, steps)))
 
 
 @dataclass
@@ -158,7 +162,7 @@ def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -
         low, high = FUTILE_RATIOS
         if low < _compare(pairs, pace.least_gain, CONFIDENCE).ratio < high:
             return True
-    if len(pairs) < max(EARLY_PAIRS, pace.least_pairs):
+    if not pace.stop_when_clear or len(pairs) < max(EARLY_PAIRS, pace.least_pairs):
         return False
     early = _compare(pairs, pace.least_gain, EARLY_CONFIDENCE)
     return early.verdict != "not significant" or early.high < 1 + pace.least_gain

@@ -29,7 +29,7 @@ class Pretended:
         self.order: list[bool] = []
         self.resident, self.draw = 1 << 30, random.Random(0)
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int) -> Window:
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
         on = bool(choices)
         self.order.append(on)
         base = self.candidate if on else 0.01
@@ -88,3 +88,8 @@ def test_warm_up_without_a_candidate() -> None:
 @pytest.mark.parametrize(("step", "steps"), [(1e-4, 60), (0.01, 15), (5.0, 1)])
 def test_pace(step: float, steps: int) -> None:
     assert Pace.for_step(step, seconds=10.0).steps == steps
+
+
+@pytest.mark.parametrize(("total", "steps"), [(None, 60), (10_000, 60), (120, 11), (40, 5), (25, 5), (8, 1)])
+def test_windows_that_fit_into_a_short_script(total: int | None, steps: int) -> None:
+    assert Pace(steps=60, settle=2, warm_steps=4).within(total).steps == steps

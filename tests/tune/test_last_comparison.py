@@ -1,0 +1,63 @@
+"""The reported gain: its interval covers what processes differ by, and short scripts are started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.script.entry import Target
+from flatout.tune.deadline import Deadline
+from flatout.tune.last_comparison import LEAST_PAIRS, compare_in_fresh_processes, comparison_of_groups
+from flatout.tune.trial_process import TrialEnded, TrialSetup
+from flatout.tune.windows import Pace
+
+
+def group(ratio: float, pairs: int = 8) -> list[tuple[float, float]]:
+    return [(ratio * (1 + 1e-4 * i), 1.0) for i in range(pairs)]
+
+
+def test_the_interval_is_as_wide_as_processes_differ() -> None:
+    alike = comparison_of_groups([group(1.3)] * 3, 0.01)
+    unlike = comparison_of_groups([group(1.2), group(1.3), group(1.4)], 0.01)
+    assert alike.verdict == "faster"
+    assert alike.high - alike.low < 0.01
+    assert unlike.low < 1.12
+    assert unlike.high > 1.45
+
+
+def test_processes_that_disagree_show_no_gain() -> None:
+    assert comparison_of_groups([group(0.9), group(1.05), group(1.3)], 0.01).verdict == "not significant"
+
+
+def test_too_few_pairs_have_no_interval() -> None:
+    assert not comparison_of_groups([group(1.3, 1)] * 3, 0.01).has_interval
+
+
+SHORT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(torch.randn(16, 8)).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def compared(tmp_path: Path, steps: int) -> int:
+    script = tmp_path / "short.py"
+    script.write_text(SHORT.format(steps=steps))
+    setup = TrialSetup(target=Target(path=str(script)), work_folder=tmp_path)
+    pace = Pace.for_step(1e-3, seconds=0.3)
+    return compare_in_fresh_processes(setup, [], pace, Deadline(300), 0.3).comparison.pairs
+
+
+def test_a_script_that_ends_early_is_started_again(tmp_path: Path) -> None:
+    assert compared(tmp_path, 100) >= LEAST_PAIRS
+
+
+def test_a_script_too_short_for_any_window(tmp_path: Path) -> None:
+    with pytest.raises(TrialEnded):
+        compared(tmp_path, 8)
