@@ -69,23 +69,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             terms = _Terms(hidden.to(dtype), weight.to(dtype), bias, targets, ignore_index, label_smoothing)
             needs = context.needs_input_grad
-            scale = 1 / terms.valid.sum() if reduction == "mean" else terms.valid.new_ones((), dtype=terms.exact)
+            count = terms.valid.sum() if reduction == "mean" else terms.valid.new_ones((), dtype=terms.exact)
             try:
-                gradients = terms.run(chunk_bytes, scale, hidden=needs[0], weight=needs[1], bias=needs[2])
+                # Without any target the mean is 0 / 0, as torch has it; its gradient is zero, as torch has that.
+                gradients = terms.run(chunk_bytes, 1 / count.clamp(min=1), hidden=needs[0], weight=needs[1], bias=needs[2])
             except (RuntimeError, IndexError) as error:
                 _explain_targets(terms, error)
                 raise
         context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        context.save_for_backward(*gradients)
-        return terms.loss * scale
+        context.save_for_backward(terms.valid, *gradients)
+        return terms.loss / count
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        parts = [
-            None if one is None else (one * gradient).to(dtype)
-            for one, dtype in zip(context.saved_tensors, context.dtypes, strict=True)
-        ]
-        return (*parts, None, None, None, None, None)
+        """What has no target gets a gradient of zero, whatever comes from above: a loss that the caller divides by its
+        number of targets, none, sends infinity."""
+        valid, of_hidden, *others = context.saved_tensors
+        scale = gradient.masked_fill(~valid.any(), 0)
+        parts = [None if one is None else one * scale for one in (of_hidden, *others)]
+        if parts[0] is not None:
+            parts[0] = parts[0].masked_fill_(~valid[:, None], 0)
+        typed = [None if one is None else one.to(dtype) for one, dtype in zip(parts, context.dtypes, strict=True)]
+        return (*typed, None, None, None, None, None)
 
 
 class _Terms:

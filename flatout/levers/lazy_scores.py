@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatout.errors import ScriptError, UsageError
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
@@ -54,9 +54,10 @@ class Source:
         kind = hidden.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.in_training = torch.is_grad_enabled()
-        self.is_formed = False
+        self.is_formed = self.is_fused = self.is_kept = False
+        self.by_scores = False
+        """Does somebody ask for the loss's gradient by the scores? Then they are formed in the backward pass."""
         self._state = self._fingerprint()
-        self.is_kept = False
 
     @property
     def classes(self) -> int:
@@ -127,6 +128,8 @@ class LazyScores(torch.Tensor):
             loss = _LOSSES[func](*args, **kwargs)
             if loss is not None:
                 return loss
+        elif func in _GRADIENTS and (fused := _fused_in(args, kwargs)):
+            return _by_scores(fused, func, args, kwargs)
         elif func in _MOVING and isinstance(args[0], LazyScores):
             moved = args[0].place.moved(args[0], func, args[1:], kwargs)
             if moved is not None:
@@ -156,8 +159,13 @@ class Place:
         self.is_normalised = False
         """Are they the log-softmax over the classes?"""
 
-    def tensor(self) -> LazyScores:
-        made: LazyScores = _Stand.apply(self.features, self.weight, self.bias, self)
+    def tensor(self, before: LazyScores | None = None) -> LazyScores:
+        """The stand-in; `before` is the one that the last step was taken from."""
+        made: LazyScores
+        if before is None:
+            made = _Stand.apply(self.features, self.weight, self.bias, self.like)
+        else:
+            made = _Moved.apply(before, self)
         made.place = self
         self.node = made.grad_fn
         return made
@@ -178,7 +186,7 @@ class Place:
         else:
             found.weight, found.bias = self.weight, self.bias
         found.is_normalised = self.is_normalised or _MOVING[func] is _log_softmax
-        return found.tensor()
+        return found.tensor(own)
 
     def form(self, own: LazyScores, by: str) -> Tensor:
         """The scores as a plain tensor in autograd's graph, the same one each time."""
@@ -196,12 +204,6 @@ class Place:
         with torch.no_grad():
             return self._replay(self.source.form(by), graph=False) if self.formed is None else self.formed.detach()
 
-    def softmax(self) -> Tensor:
-        """Of the scores, classes last; without a graph."""
-        with torch.no_grad(), self.source.precision():
-            features = self.features.movedim(self.axis, -1)
-            return LINEAR(features, self.weight, self.bias).float().softmax(-1)
-
     def _replay(self, scores: Tensor, *, graph: bool = True) -> Tensor:
         for func, args, kwargs, with_graph in self.steps:
             with torch.set_grad_enabled(graph and with_graph):
@@ -217,31 +219,54 @@ def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, key: Any, w
 
 
 class _Stand(torch.autograd.Function):
-    """The scores' node: who gets at them below Python sends gradients through here."""
+    """The scores' node: who gets at them below Python sends gradients through here, to the layer."""
 
     @staticmethod
-    def forward(context: Any, features: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:
+    def forward(context: Any, features: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
+        context.set_materialize_grads(False)
         context.save_for_backward(features, weight)
-        context.axis, context.dtype, context.biased = place.axis, place.source.dtype, bias is not None
-        context.softmax = place.softmax if place.is_normalised else None
-        like = place.like
-        made: Tensor = torch.Tensor._make_wrapper_subclass(
-            LazyScores, like.shape, dtype=like.dtype, device=features.device
-        )
-        return made
+        context.dtype, context.biased = like.dtype, bias is not None
+        return _without_memory(like)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(context: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return None, None, None, None
         features, weight = context.saved_tensors
-        by_score = gradient.movedim(context.axis, -1)
-        if context.softmax is not None:
-            by_score = by_score - context.softmax() * by_score.sum(-1, keepdim=True)
-        by_score = by_score.to(context.dtype)
-        of_features = (by_score @ weight.to(context.dtype)).movedim(-1, context.axis).to(features.dtype)
+        by_score = gradient.to(context.dtype)
+        of_features = (by_score @ weight.to(context.dtype)).to(features.dtype)
         rows = by_score.reshape(-1, by_score.shape[-1])
-        inputs = features.movedim(context.axis, -1).reshape(-1, features.shape[context.axis])
+        inputs = features.reshape(-1, features.shape[-1])
         of_weight = (rows.t() @ inputs.to(context.dtype)).to(weight.dtype)
         return of_features, of_weight, rows.sum(0).to(weight.dtype) if context.biased else None, None
+
+
+class _Moved(torch.autograd.Function):
+    """From one stand-in to the next: the last step of `place`, which only its gradient has to be put through."""
+
+    @staticmethod
+    def forward(context: Any, before: LazyScores, place: Place) -> Tensor:
+        context.set_materialize_grads(False)
+        context.before, context.step = before.place, place.steps[-1]
+        return _without_memory(place.like)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return None, None
+        func, args, kwargs, _ = context.step
+        before: Place = context.before
+        values = before.plain(func.__name__) if _MOVING[func] is _log_softmax else before.like
+        with torch.enable_grad():
+            values = values.detach().requires_grad_()
+            moved = func(values, *args, **kwargs)
+        (found,) = torch.autograd.grad(moved, values, gradient, create_graph=torch.is_grad_enabled())
+        return found, None
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    made: Tensor = torch.Tensor._make_wrapper_subclass(LazyScores, like.shape, dtype=like.dtype, device=like.device)
+    return made
 
 
 class _Form(torch.autograd.Function):
@@ -258,26 +283,68 @@ class _Form(torch.autograd.Function):
 
 
 class _Twice(torch.autograd.Function):
-    """Behind the chunked loss: a gradient that is to be differentiated itself goes the plain way, with all scores."""
+    """Behind the chunked loss: what the gradients that were computed with it do not cover.
+
+    A gradient that is to be differentiated itself goes the plain way, with all scores; so does the gradient by the
+    scores, where it was asked for, and reaches the layer through them.
+    """
 
     @staticmethod
-    def forward(context: Any, loss: Tensor, source: Source, targets: Tensor, how: Any, *layer: Any) -> Tensor:
-        context.save_for_backward(targets, *layer)
-        context.precision, context.how = source.precision, how
+    def forward(context: Any, loss: Tensor, scores: LazyScores, targets: Tensor, how: Any, *layer: Any) -> Tensor:
+        context.save_for_backward(scores, targets, *layer)
+        context.how = how
         return loss.clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():
-            return gradient, *[None] * 6
-        targets, *layer = context.saved_tensors
-        with context.precision():
-            scores = LINEAR(*layer)
-        loss = functional.cross_entropy(scores, targets, **context.how)
+        scores, targets, *layer = context.saved_tensors
+        twice = torch.is_grad_enabled()
+        if scores.place.source.by_scores:
+            return None, _by_score(scores, targets, context.how, gradient, twice), None, None, *[None] * len(layer)
+        if not twice:
+            return gradient, *[None] * (3 + len(layer))
+        with scores.place.source.precision():
+            plain = LINEAR(*layer)
+        loss = functional.cross_entropy(plain, targets.reshape(-1), **context.how)
         wanted = [one for one in layer if one is not None and one.requires_grad]
         found = iter(torch.autograd.grad(loss, wanted, gradient.to(loss.dtype), create_graph=True))
         parts = [next(found) if one is not None and one.requires_grad else None for one in layer]
         return None, None, None, None, *parts
+
+
+def _by_score(scores: LazyScores, targets: Tensor, how: dict[str, Any], gradient: Tensor, twice: bool) -> Tensor:
+    """The gradient of their cross-entropy by the scores themselves, as they went into it."""
+    with torch.enable_grad():
+        values = scores.place.form(scores, "a gradient") if twice else scores.place.plain("a gradient")
+        values = values if twice else values.requires_grad_()
+        if scores.place.is_normalised:
+            only = {name: value for name, value in how.items() if name != "label_smoothing"}
+            loss = functional.nll_loss(values, targets, **only)
+        else:
+            loss = functional.cross_entropy(values, targets, **how)
+    (found,) = torch.autograd.grad(loss, values, gradient.to(loss.dtype), create_graph=twice)
+    return found
+
+
+def _fused_in(args: Any, kwargs: Any) -> list[Source]:
+    """The sources of those scores among the arguments that a loss took without forming them."""
+    leaves = [one for one in tree_leaves((args, kwargs)) if isinstance(one, LazyScores)]
+    fused = [one.place.source for one in leaves if one.place.source.is_fused and one.grad_fn is one.place.node]
+    return fused if len(fused) == len(leaves) else []
+
+
+def _by_scores(sources: list[Source], func: Any, args: Any, kwargs: Any) -> Any:
+    """A question about gradients by the scores, of the stand-ins: their nodes are those in the loss's graph."""
+    lasting = func is not torch.autograd.grad
+    before = [source.by_scores for source in sources]
+    for source in sources:
+        source.by_scores = True
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    finally:
+        for source, was in zip(sources, before, strict=True):
+            source.by_scores = was or lasting
 
 
 def _negative_log_likelihood(
@@ -341,8 +408,9 @@ def _loss(
         return None  # a mistake of the script's is explained by torch, on the scores
     source.watcher.fused(source)
     if loss.requires_grad:
+        source.is_fused = True
         rows = features.reshape(-1, features.shape[-1])
-        loss = _Twice.apply(loss, source, target.reshape(-1), how, rows, place.weight, place.bias)
+        loss = _Twice.apply(loss, input, target, how, rows, place.weight, place.bias)
     return loss.to(dtype)
 
 
@@ -442,6 +510,8 @@ _MOVING: dict[Any, Callable[[Place, Any, Any, Any], Moved]] = {
     _T.detach: _detach,
     _T.__getitem__: _index,
 }
+_GRADIENTS = {torch.autograd.grad, _T.retain_grad, _T.register_hook, _T.grad.__get__}
+"""Questions about the gradient by the scores, which the script may ask once the loss has been formed."""
 _LOSSES = {functional.cross_entropy: _cross_entropy, functional.nll_loss: _negative_log_likelihood}
 _ABOUT = {
     *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),

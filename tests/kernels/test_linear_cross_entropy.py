@@ -41,6 +41,36 @@ def test_equals_torch(smoothing: float, reduction: Any, chunk_bytes: int) -> Non
     torch.testing.assert_close(torch.autograd.grad(ours * 3, [hidden, weight, bias]), expected)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_batch_without_targets_changes_no_weight(smoothing: float, reduction: Any) -> None:
+    """As torch: the mean of nothing is NaN and its gradients are zero, also where the caller divides by the count."""
+    hidden, weight, bias, targets = inputs()
+    targets[:] = -100
+    count = (targets != -100).sum()
+    how = {"label_smoothing": smoothing, "reduction": reduction}
+    for divided in (False, True):
+        plain = functional.cross_entropy(functional.linear(hidden, weight, bias), targets, **how)
+        ours = linear_cross_entropy(hidden, weight, targets, bias, **how)
+        if divided:
+            plain, ours = plain / count, ours / count
+        torch.testing.assert_close(ours, plain, equal_nan=True)
+        for one, other in zip(
+            torch.autograd.grad(ours, [hidden, weight, bias]),
+            torch.autograd.grad(plain, [hidden, weight, bias]),
+            strict=True,
+        ):
+            assert not one.any()
+            assert torch.equal(one, other)
+
+
+def test_ignored_rows_get_no_gradient_whatever_comes_from_above() -> None:
+    hidden, weight, bias, targets = inputs()
+    loss = linear_cross_entropy(hidden, weight, targets, bias, reduction="sum") * torch.inf
+    (of_hidden,) = torch.autograd.grad(loss, [hidden])
+    assert not of_hidden[targets == -100].any()
+
+
 def test_shapes_without_bias_and_with_frozen_weight() -> None:
     hidden, weight, _, targets = inputs(torch.float32)
     weight.requires_grad_(False)

@@ -329,6 +329,54 @@ def test_a_second_backward_and_a_gradient_of_the_gradient() -> None:
     torch.testing.assert_close([p.grad for p in again.parameters()], twice)
 
 
+def by_the_scores(ask: str, model: Model, *, chunked: bool) -> list[Tensor]:
+    x, y = batch()
+    scores = model(x)
+    shown = scores.view(-1, V)
+    normal = ask == "log-softmax"
+    shown = functional.log_softmax(shown, -1) if normal else shown
+    loss = (functional.nll_loss if normal else functional.cross_entropy)(shown, y.view(-1), ignore_index=3)
+    assert chunked == (type(scores) is LazyScores and not scores.place.source.is_formed)
+    seen: list[Tensor] = []
+    if ask in ("grad", "log-softmax"):
+        seen += torch.autograd.grad(loss, [scores, shown], retain_graph=True)
+    elif ask == "grad and weight":
+        seen += torch.autograd.grad(loss * 2, [shown, model.head.weight], retain_graph=True)
+    elif ask == "hook":
+        scores.register_hook(seen.append)
+    elif ask == "retained":
+        shown.retain_grad()
+    elif ask == "create_graph":
+        (first,) = torch.autograd.grad(loss, scores, create_graph=True)
+        loss = loss + first.square().sum()
+    loss.backward(retain_graph=True)
+    if ask == "retained":
+        assert shown.grad is not None
+        seen.append(shown.grad)
+    return [*seen, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("ask", ["grad", "grad and weight", "hook", "retained", "log-softmax", "create_graph"])
+def test_gradients_by_the_scores_are_those_of_torch(ask: str) -> None:
+    expected = by_the_scores(ask, Model(), chunked=False)
+    with ChunkedLoss().apply(Subject(), "chunked"):
+        found = by_the_scores(ask, Model(), chunked=True)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("targets", ["mean", "divided"])
+def test_a_batch_without_targets_changes_no_weight(subject: Subject, targets: str) -> None:
+    model = Model()
+    x, y = batch()
+    y[:] = -100
+    reduction = "sum" if targets == "divided" else "mean"
+    loss = functional.cross_entropy(model(x).view(-1, V), y.view(-1), reduction=reduction)
+    loss = loss / (y != -100).sum() if targets == "divided" else loss
+    loss.backward()
+    assert loss.isnan()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def test_scores_that_are_looked_at_after_the_step_are_those_before_it() -> None:
     model, (x, y) = Model(), batch()
     found = Subject()
