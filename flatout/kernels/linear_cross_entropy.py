@@ -72,7 +72,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             count = terms.valid.sum() if reduction == "mean" else terms.valid.new_ones((), dtype=terms.exact)
             try:
                 # Without any target the mean is 0 / 0, as torch has it; its gradient is zero, as torch has that.
-                gradients = terms.run(chunk_bytes, 1 / count.clamp(min=1), hidden=needs[0], weight=needs[1], bias=needs[2])
+                scale = 1 / count.clamp(min=1)
+                gradients = terms.run(chunk_bytes, scale, hidden=needs[0], weight=needs[1], bias=needs[2])
             except (RuntimeError, IndexError) as error:
                 _explain_targets(terms, error)
                 raise

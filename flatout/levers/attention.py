@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from flatout.levers.lever import Lever, Verdict, offer, refuse
-from flatout.levers.model_call import ATTRIBUTE, set_call, versions_allowed
+from flatout.levers.model_call import ATTRIBUTE, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
@@ -47,7 +47,7 @@ class FusedAttention(Lever):
             if (self.name, why) not in subject.incidents:
                 subject.incidents.append((self.name, why))
 
-        with versions_allowed(), subject.modules.each(lambda module: _fuse(module, tell)):
+        with versions_allowed(), subject.modules.each(lambda module: _fuse(subject, module, tell)):
             yield
 
     def label(self, value: Any) -> str:
@@ -98,7 +98,7 @@ def _is_torchs(function: FunctionType) -> bool:
     return function.__module__.partition(".")[0] == "torch"
 
 
-def _fuse(model: Any, tell: Any) -> Undo[Any] | None:
+def _fuse(subject: Subject, model: Any, tell: Any) -> Undo[Any] | None:
     import torch
 
     from flatout.levers.attention_graph import fuse_attention
@@ -111,7 +111,8 @@ def _fuse(model: Any, tell: Any) -> Undo[Any] | None:
     targets = attention_by_hand(model)
     before = [getattr(target, ATTRIBUTE) for target in targets]
     for target, call in zip(targets, before, strict=True):
-        set_call(target, torch.compile(call or target._call_impl, backend=backend))
+        plain = call or target._call_impl
+        set_training_call(subject, target, torch.compile(plain, backend=backend), plain)
 
     def undo(model: Any) -> None:
         for target, call in zip(attention_by_hand(model), before, strict=True):

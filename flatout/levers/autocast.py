@@ -1,7 +1,8 @@
 """Autocast: the model's products in bf16 or fp16, its weights, loss and optimizer in fp32.
 
-It is put around each outermost module call, and what comes out is fp32 again, so the script's own loss, metrics and
-`.numpy()` see what they always saw.
+It is put around each outermost module call that trains, and what comes out is fp32 again, so the script's own loss,
+metrics and `.numpy()` see what they always saw. Activations that the model keeps, or that a hook gets, are in the
+dtype of the region; numpy, which has no bf16, gets them in fp32.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from flatout.levers.lever import Lever, Verdict, offer, refuse
 from flatout.levers.observed import Observed
+from flatout.levers.replaced import replaced
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.precision.autocast import autocast_call, loss_scaled_backward
@@ -41,14 +43,27 @@ class Autocast(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        import torch
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(subject.around_calls(autocast_call(value)))
+            stack.enter_context(replaced(torch.Tensor, "numpy", _numpy_of_fp32))
             if value == "fp16":
                 stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers, subject.modules)))
             yield
 
     def label(self, value: Any) -> str:
         return f"{value} autocast"
+
+
+def _numpy_of_fp32(original: Any) -> Any:
+    import torch
+
+    def numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        readable = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        return original(readable, *args, **kwargs)
+
+    return numpy
 
 
 def _fast_dtypes(machine: Machine, device: str) -> tuple[str, ...]:

@@ -1,22 +1,28 @@
 """Images as NHWC: convolutions of oneDNN and of tensor cores then need no reordering.
 
-Converting the weights is enough: a convolution returns the layout of its weights, and the next one keeps it.
+A convolution whose input lies so gives an output that does, and what stands between two of them keeps it: so only the
+input of the first has to be laid out anew. The weights stay as the script made them, and so do their gradients and the
+optimizer's state: whoever holds a view of them, flattens them or saves them finds what he would find anyway. What the
+model returns is laid out as it would be without the lever.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.levers.lever import Lever, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.subject import Subject, Undo
+from flatout.levers.replaced import replaced
+from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
+from flatout.precision.outputs import outputs_changed
 
 
 class ChannelsLast(Lever):
-    """Weights, their gradients and the optimizer's moments change layout together: fused kernels walk them in step."""
+    """Around the calls of the model that train; inside them, convolutions lay their input out."""
 
     name = "channels_last"
     plan_field = "memory_format"
@@ -34,50 +40,59 @@ class ChannelsLast(Lever):
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
         import torch
 
-        last, first = torch.channels_last, torch.contiguous_format
-
-        def lay_out(module: Any, memory_format: Any) -> None:
-            _lay_out_module(module, memory_format)
-            for optimizer in subject.optimizers:
-                _lay_out_state(optimizer)
-
-        def visit_module(module: Any) -> Undo[Any]:
-            lay_out(module, last)
-            return lambda module: lay_out(module, first)
-
-        def visit_optimizer(optimizer: Any) -> Undo[Any]:
-            _lay_out_state(optimizer)
-            return _lay_out_state
-
-        with subject.modules.each(visit_module), subject.optimizers.each(visit_optimizer):
+        with replaced(torch.autograd, "grad", _gradients_as_before), subject.around_calls(_call_around()):
             yield
 
     def label(self, value: Any) -> str:
         return self.name
 
 
-def _lay_out_module(module: Any, memory_format: Any) -> None:
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=memory_format)
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.contiguous(memory_format=memory_format)
+def _call_around() -> Callable[[Any, Callable[[], Any]], Any]:
+    """Torch's own functions are back in their place before anybody else looks: `torch.jit.script` takes no others."""
+    from torch.nn import functional
+
+    plain = functional.conv2d, functional.conv_transpose2d
+    ours = tuple(_laying_out(original) for original in plain)
+
+    def wrapper(module: Any, call: Callable[[], Any]) -> Any:
+        if (functional.conv2d, functional.conv_transpose2d) != plain:  # another thread's call, or the script's own
+            return call()
+        functional.conv2d, functional.conv_transpose2d = ours
+        try:
+            result = call()
+        finally:
+            functional.conv2d, functional.conv_transpose2d = plain
+        return outputs_changed(result, _as_before)
+
+    return wrapper
 
 
-def _lay_out_state(optimizer: Any) -> None:
-    """Moments as their parameter lies, which a model that is not watched may have kept as it was."""
+def _laying_out(original: Any) -> Any:
     import torch
 
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape == parameter.shape:
-                state[name] = as_laid_out(value, parameter)
+    last = torch.channels_last
+
+    @functools.wraps(original)
+    def convolution(input: Any, *args: Any, **kwargs: Any) -> Any:
+        laid_out = input.contiguous(memory_format=last) if input.dim() == 4 else input
+        return original(laid_out, *args, **kwargs)
+
+    return convolution
 
 
-def as_laid_out(tensor: Any, model: Any) -> Any:
-    """`tensor` with the strides of `model`; itself where it has them already."""
+def _as_before(tensor: Any) -> Any:
+    """As NCHW where it lies as NHWC."""
     import torch
 
-    if tensor.stride() == model.stride():
+    if tensor.dim() != 4 or tensor.layout != torch.strided or tensor.is_contiguous():
         return tensor
-    return torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.contiguous() if tensor.is_contiguous(memory_format=torch.channels_last) else tensor
+
+
+def _gradients_as_before(original: Any) -> Any:
+    """Gradients that the script asks for itself; those in `.grad` lie as their parameter does by torch's own rule."""
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        return tuple(one if one is None else _as_before(one) for one in original(*args, **kwargs))
+
+    return grad

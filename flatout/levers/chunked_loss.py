@@ -18,6 +18,7 @@ from typing import Any
 
 from flatout.levers.lever import Lever, Verdict, offer, refuse
 from flatout.levers.observed import Observed
+from flatout.levers.replaced import replaced
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 
@@ -102,12 +103,31 @@ class _Layers:
         import torch
         from torch.nn import functional
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_replaced(functional, "linear", self._linear))
-            stack.enter_context(_replaced(torch, "matmul", self._product))
+        def put_in() -> contextlib.ExitStack:
+            stack = contextlib.ExitStack()
+            stack.enter_context(replaced(functional, "linear", self._linear))
+            stack.enter_context(replaced(torch, "matmul", self._product))
             for name in ("__matmul__", "matmul"):
-                stack.enter_context(_replaced(torch.Tensor, name, self._product))
-            yield
+                stack.enter_context(replaced(torch.Tensor, name, self._product))
+            return stack
+
+        def without(original: Any) -> Any:
+            def script(*args: Any, **kwargs: Any) -> Any:
+                nonlocal stack
+                stack.close()  # it knows torch's functions by their identity
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    stack = put_in()
+
+            return script
+
+        stack = put_in()
+        try:
+            with replaced(torch.jit, "script", without):
+                yield
+        finally:
+            stack.close()
 
     def watch_optimizer(self, optimizer: Any) -> Undo[Any]:
         hook = optimizer.register_step_pre_hook(lambda *_: self._weights_change())
@@ -202,22 +222,6 @@ class _Layers:
             self._tell(use)
         else:  # a wide layer inside the model is no news, unless it turns out to be all there is
             self._uses.append(use)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    import functools
-
-    missing = name not in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(make(original)))
-    try:
-        yield
-    finally:
-        if missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
 
 
 def _transformed() -> bool:

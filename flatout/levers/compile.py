@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.environment import cpp_compiler
 from flatout.levers.lever import Lever, Verdict, offer, refuse
-from flatout.levers.model_call import versions_allowed
+from flatout.levers.model_call import ATTRIBUTE, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
@@ -34,6 +34,10 @@ class Compile(Lever):
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):
             return refuse("the script compiles its model itself")
+        if observed.differentiates_twice:
+            return refuse(
+                f"{observed.differentiates_twice}, and compiled code has no gradient that can be differentiated again"
+            )
         if not observed.modules:
             return refuse("no module was called that could be compiled")
         if observed.device == "cpu" and not _compiler():
@@ -50,21 +54,29 @@ class Compile(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        from torch._inductor import config
-
-        before = config.fallback_random
-        config.fallback_random = True
-        try:
-            with versions_allowed(), subject.modules.each(lambda module: _compile(module, value)):
-                yield
-        finally:
-            config.fallback_random = before
+        with _as_eager(), versions_allowed(), subject.modules.each(lambda module: _compile(subject, module, value)):
+            yield
 
     def label(self, value: Any) -> str:
         return self.name if value == "default" else f"torch.compile {value}"
 
 
-def _compile(module: Any, mode: str) -> Undo[Any] | None:
+@contextlib.contextmanager
+def _as_eager() -> Iterator[None]:
+    """Compiled code that behaves as the script's own: random numbers in eager order, and a graph that may be run
+    backwards more than once, also where the script begins to do so late."""
+    from torch._functorch import config as autograd
+    from torch._inductor import config as inductor
+
+    before = inductor.fallback_random, autograd.donated_buffer
+    inductor.fallback_random, autograd.donated_buffer = True, False
+    try:
+        yield
+    finally:
+        inductor.fallback_random, autograd.donated_buffer = before
+
+
+def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
     targets = repeated_blocks(module) if mode == "regional" else [module]
     # Blocks of one class share their compiled code. Where they differ in shape (a ResNet's), the compiler would take
     # the second block's sizes for a changing dimension and give all of them slow code for any size.
@@ -75,10 +87,11 @@ def _compile(module: Any, mode: str) -> Undo[Any] | None:
             mode=None if mode in ("regional", "default") else mode,
             dynamic=False if len(shapes) > 1 else None,
         )
+        set_training_call(subject, target, getattr(target, ATTRIBUTE), target._call_impl)
 
     def undo(module: Any) -> None:
         for target in repeated_blocks(module) if mode == "regional" else [module]:
-            target._compiled_call_impl = None
+            set_call(target, None)
 
     return undo
 

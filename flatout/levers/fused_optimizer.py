@@ -5,10 +5,10 @@ The flags are set just for the duration of each step, so a state dict that the s
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
-from flatout.levers.channels_last import as_laid_out
 from flatout.levers.lever import Lever, Verdict, offer, refuse
 from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
@@ -56,11 +56,17 @@ class FusedOptimizer(Lever):
 def _switch(optimizer: Any, value: str) -> Undo[Any]:
     flags: dict[str, bool | None] = {"fused": value == "fused", "foreach": value == "foreach"}
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if value == "fused":
-            _prepare(optimizer)
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer itself
         _set_flags(optimizer, flags)
         _move_step_counters(optimizer, to_device=value == "fused")
+        if value != "fused":
+            return None
+        if closure is None:
+            _prepare(optimizer)
+            return None
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], _prepared(optimizer, closure), *args[2:]), others
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         _set_flags(optimizer, dict.fromkeys(flags))
@@ -74,6 +80,18 @@ def _switch(optimizer: Any, value: str) -> Undo[Any]:
         _move_step_counters(optimizer, to_device=False)
 
     return undo
+
+
+def _prepared(optimizer: Any, closure: Any) -> Any:
+    """A closure makes the gradients inside the step: only behind it they can be prepared."""
+
+    @functools.wraps(closure)
+    def prepared() -> Any:
+        loss = closure()
+        _prepare(optimizer)
+        return loss
+
+    return prepared
 
 
 def _set_flags(optimizer: Any, flags: dict[str, bool | None]) -> None:
@@ -100,6 +118,15 @@ def _prepare(optimizer: Any) -> None:
             for parameter, state in zip(ready, states, strict=True):
                 if state.get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = _first_momentum(parameter, group)
+
+
+def as_laid_out(tensor: Any, model: Any) -> Any:
+    """`tensor` with the strides of `model`; itself where it has them already."""
+    import torch
+
+    if tensor.stride() == model.stride():
+        return tensor
+    return torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _first_momentum(parameter: Any, group: dict[str, Any]) -> Any:

@@ -226,7 +226,7 @@ class _Stand(torch.autograd.Function):
         context.set_materialize_grads(False)
         context.save_for_backward(features, weight)
         context.dtype, context.biased = like.dtype, bias is not None
-        return _without_memory(like)
+        return _without_memory(like, features.device)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor | None) -> tuple[Any, ...]:
@@ -248,7 +248,7 @@ class _Moved(torch.autograd.Function):
     def forward(context: Any, before: LazyScores, place: Place) -> Tensor:
         context.set_materialize_grads(False)
         context.before, context.step = before.place, place.steps[-1]
-        return _without_memory(place.like)
+        return _without_memory(place.like, place.features.device)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor | None) -> tuple[Any, ...]:
@@ -256,7 +256,10 @@ class _Moved(torch.autograd.Function):
             return None, None
         func, args, kwargs, _ = context.step
         before: Place = context.before
-        values = before.plain(func.__name__) if _MOVING[func] is _log_softmax else before.like
+        if _MOVING[func] is _log_softmax:
+            values = before.plain(func.__name__)
+        else:  # only positions count
+            values = torch.empty((), dtype=before.like.dtype, device=gradient.device).expand(before.like.shape)
         with torch.enable_grad():
             values = values.detach().requires_grad_()
             moved = func(values, *args, **kwargs)
@@ -264,8 +267,8 @@ class _Moved(torch.autograd.Function):
         return found, None
 
 
-def _without_memory(like: Tensor) -> Tensor:
-    made: Tensor = torch.Tensor._make_wrapper_subclass(LazyScores, like.shape, dtype=like.dtype, device=like.device)
+def _without_memory(like: Tensor, device: torch.device) -> Tensor:
+    made: Tensor = torch.Tensor._make_wrapper_subclass(LazyScores, like.shape, dtype=like.dtype, device=device)
     return made
 
 

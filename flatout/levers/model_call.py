@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flatout.levers.subject import Subject
+
 ATTRIBUTE = "_compiled_call_impl"
 RECOMPILE_LIMIT = 64
 """Versions of one function: blocks of several shapes, last batches, evaluation. Past torch's 8 it runs untraced."""
@@ -34,6 +36,20 @@ def calls_wrapped(model: Any, wrapper: Callable[[Any, Callable[[], Any]], Any]) 
         set_call(model, before)
 
 
+def set_training_call(subject: Subject, module: Any, call: Any, plain: Any) -> None:
+    """Have `module(...)` run `call` where levers act, and `plain` in every other call."""
+    import torch
+
+    subject.note_training(module)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not subject.acts_on(module):
+            return plain(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    set_call(module, chosen)
+
+
 def set_call(module: Any, call: Any) -> None:
     """Have `module(...)` run `call`; None: what the module's class says."""
     module.__dict__[ATTRIBUTE] = call
@@ -41,12 +57,13 @@ def set_call(module: Any, call: Any) -> None:
 
 @contextlib.contextmanager
 def versions_allowed() -> Iterator[None]:
-    """Let torch trace a function for as many shapes and modes as a training loop may have."""
+    """Let torch trace a function for as many shapes and modes as a training loop may have, and anew where hooks come
+    or go: its default is to ignore a hook that was not there at first."""
     from torch._dynamo import config
 
-    before = config.recompile_limit
-    config.recompile_limit = max(before, RECOMPILE_LIMIT)
+    before = config.recompile_limit, config.skip_nnmodule_hook_guards
+    config.recompile_limit, config.skip_nnmodule_hook_guards = max(before[0], RECOMPILE_LIMIT), False
     try:
         yield
     finally:
-        config.recompile_limit = before
+        config.recompile_limit, config.skip_nnmodule_hook_guards = before

@@ -81,6 +81,8 @@ class Observed:
     deterministic_algorithms: bool = False
     names_device: bool = False
     """Does the script's own file speak of a device? Then where it runs is its choice."""
+    differentiates_twice: str = ""
+    """Where the script asks for gradients of gradients, or may come to; '' where nothing speaks for it."""
     seeded_by_script: bool = False
     backwards_per_step: float | None = None
 

@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from flatout.levers.training_call import TrainingModes, is_plain_training
+
 T = TypeVar("T")
 Undo = Callable[[T], None]
 Visit = Callable[[T], "Undo[T] | None"]
@@ -81,9 +83,15 @@ class Handles(Generic[T]):
 
 
 class Subject:
-    """What is being trained. Built by `TrainStep` from its arguments, and by the script runner from what it sees."""
+    """What is being trained. Built by `TrainStep` from its arguments, and by the script runner from what it sees.
 
-    def __init__(self) -> None:
+    training_only: levers leave evaluation as it is. So it is for a stranger's script, whose evaluation no trial runs;
+    who gives a plan to `TrainStep` asks for it himself.
+    """
+
+    def __init__(self, *, training_only: bool = False) -> None:
+        self.training_only = training_only
+        self._modes = TrainingModes()
         self.modules: Handles[Any] = Handles()
         self.optimizers: Handles[Any] = Handles()
         self.loaders: Handles[Any] = Handles()
@@ -98,8 +106,18 @@ class Subject:
         """Does any lever need to be called back?"""
         return bool(self.wrappers or self.backward_wrappers or self.iterator_hooks)
 
+    def note_training(self, module: Any) -> None:
+        """`module` trains, in the mode that it is in now."""
+        self._modes.note(module)
+
+    def acts_on(self, module: Any) -> bool:
+        """Is the call of `module` that is about to run one that levers act on?"""
+        return is_plain_training() and (not self.training_only or self._modes.is_as_in_training(module))
+
     def call(self, module: Any, function: Callable[[], Any]) -> Any:
-        """Run an outermost module call through the wrappers that levers have put around it."""
+        """Run an outermost module call through the wrappers that levers have put around it, if it is theirs."""
+        if not self.acts_on(module):
+            return function()
         for wrapper in self.wrappers:
             function = _bind(wrapper, module, function)
         return function()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from flatout.precision.outputs import outputs_changed
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def autocast_call(precision: str) -> Callable[[Any, Callable[[], Any]], Any]:
-    """A wrapper for outermost module calls: autocast inside, fp32 outside. A loss without weights stays as it is."""
+    """A wrapper for outermost module calls: autocast inside, fp32 outside.
+
+    A loss without weights stays as it is, and so does a call that stands in autocast already: that one is the caller's.
+    """
     import torch
 
     dtype = getattr(torch, DTYPES[precision])
 
     def wrapper(module: Any, call: Callable[[], Any]) -> Any:
         weight = next(module.parameters(), None)
-        if weight is None:
+        if weight is None or torch.is_autocast_enabled(weight.device.type):
             return call()
         with torch.autocast(weight.device.type, dtype=dtype):
             result = call()
@@ -29,26 +32,7 @@ def autocast_call(precision: str) -> Callable[[Any, Callable[[], Any]], Any]:
 
 def in_fp32(result: Any, dtype: Any) -> Any:
     """Tensors of `dtype` anywhere in `result` as fp32; everything else as it is."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.float() if leaf.dtype == dtype else leaf
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            return _dataclass_in_fp32(leaf, dtype)
-        return leaf
-
-    return pytree.tree_map(convert, result)
-
-
-def _dataclass_in_fp32(result: Any, dtype: Any) -> Any:
-    """A copy with other field values, made without `__init__`, which may compute or refuse."""
-    changed = copy.copy(result)
-    for field in dataclasses.fields(result):
-        if hasattr(result, field.name):
-            object.__setattr__(changed, field.name, in_fp32(getattr(result, field.name), dtype))
-    return changed
+    return outputs_changed(result, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
 
 FIRST_SCALE = 2.0**16

@@ -58,7 +58,6 @@ class Runner:
         self._next_resident = 0.0
         self.watch.at_boundary.append(self._boundary)
         self.watch.at_iterator.append(self._iterator_made)
-        self.watch.on_forward_failure = self.applied.roll_back_forward
 
     def install(self) -> None:
         """Wait for the script to import torch; nothing happens before."""

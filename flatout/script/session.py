@@ -59,7 +59,6 @@ class Session:
         self.unseeded: list[str] = []
         """Places in the script that drew a seed from the system or the clock, and got one of ours instead."""
         watch.at_boundary.append(self._boundary_guarded)
-        watch.on_forward_failure = self.applied.roll_back_forward
 
     def torch_imported(self, torch: Any) -> None:
         """Turn on what must be on before the first loader makes its iterator."""

@@ -75,11 +75,11 @@ class StepHook:
 
 class Watch:
     """The observer. Callbacks: `at_boundary()` after each step, `at_backward(tensors)` before each backward pass,
-    `before_optimizer(optimizer)` before each optimizer step, `on_forward_failure(error) -> bool` when the model's
-    forward raised (True: something was taken back, try once more)."""
+    `before_optimizer(optimizer)` before each optimizer step. An exception of the script's passes through untouched, and
+    nothing that it calls is called twice."""
 
     def __init__(self, subject: Subject | None = None) -> None:
-        self.subject = subject or Subject()
+        self.subject = subject or Subject(training_only=True)
         self.finder = StepFinder()
         self.steps = 0
         self.backwards = 0
@@ -93,9 +93,9 @@ class Watch:
         """Called with a loader that feeds training, when it has made an iterator, and the time before it did."""
         self.look: Look | None = None
         """Who looks closer at the step that is under way."""
-        self.on_forward_failure: Callable[[Exception], bool] | None = None
         self.saw_autocast = False
         self.saw_scaler = False
+        self.saw_create_graph = False
         self.device_calls: DeviceCalls | None = None
         self._spans = Spans()
         self._patches = Patches()
@@ -292,6 +292,7 @@ class Watch:
             if watch._compiling() or watch.resting or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
+                watch.saw_create_graph = True
                 return original(*args, **kwargs)  # part of a loss that is still being formed
             if not args and first not in kwargs:
                 return original(**kwargs)  # the mistake is torch's to explain
@@ -348,7 +349,7 @@ class Watch:
         return __call__
 
     def _outermost(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._here():
+        if not self._here() or self._in_backward:  # what a checkpointed part recomputes is no call of the script's
             return original(module, *args, **kwargs)
         training = self._grad_enabled()
         if training:
@@ -366,14 +367,10 @@ class Watch:
             if not self.subject.wrappers:
                 return original(module, *args, **kwargs)
             return self.subject.call(module, lambda: original(module, *args, **kwargs))
-        except Exception as error:
-            if self.on_forward_failure is None or not self.on_forward_failure(error):
-                raise
         finally:
             self.inside = False
             if span is not None and self.rows is not None:
                 self._spans.leave(span)
-        return self._outermost(original, module, args, kwargs)
 
     def _wrap_scale(self, original: Any) -> Any:
         def scale(scaler: Any, outputs: Any) -> Any:
@@ -400,13 +397,20 @@ class Watch:
     def _see_module(self, module: Any) -> None:
         if module in self.subject.modules or module in self._without_weights:
             return
-        if _has_weights(module):
+        if _has_weights(module) and not (self.steps and self._is_part_of_known(module)):
+            self.subject.note_training(module)
             self.subject.modules.add(module)
             loader = self._last_loader() if self._last_loader is not None else None
             if loader is not None:
                 self.subject.loaders.add(loader)
         else:
             self._without_weights.add(module)
+
+    def _is_part_of_known(self, module: Any) -> bool:
+        """Does it share weights with what trained from the first step on? Then it is called by itself for some other
+        end (features, an export), which no trial has seen: it stays as the script has it."""
+        known = {id(weight) for model in self.subject.modules for weight in model.parameters()}
+        return any(id(weight) in known for weight in module.parameters())
 
     def _wrap_loader_iter(self, original: Any) -> Any:
         def __iter__(loader: Any) -> Any:
