@@ -49,6 +49,11 @@ def cublas_workspace_config() -> str:
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
 
 
+def thread_variables() -> tuple[str | None, ...]:
+    """The variables from which torch's libraries take their number of threads as they load."""
+    return tuple(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"))
+
+
 def omp_num_threads() -> int | None:
     """OMP_NUM_THREADS as a number (the outermost level of a list such as '4,2'); None if unset or malformed."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()

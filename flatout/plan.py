@@ -134,6 +134,8 @@ class Plan:
     """What was tuned: a path as the user gave it, or '-m package.module'."""
     argv: tuple[str, ...] = ()
     """The script's own arguments, without its name."""
+    loop: str | None = None
+    """What trained then, in words: models, optimizers, device. With other arguments another loop may train."""
     machine_fingerprint: str | None = None
     """The machine on which the plan was measured; elsewhere it must be verified again."""
     machine_name: str | None = None
@@ -214,7 +216,7 @@ class Plan:
 PROVENANCE = tuple(one.name for one in fields(Plan) if "meaning" not in one.metadata and one.name != "reasons")
 """The keys of [provenance]: everything that is neither a choice nor a reason."""
 
-_TEXTS = ("script", "machine_fingerprint", "machine_name", "torch_version", "flatout_version")
+_TEXTS = ("script", "loop", "machine_fingerprint", "machine_name", "torch_version", "flatout_version")
 
 
 def choice_names() -> tuple[str, ...]:

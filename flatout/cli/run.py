@@ -31,7 +31,11 @@ OPTIONS: tuple[Option, ...] = (
         name="--plan", value="FILE", meaning=f"The plan to run by; otherwise {PLAN_NAME}, if it is for this script."
     ),
     Option(name="--no-plan", meaning="Change nothing; only watch."),
-    Option(name="--trust-plan", meaning="Apply a plan from another machine or torch without verifying it here first."),
+    Option(
+        name="--trust-plan",
+        meaning="Apply a plan from another machine, torch or arguments without verifying it here first.",
+    ),
+    Option(name="--without", value="CHOICES", meaning="Leave these choices of the plan off, such as compile,threads."),
     Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; otherwise {REPORT_NAME}."),
     Option(name="--no-report", meaning="Write no document."),
     Option(name="--quiet", meaning="No status line and no summary, on a terminal either."),
@@ -60,6 +64,7 @@ def main(arguments: list[str]) -> int:
         show_uncaught(interrupt)
         _show_nothing_more()
         raise  # all the way up: Python finalizes, and then dies of the signal
+    run.explain_failure()
     return run.status
 
 
@@ -79,6 +84,7 @@ class Run:
         self.line: Any = None
         self.load: Any = None
         self._machine: Any = None
+        self._proved_for: str | None = None
         self._began = time.perf_counter()
         self._show = False
         self._terminal = -1
@@ -92,7 +98,10 @@ class Run:
         from flatout.script.runner import Runner
 
         self.plan = self._read_plan()
-        self.runner = Runner(self._choices())
+        if self.plan is not None and "--without" in self.options:
+            self.plan = self.plan.without(*(name.strip() for name in self.options["--without"].split(",")))
+        choices = self._choices()
+        self.runner = Runner(choices, self._machine, proved_for=self._proved_for)
         self.runner.at_alarm.append(self._write_early)
         self.runner.install()
         atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
@@ -134,12 +143,22 @@ class Run:
         mismatch = self.plan.mismatch(self._machine.fingerprint, self._machine.versions.torch)
         if mismatch is not None and "--trust-plan" not in self.options:
             self._verify(mismatch)
+        elif "--trust-plan" not in self.options:
+            self._compare_arguments()
         choices = choices_of_plan(self.plan.choices(), LEVERS)
         carried_out = {choice.field for choice in choices}
         if left_out := [name for name in self.plan.choices() if name not in carried_out]:
             self._note(f"not applied to a script, only by TrainStep and batches: {', '.join(left_out)}")
         self._enter_environment(choices)
         return choices
+
+    def _compare_arguments(self) -> None:
+        """Other arguments may mean another loop: what was proved in lower precision is applied only to the same one."""
+        if self.plan.script is None or self.plan.argv == self.target.arguments:
+            return
+        tuned, here = (shlex.join(arguments) or "none" for arguments in (self.plan.argv, self.target.arguments))
+        self._note(f"the plan was tuned with other arguments ({tuned}; here {here}): tune again with these to be sure")
+        self._proved_for = self.plan.loop or ""
 
     def _verify(self, mismatch: str) -> None:
         """A plan from elsewhere is a suggestion: its choices are tried here, and those that hold are applied."""
@@ -189,7 +208,8 @@ class Run:
         self.line.start()
 
     def _live_findings(self) -> list[str]:
-        return [f"took back {entry.choice.label}" for entry in self.runner.applied.rolled_back]
+        taken = [f"took back {entry.choice.label}" for entry in self.runner.applied.rolled_back]
+        return taken + [f"left off {label}: {why}" for label, why in self.runner.left_off]
 
     def _death(self) -> Any:
         """What is known where the script died of memory; None otherwise."""
@@ -201,6 +221,18 @@ class Run:
         path = self.target.path
         folder = os.path.dirname(os.path.realpath(path)) if path else os.getcwd()
         return inspect_death(error, self.runner.watch.subject, folder)
+
+    def explain_failure(self) -> None:
+        """Behind the traceback of a script that died under a plan: which levers were on, and how to run without."""
+        error, choices = getattr(sys, "last_value", None), self.runner.applied.choices
+        if self.status != 1 or error is None or not choices or os.getpid() != self._owner:
+            return
+        from flatout.script.failure import explain_failure
+
+        message = explain_failure(error, choices, self.options, self.target.command)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -267,6 +299,9 @@ class Run:
         observed = None
         if record.steps:
             observed = observe(watch, threads_at_start=self.runner.threads_at_start, rows=record.rows, loaders=False)
+        for label, why in self.runner.left_off:
+            if (note := f"left off: {label} ({why})") not in self.notes:
+                self._note(note)
         rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
         rolled_back += tuple(watch.subject.incidents)
         used = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,8 +1,7 @@
-"""The levers that are on at this moment, and the way to turn them on, off and back.
+"""The levers that are on at this moment, and the way to turn them on and off.
 
 applied = Applied(subject)
 applied.set([Choice(lever, value), ...])     # exactly these, from now on
-applied.roll_back_forward("reason")          # a forward failed: take back what acts on it
 applied.set([])
 """
 
@@ -18,7 +17,7 @@ from flatout.levers.subject import Subject
 
 @dataclass(frozen=True)
 class RolledBack:
-    """A choice that was taken back while running, and why."""
+    """A choice that could not be applied, and why."""
 
     choice: Choice
     reason: str
@@ -39,7 +38,7 @@ class Applied:
     def set(self, choices: Sequence[Choice]) -> None:
         """Make `choices` the active ones: undo what is not among them, then apply what is missing, in their order.
 
-        A choice that was rolled back before stays off.
+        A choice that could not be applied before stays off.
         """
         barred = [entry.choice for entry in self.rolled_back]
         wanted = [choice for choice in choices if choice not in barred]
@@ -58,15 +57,6 @@ class Applied:
                 self.rolled_back.append(RolledBack(choice, f"could not be applied: {describe_error(error)}"))
                 continue
             self._active.append((choice, stack))
-
-    def roll_back_forward(self, error: Exception) -> bool:
-        """Take back every active choice that acts on the forward; False if there was none (the error is the user's)."""
-        guilty = [entry for entry in self._active if entry[0].lever.acts_on_forward]
-        for choice, stack in reversed(guilty):
-            stack.close()
-            self.rolled_back.append(RolledBack(choice, f"the model's forward failed: {describe_error(error)}"))
-        self._active = [entry for entry in self._active if entry not in guilty]
-        return bool(guilty)
 
 
 def describe_error(error: BaseException) -> str:

@@ -103,31 +103,25 @@ class _Layers:
         import torch
         from torch.nn import functional
 
-        def put_in() -> contextlib.ExitStack:
-            stack = contextlib.ExitStack()
+        def put_in() -> None:
             stack.enter_context(replaced(functional, "linear", self._linear))
             stack.enter_context(replaced(torch, "matmul", self._product))
             for name in ("__matmul__", "matmul"):
                 stack.enter_context(replaced(torch.Tensor, name, self._product))
-            return stack
 
         def without(original: Any) -> Any:
             def script(*args: Any, **kwargs: Any) -> Any:
-                nonlocal stack
                 stack.close()  # it knows torch's functions by their identity
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    stack = put_in()
+                    put_in()
 
             return script
 
-        stack = put_in()
-        try:
-            with replaced(torch.jit, "script", without):
-                yield
-        finally:
-            stack.close()
+        with contextlib.ExitStack() as stack, replaced(torch.jit, "script", without):
+            put_in()
+            yield
 
     def watch_optimizer(self, optimizer: Any) -> Undo[Any]:
         hook = optimizer.register_step_pre_hook(lambda *_: self._weights_change())

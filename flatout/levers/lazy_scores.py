@@ -513,7 +513,7 @@ _MOVING: dict[Any, Callable[[Place, Any, Any, Any], Moved]] = {
     _T.detach: _detach,
     _T.__getitem__: _index,
 }
-_GRADIENTS = {torch.autograd.grad, _T.retain_grad, _T.register_hook, _T.grad.__get__}
+_GRADIENTS = {torch.autograd.grad, _T.retain_grad, _T.register_hook, vars(torch._C.TensorBase)["grad"].__get__}
 """Questions about the gradient by the scores, which the script may ask once the loss has been formed."""
 _LOSSES = {functional.cross_entropy: _cross_entropy, functional.nll_loss: _negative_log_likelihood}
 _ABOUT = {

@@ -58,7 +58,7 @@ class Lever:
     aim: ClassVar[Aim] = "time"
     """'memory': a search keeps it also where it is not faster, if memory is short or it was asked for."""
     acts_on_forward: ClassVar[bool] = False
-    """True where a failure shows as an exception of the model's forward, so that it can be undone and retried."""
+    """True where it changes what runs inside the model: a failure there names this lever before others."""
     compiles: ClassVar[bool] = False
     """True where the first steps pay for compilation, so that a silent minute is not taken for a hang."""
 

@@ -2,8 +2,7 @@
 
 Weights are moved in place, so that the optimizer goes on with the very same parameters; its state, buffers and tensors
 that modules hold by themselves go along. Each call of the model gets its inputs on the device; the rest of the script
-goes on with tensors on either side, which `mixed_devices` brings together where they meet. A forward that fails takes
-everything back to the CPU, and the run goes on there.
+goes on with tensors on either side, which `mixed_devices` brings together where they meet.
 """
 
 from __future__ import annotations

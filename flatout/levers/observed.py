@@ -92,6 +92,14 @@ class Observed:
             return None
         return self.breakdown_seconds[kind] / self.step_seconds
 
+    @property
+    def loop(self) -> str:
+        """What trains, in words: two runs of a script with other arguments may train the same, or not."""
+        models = [f"{one.kind} of {one.parameters:,} weights ({', '.join(one.dtypes)})" for one in self.modules]
+        steps = [f"{one.kind} over {one.parameters} tensors" for one in self.optimizers]
+        how = ["autocast"] * self.autocast_in_script + ["torch.compile"] * self.compiled_in_script
+        return ", ".join([*models, *steps, *how, f"on {self.device.partition(':')[0]}"])
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

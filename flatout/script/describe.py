@@ -22,6 +22,9 @@ from flatout.script.watch import Watch
 
 UNSEEDED = 20_261_121
 """The seed that trials give to torch before a script can give its own."""
+NOT_AS_NOW = 0
+"""As `threads_at_start`: the script has set the number by a variable, before torch was there."""
+GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
 
 
 def device_name(subject: Subject) -> str:
@@ -73,6 +76,7 @@ def observe(
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         names_device=names_device(getattr(sys.modules.get("__main__"), "__file__", None)),
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+        differentiates_twice=_differentiates_twice(watch),
         seeded_by_script=torch.initial_seed() != UNSEEDED,
         backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
     )
@@ -128,6 +132,32 @@ def _see_module(module: Any) -> ModuleSeen:
         widest_output=widest_output(module),
         attention_by_hand=next((type(one).__name__ for one in attention_by_hand(module)), ""),
     )
+
+
+def _differentiates_twice(watch: Watch) -> str:
+    """Where the script asks for gradients of gradients, or may do so later; '' if nothing speaks for it."""
+    if watch.saw_create_graph:
+        return "the script asks for gradients with create_graph"
+    for file in _own_files():
+        try:
+            source = Path(file).read_bytes()
+        except OSError:
+            continue
+        word = next((one for one in GRADIENTS_OF_GRADIENTS if one in source), None)
+        if word is not None:
+            return f"{Path(file).name} speaks of {word.decode().split()[-1]}"
+    return ""
+
+
+def _own_files() -> list[str]:
+    """Sources of the script and of the modules beside it that it has imported."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:
+        return []
+    folder = str(Path(script).resolve().parent)
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    beside = [file for file in files if isinstance(file, str) and file.startswith(folder + "/")]
+    return [script, *(file for file in beside if "site-packages" not in file and file.endswith(".py"))]
 
 
 def names_device(file: str | None) -> bool:

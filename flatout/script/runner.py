@@ -1,8 +1,9 @@
 """A real run of a script: apply a plan's levers, watch short windows of steps, keep a bounded record.
 
 The first certain step runs plain: it is how the model, the optimizer and the loader become known. Then the levers are
-on; those that save memory, or that need a process of their own, are on from the start. A lever under which the model's
-forward fails is taken back and the forward is done again without it.
+on, but for those that do not apply to what was seen: a plan never overrides what the script sets by itself, which its
+arguments may have changed. Levers that save memory, or that need a process of their own, are on from the start. What
+happens when the script fails under them is written in `failure`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from flatout.environment import thread_variables
 from flatout.levers.applied import Applied, describe_error
 from flatout.levers.lever import Choice
+from flatout.levers.observed import Observed
+from flatout.machine.description import Machine
 from flatout.machine.detect import memory_left
-from flatout.script.describe import device_name
+from flatout.script.describe import NOT_AS_NOW, device_name, observe
 from flatout.script.epochs import EpochStarts
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch
@@ -37,7 +41,11 @@ GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 4e-3, 16
 class Runner:
     """Installed before the script starts; `record` and `watch` are read while it runs and after."""
 
-    def __init__(self, choices: Sequence[Choice] = ()) -> None:
+    def __init__(
+        self, choices: Sequence[Choice] = (), machine: Machine | None = None, *, proved_for: str | None = None
+    ) -> None:
+        """machine: None leaves out the question whether each lever applies. proved_for: the loop (`Observed.loop`) to
+        which levers of lower precision belong; None: to whatever trains."""
         self.watch = Watch()
         self.record = RunRecord()
         self.epochs = EpochStarts()
@@ -45,7 +53,11 @@ class Runner:
         self.at_alarm: list[Callable[[], None]] = []
         """Called once when hardly any of the host's memory is left: what is to be kept must be written now."""
         self.applied = Applied(self.watch.subject)
+        self.left_off: list[tuple[str, str]] = []
+        """(lever, why it does not apply to this run)"""
         self.threads_at_start: int | None = None
+        self._machine, self._proved_for = machine, proved_for
+        self._thread_variables = thread_variables()
         self.fault: str | None = None
         """Why nothing could be watched: an error of ours, which must not become the script's."""
         self._choices = list(choices)
@@ -65,7 +77,8 @@ class Runner:
 
     def _torch_imported(self, torch: ModuleType) -> None:
         try:
-            self.threads_at_start = torch.get_num_threads()
+            by_variable = thread_variables() != self._thread_variables  # by the script, before it imported torch
+            self.threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
             self.watch.install(torch)
             self._apply(self._early)
         except Exception as error:
@@ -96,7 +109,7 @@ class Runner:
         if self._last_boundary is None:
             if self.watch.finder.kind is None:
                 return
-            self._apply(self._choices)
+            self._apply(self._fitting())
             self._mark_boundary()
             return
         self.epochs.step_ended(now, self.record.recent_seconds)
@@ -112,6 +125,29 @@ class Runner:
                 for callback in self.at_alarm:
                     callback()
         self._mark_boundary()
+
+    def _fitting(self) -> list[Choice]:
+        """The plan's choices without those that do not apply to what the first step showed."""
+        if self._machine is None or not self._choices:
+            return self._choices
+        observed = observe(self.watch, threads_at_start=self.threads_at_start, rows=(), loaders=False)
+        fitting = []
+        for choice in self._choices:
+            obstacle = self._obstacle(choice, self._machine, observed)
+            if obstacle:
+                self.left_off.append((choice.label, obstacle))
+            else:
+                fitting.append(choice)
+        return fitting
+
+    def _obstacle(self, choice: Choice, machine: Machine, observed: Observed) -> str:
+        """Why a choice is left off here; '' if it is not. What was on before torch's first call is not asked again."""
+        if choice.lever.switch != "live":
+            return ""
+        if choice.lever.exactness == "reduced" and self._proved_for not in (None, observed.loop):
+            return f"it was proved for {self._proved_for or 'a loop not named'}; here trains {observed.loop}"
+        verdict = choice.lever.applies(machine, observed)
+        return "" if verdict else verdict.reason
 
     def _mark_boundary(self) -> None:
         self._last_boundary, self._steps_at_boundary = time.perf_counter(), self.watch.steps

@@ -27,10 +27,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
-from flatout.script.describe import device_name, device_of, observe
+from flatout.script.describe import NOT_AS_NOW, device_name, device_of, observe
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.step_memory import StepMemory
 from flatout.script.watch import Watch
@@ -55,6 +56,7 @@ class Session:
         self._task: Callable[[], bool] | None = None
         self._device: Device | None = None
         self._threads_at_start: int | None = None
+        self._thread_variables = thread_variables()
         self._recorder: NumericsRecorder | None = None
         self.unseeded: list[str] = []
         """Places in the script that drew a seed from the system or the clock, and got one of ours instead."""
@@ -62,7 +64,8 @@ class Session:
 
     def torch_imported(self, torch: Any) -> None:
         """Turn on what must be on before the first loader makes its iterator."""
-        self._threads_at_start = torch.get_num_threads()
+        by_variable = thread_variables() != self._thread_variables
+        self._threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
         self.applied.set(self._start_choices)
 
     def ended(self, status: int, error: str, note: str = "") -> None:

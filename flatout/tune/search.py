@@ -79,6 +79,8 @@ class SearchState:
     not_tried: list[NotTried] = field(default_factory=list)
     observed: Observed = field(default_factory=Observed)
     first_observed: Observed = field(default_factory=Observed)
+    loop: str | None = None
+    """What trains, as the first plain step showed it."""
     flops_per_step: float | None = None
     total_steps: int | None = None
     isolation: dict[str, Any] = field(default_factory=dict)
@@ -188,6 +190,7 @@ class Search:
             self.state.startup_seconds = process.startup_seconds
             self._keep_back(process.startup_seconds or 0.0)
             described = process.describe()
+            self.state.loop = described.loop
             self._progress("timing the first plain steps")
             window = process.window([], settle=1, steps=1)
             affordable = self._affordable_steps(min(window.settle_seconds + window.seconds))

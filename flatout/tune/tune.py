@@ -140,6 +140,7 @@ def _plan(
         reasons=reasons,
         script=request.target.name,
         argv=request.target.arguments,
+        loop=state.loop,
         machine_fingerprint=machine.fingerprint,
         machine_name=machine.cpu.name,
         torch_version=machine.versions.torch,
