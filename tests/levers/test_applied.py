@@ -31,9 +31,8 @@ class Marks(Lever):
 
     exactness = "bit-same"
 
-    def __init__(self, name: str, acts_on_forward: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self.name = self.plan_field = name  # type: ignore[misc]
-        self.acts_on_forward = acts_on_forward  # type: ignore[misc]
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
@@ -94,20 +93,6 @@ def test_a_lever_that_cannot_be_applied_stays_off(subject: Subject, value: str, 
     late = Thing()
     subject.modules.add(late)
     assert late.marks == ["good"]
-
-
-def test_a_failed_forward_takes_back_what_acts_on_it(subject: Subject) -> None:
-    module = Thing()
-    subject.modules.add(module)
-    applied = Applied(subject)
-    guilty, innocent = Choice(Marks("guilty", acts_on_forward=True), True), Choice(Marks("innocent"), True)
-    applied.set([guilty, innocent])
-    assert applied.roll_back_forward(ValueError("no view"))
-    assert module.marks == ["innocent"]
-    assert applied.rolled_back[0].reason == "the model's forward failed: ValueError: no view"
-    assert not applied.roll_back_forward(ValueError("the user's own"))
-    applied.set([guilty, innocent])
-    assert module.marks == ["innocent"]
 
 
 def test_handles_hold_nothing_alive() -> None:

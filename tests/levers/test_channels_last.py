@@ -1,0 +1,86 @@
+"""Images in another layout, weights as the script made them: whatever holds, flattens or saves them finds the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flatout.levers.channels_last import ChannelsLast
+from flatout.levers.subject import Subject
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        self.up = nn.ConvTranspose2d(4, 3, 3)
+        self.layouts: list[bool] = []
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.inside(x)
+        self.layouts.append(features.is_contiguous(memory_format=torch.channels_last))
+        return {"image": self.up(features), "class": features.mean((2, 3))}
+
+
+def steps(model: Net, subject: Subject | None) -> list[Tensor]:
+    """Losses, the gradient by the images, and the weights after a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(3):
+        x = torch.randn(2, 3, 12, 12, requires_grad=True)
+
+        def forward(x: Tensor = x) -> dict[str, Tensor]:
+            return model(x)
+
+        out = forward() if subject is None else subject.call(model, forward)
+        loss = out["image"].view(2, -1).square().mean() + out["class"].sum()
+        first = torch.autograd.grad(loss, [x, model.inside[0].weight], create_graph=True)
+        (loss + 0.1 * first[0].view(2, -1).norm(2, dim=1).sum() + first[1].view(-1).square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), first[0].detach()]
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert all(one.is_contiguous() for one in [*model.parameters(), *momenta])
+    return found + [p.detach() for p in model.parameters()]
+
+
+def test_numbers_and_layouts() -> None:
+    plain, ours, subject = Net(), Net(), Subject()
+    expected = steps(plain, None)
+    with ChannelsLast().apply(subject, "channels_last"):
+        found = steps(ours, subject)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert (plain.layouts, ours.layouts) == ([False] * 3, [True] * 3)
+
+
+def test_a_buffer_that_parameters_are_views_of_stays_one() -> None:
+    model, subject = Net(), Subject()
+    parameters = list(model.parameters())
+    flat = torch.cat([p.data.reshape(-1) for p in parameters])
+    position = 0
+    for parameter in parameters:
+        parameter.data = flat[position : position + parameter.numel()].view_as(parameter)
+        position += parameter.numel()
+    with ChannelsLast().apply(subject, "channels_last"):
+        steps(model, subject)
+        assert torch.equal(flat, nn.utils.parameters_to_vector(parameters))
+        assert all(value.is_contiguous() for value in model.state_dict().values())
+        with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+            torch.jit.script(model.inside)
+    assert torch.equal(flat, torch.cat([p.data.view(-1) for p in parameters]))
+
+
+def test_torchs_functions_are_in_their_place_again_also_after_an_error() -> None:
+    plain, subject = functional.conv2d, Subject()
+
+    def fails() -> None:
+        assert functional.conv2d is not plain
+        raise ValueError
+
+    with ChannelsLast().apply(subject, "channels_last"), pytest.raises(ValueError):  # noqa: PT011
+        subject.call(Net(), fails)
+    assert functional.conv2d is plain
