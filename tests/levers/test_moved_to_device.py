@@ -271,10 +271,9 @@ def test_an_operation_that_the_device_lacks_runs_on_the_cpu_and_is_told(tmp_path
 
 
 @one_accelerator
-def test_a_forward_that_fails_there_takes_everything_back(tmp_path: Path) -> None:
-    (plain, _), (moved, told) = run(tmp_path, FAILING, moved=False), run(tmp_path, FAILING, moved=True)
-    assert moved == plain
-    assert "rolled back: the model's forward failed: TypeError: not here" in told
+def test_a_forward_that_fails_there_is_the_scripts_to_handle(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="TypeError: not here"):
+        run(tmp_path, FAILING, moved=True)
 
 
 @one_accelerator

@@ -1,0 +1,50 @@
+"""Fused kernels walk weights and gradients flat: where a closure makes the gradients, they are laid out behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatout.levers.fused_optimizer import FusedOptimizer
+from flatout.levers.subject import Subject
+
+KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda p: torch.optim.Adam(p, 1e-2),
+    lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    lambda p: torch.optim.Adagrad(p, 1e-2),
+]
+
+
+def trained(kind: Callable[[Any], torch.optim.Optimizer], by: str, *, fused: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(6, 4, 3, 3)), torch.nn.Parameter(torch.randn(5, 7))]
+    weights[0].data = weights[0].data.contiguous(memory_format=torch.channels_last)
+    optimizer, subject = kind(weights), Subject()
+    subject.optimizers.add(optimizer)
+
+    def closure() -> float:
+        for weight in weights:
+            gradient = torch.arange(weight.numel()).view(weight.shape).float().sin()
+            weight.grad = gradient if weight.dim() == 4 else gradient.t().contiguous().t()
+        return 0.0
+
+    with FusedOptimizer().apply(subject, "fused" if fused else "foreach"):
+        for _ in range(3):
+            if by == "keyword":
+                optimizer.step(closure=closure)
+            elif by == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize("by", ["call", "closure", "keyword"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_lie_otherwise_than_their_weights(kind: Any, by: str) -> None:
+    torch.testing.assert_close(trained(kind, by, fused=True), trained(kind, by, fused=False), rtol=1e-4, atol=1e-6)
