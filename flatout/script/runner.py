@@ -85,7 +85,7 @@ class Runner:
             self._give_up(error)
 
     def _apply(self, choices: Sequence[Choice]) -> None:
-        if choices:
+        if choices or self.applied.choices:
             with own_imports():
                 self.applied.set(choices)
 
