@@ -17,7 +17,7 @@ of its own in autograd's graph, through which gradients by the scores reach the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatout.errors import ScriptError, UsageError
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
+from flatout.levers.score_moves import MOVING, DoesMore, log_softmax, shape_alone
 
 LINEAR = functional.linear
 """torch's own, whatever stands in its place later."""
@@ -130,7 +131,7 @@ class LazyScores(torch.Tensor):
                 return loss
         elif func in _GRADIENTS and (fused := _fused_in(args, kwargs)):
             return _by_scores(fused, func, args, kwargs)
-        elif func in _MOVING and isinstance(args[0], LazyScores):
+        elif func in MOVING and isinstance(args[0], LazyScores):
             moved = args[0].place.moved(args[0], func, args[1:], kwargs)
             if moved is not None:
                 return moved
@@ -159,6 +160,10 @@ class Place:
         self.is_normalised = False
         """Are they the log-softmax over the classes?"""
 
+    @property
+    def classes(self) -> int:
+        return self.source.classes
+
     def tensor(self, before: LazyScores | None = None) -> LazyScores:
         """The stand-in; `before` is the one that the last step was taken from."""
         made: LazyScores
@@ -175,8 +180,8 @@ class Place:
         if self.source.is_formed or own.grad_fn is not self.node:
             return None
         try:
-            like, features, axis = _MOVING[func](self, func, args, kwargs)
-        except (_DoesMore, RuntimeError, IndexError, TypeError, NotImplementedError):
+            like, features, axis = MOVING[func](self, func, args, kwargs)
+        except (DoesMore, RuntimeError, IndexError, TypeError, NotImplementedError):
             return None  # if it is a mistake, it shows on the scores themselves
         step = (func, args, kwargs, torch.is_grad_enabled())
         base = own if self.base is None else self.base
@@ -185,7 +190,7 @@ class Place:
             found.weight, found.bias = _detached(self.weight), _detached(self.bias)
         else:
             found.weight, found.bias = self.weight, self.bias
-        found.is_normalised = self.is_normalised or _MOVING[func] is _log_softmax
+        found.is_normalised = self.is_normalised or MOVING[func] is log_softmax
         return found.tensor(own)
 
     def form(self, own: LazyScores, by: str) -> Tensor:
@@ -214,7 +219,7 @@ class Place:
 def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, key: Any, watcher: Watcher) -> LazyScores:
     """hidden: [..., features], weight: [classes, features], bias: [classes] or None -> [..., classes]."""
     source = Source(hidden, weight, bias, key, watcher)
-    like = _shape_alone((*hidden.shape[:-1], source.classes), source.dtype)
+    like = shape_alone((*hidden.shape[:-1], source.classes), source.dtype)
     return Place(source, hidden, hidden.dim() - 1, like, None, ()).tensor()
 
 
@@ -256,7 +261,7 @@ class _Moved(torch.autograd.Function):
             return None, None
         func, args, kwargs, _ = context.step
         before: Place = context.before
-        if _MOVING[func] is _log_softmax:
+        if MOVING[func] is log_softmax:
             values = before.plain(func.__name__)
         else:  # only positions count
             values = torch.empty((), dtype=before.like.dtype, device=gradient.device).expand(before.like.shape)
@@ -421,98 +426,7 @@ def _detached(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.detach()
 
 
-def _shape_alone(shape: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor of that shape and type that takes no memory: it is one value, seen everywhere."""
-    return torch.empty((), dtype=dtype).expand(shape)
-
-
-class _DoesMore(Exception):
-    """An operation that does more than move positions."""
-
-
-Moved = tuple[Tensor, Tensor, int]
-"""(the scores' shape and type, the features put through the same, the classes' axis)"""
-
-
-def _reshape(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
-    like = func(place.like, *args, **kwargs)
-    last = like.dim() - 1
-    fits = place.axis == place.like.dim() - 1 and like.shape[last] == place.source.classes
-    if not fits or like.dtype != place.like.dtype:
-        raise _DoesMore
-    return like, place.features.reshape(*like.shape[:-1], place.features.shape[-1]), last
-
-
-def _permute(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
-    order = func(torch.empty(tuple(range(place.like.dim())), device="meta"), *args, **kwargs).shape
-    return func(place.like, *args, **kwargs), func(place.features, *args, **kwargs), list(order).index(place.axis)
-
-
-def _same(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
-    return place.like, place.features, place.axis
-
-
-def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
-    given = [*args, *kwargs.values()] or [torch.float32]
-    if len(given) > 1 or not isinstance(given[0], torch.dtype) or not given[0].is_floating_point:
-        raise _DoesMore
-    return _shape_alone(place.like.shape, given[0]), place.features, place.axis
-
-
-def _log_softmax(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
-    dimension = kwargs.get("dim", args[0] if args else None)
-    more = {name for name, value in kwargs.items() if value is not None} - {"dim", "_stacklevel"} or len(args) > 1
-    if more or dimension is None or dimension % place.like.dim() != place.axis or place.is_normalised:
-        raise _DoesMore
-    exact = torch.is_autocast_enabled(place.features.device.type)
-    return _shape_alone(place.like.shape, torch.float32 if exact else place.like.dtype), place.features, place.axis
-
-
-def _detach(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
-    return place.like, place.features.detach(), place.axis
-
-
-def _index(place: Place, func: Any, args: Any, kwargs: Any) -> Moved:
-    (index,) = args
-    if place.axis != place.like.dim() - 1 or not _spares_classes(index, place.like.dim()):
-        raise _DoesMore
-    features = place.features[index]
-    shape = (*features.shape[:-1], place.source.classes)
-    return _shape_alone(shape, place.like.dtype), features, len(shape) - 1
-
-
-def _items(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
-
-
-def _spares_classes(index: Any, dimensions: int) -> bool:
-    """Does an index leave the last dimension whole?"""
-    items = _items(index)
-    taken = 0
-    for one in items:
-        if isinstance(one, Tensor) and type(one) is Tensor and one.dtype in (torch.bool, torch.int64):
-            taken += one.dim() if one.dtype == torch.bool else 1
-        elif isinstance(one, slice) or (isinstance(one, int) and not isinstance(one, bool)):
-            taken += 1
-        elif one is not None and one is not Ellipsis:
-            return False
-    reaches_last = taken == dimensions or (any(one is Ellipsis for one in items) and items[-1] is not Ellipsis)
-    last = items[-1]
-    return taken < dimensions if not reaches_last else isinstance(last, slice) and last == slice(None)
-
-
 _T = torch.Tensor
-_MOVING: dict[Any, Callable[[Place, Any, Any, Any], Moved]] = {
-    **dict.fromkeys((_T.view, _T.reshape, _T.flatten, _T.unsqueeze, _T.squeeze, _T.unflatten), _reshape),
-    **dict.fromkeys((torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze, torch.unflatten), _reshape),
-    **dict.fromkeys((_T.transpose, _T.permute, _T.swapaxes, _T.movedim, _T.swapdims, _T.moveaxis), _permute),
-    **dict.fromkeys((torch.transpose, torch.permute, torch.swapaxes, torch.movedim, torch.swapdims), _permute),
-    **dict.fromkeys((_T.contiguous,), _same),
-    **dict.fromkeys((_T.float, _T.to), _cast),
-    **dict.fromkeys((functional.log_softmax, torch.log_softmax, _T.log_softmax), _log_softmax),
-    _T.detach: _detach,
-    _T.__getitem__: _index,
-}
 _GRADIENTS = {torch.autograd.grad, _T.retain_grad, _T.register_hook, vars(torch._C.TensorBase)["grad"].__get__}
 """Questions about the gradient by the scores, which the script may ask once the loss has been formed."""
 _LOSSES = {functional.cross_entropy: _cross_entropy, functional.nll_loss: _negative_log_likelihood}
