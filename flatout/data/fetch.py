@@ -91,8 +91,9 @@ def indices_above(dataset: Any, wanted: Sequence[int]) -> list[int] | None:
     numpy = sys.modules.get("numpy")
     if type(indices) in (list, tuple, range):
         return [indices[i] for i in wanted]
-    if type(indices) is torch.Tensor or (numpy is not None and type(indices) is numpy.ndarray):
-        found = [indices[i].item() for i in wanted] if len(wanted) < 4 else indices[list(wanted)].tolist()
+    array = type(indices) is torch.Tensor or (numpy is not None and type(indices) is numpy.ndarray)
+    if array and set(map(type, wanted)) == {int}:  # True would be a mask
+        found = indices[list(wanted)].tolist()
         if set(map(type, found)) == {int}:
             return found
     raise ValueError(f"its indices are a {type(indices).__name__}")
