@@ -1,10 +1,13 @@
-"""A trial runs a stranger's script and must change none of the user's files.
+"""A trial runs somebody else's script and must leave nothing behind: no file, no process, nothing sent elsewhere.
 
-Two ways to keep that promise, the better one first:
+Two ways to keep the user's files as they are, the better one first:
 
     overlay   a private mount namespace in which every writable place is copy-on-write: the script writes, appends,
               deletes and renames as it likes, sees its own changes, and nothing of them reaches the real files
     guard     where the kernel refuses that: the script may only read, and is stopped before its first write
+
+In both the script has a loopback interface of its own and no other network, unless that is allowed, and what it starts
+ends with it: in a PID namespace, or by a process that looks for it (processes.py).
 
 >>> isolation = enter(scratch, on_first_write=report_and_exit)      # in the trial's process, before anything else
 >>> isolation.mode, isolation.reason
