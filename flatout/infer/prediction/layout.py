@@ -28,16 +28,19 @@ class Layout:
     squeezed: frozenset[str] = frozenset()
     """Paths that have no batch dimension where the batch is one row."""
 
-    def row(self, path: str, leaf: Tensor, place: int, rows: int) -> Tensor:
-        """One sample of an output of so many rows. UsageError where it has not a row for each."""
+    def dimension(self, path: str, leaf: Tensor, rows: int) -> int | None:
+        """Along which the samples of an output of so many rows lie; None: it is one sample's as it stands.
+
+        UsageError where it has not a row for each.
+        """
         if rows == 1 and path in self.squeezed:
-            return leaf
+            return None
         dimension = self.batch.get(path, 0)
         if leaf.dim() <= dimension or leaf.shape[dimension] != rows:
             what = f"{path} is {list(leaf.shape)} for a batch of {rows}"
             remedy = "wrap the model so that it returns only what belongs to samples"
             raise UsageError(what, limit="each tensor of the output has a row for each sample", remedy=remedy)
-        return leaf.select(dimension, place)
+        return dimension
 
 
 def find_layout(one: Mapping[str, Tensor], several: Mapping[str, Tensor], rows: int) -> tuple[Layout, str]:

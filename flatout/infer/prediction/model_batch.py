@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -74,10 +75,21 @@ class Runner:
         rows: of the batch, if it was filled up. Raises UsageError where a tensor has not a row for each of them.
         """
         host = map_leaves(self._to_host, output, _is_tensor)
-        paths = {id(leaf): path for path, leaf in leaves_in(host, "output", _is_tensor)}
         trimmed = (self.token_level or frozenset()) if padded else frozenset()
+        taken = {
+            id(leaf): (self.layout.dimension(path, leaf, rows or len(samples)), path in trimmed)
+            for path, leaf in leaves_in(host, "output", _is_tensor)
+        }
+
+        def take(leaf: Tensor, place: int, length: int | None) -> Tensor:
+            dimension, trim = taken[id(leaf)]
+            row = leaf if dimension is None else leaf.select(dimension, place)
+            return (row[:length] if trim else row).clone()
+
+        if _is_tensor(host):
+            return [take(host, place, sample.length) for place, sample in enumerate(samples)]
         return [
-            map_leaves(self._taking(place, sample, rows or len(samples), paths, trimmed), host, _is_tensor)
+            map_leaves(partial(take, place=place, length=sample.length), host, _is_tensor)
             for place, sample in enumerate(samples)
         ]
 
@@ -98,16 +110,6 @@ class Runner:
             return self.outputs(self.run([sample], "alone"), [sample], padded=False)[0]
         finally:
             self.call = call
-
-    def _taking(
-        self, place: int, sample: Sample, rows: int, paths: dict[int, str], trimmed: frozenset[str]
-    ) -> Callable[[Tensor], Tensor]:
-        def take(leaf: Tensor) -> Tensor:
-            path = paths[id(leaf)]
-            row = self.layout.row(path, leaf, place, rows)
-            return (row[: sample.length] if path in trimmed else row).clone()
-
-        return take
 
     def _mask(self, lengths: Sequence[int], tokens: int, dtype: torch.dtype | None) -> Tensor:
         made = self.calling.mask(torch.tensor(lengths, device=self.placed.device), tokens, dtype)

@@ -60,14 +60,14 @@ def read_sample(index: int, value: Any, calling: Calling) -> Sample:
     tensors = {name: _tensor(name, part) for name, part in named.items()}
     if all(one.dim() == 2 and one.shape[0] == 1 and not one.is_floating_point() for one in tensors.values()):
         tensors = {name: one[0] for name, one in tensors.items()}  # as tokenisers give it: [1, tokens]
-    mask_dtype = _take_full_mask(tensors, calling)
+    mask_dtype = _take_full_mask(tensors, calling) if len(tensors) > 1 and calling.mask_name in tensors else None
     length = _length(tensors)
     _check(tensors, length, calling)
-    kind = tuple(
+    kind: tuple[Hashable, ...] = tuple(
         (name, one.dtype, one.dim(), tuple(one.shape[1:]) if _is_sequence(one, length) else tuple(one.shape))
         for name, one in tensors.items()
     )
-    return Sample(index, tensors, length, (*kind, mask_dtype), mask_dtype)
+    return Sample(index, tensors, length, kind if mask_dtype is None else (*kind, mask_dtype), mask_dtype)
 
 
 def _named(value: Any, calling: Calling) -> dict[str | int, Any]:
@@ -100,8 +100,8 @@ def _shown(part: Any) -> str:
 def _take_full_mask(tensors: dict[str | int, Tensor], calling: Calling) -> torch.dtype | None:
     """A mask that marks every token as real is taken out, as the batch's will be made; its dtype, None if there is
     no such mask."""
-    given = tensors.get(calling.mask_name) if calling.mask_name is not None else None
-    if given is None or len(tensors) == 1 or given.dim() != 1 or len(given) != _length(tensors):
+    given = tensors[calling.mask_name]  # type: ignore[index]
+    if given.dim() != 1 or len(given) != _length(tensors):
         return None
     if not bool((given == 0).all() if calling.mask_style == "padding" else (given == 1).all()):
         return None
@@ -126,7 +126,7 @@ def _check(tensors: dict[str | int, Tensor], length: int | None, calling: Callin
         limit = f"the model has positions for {calling.longest}"
         raise UsageError(f"the input has {length} tokens", limit=limit, remedy="cut it, or split it into parts")
     name = calling.input_name
-    if name is None or name in tensors:
+    if calling.vocabulary is not None and (name is None or name in tensors):
         _check_ids(main if name is None else tensors[name], len(tensors), calling)
 
 
