@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.infer.surroundings import read_rate, surroundings
+from flatout.infer.generation.self_check import check_against_model
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import GPT2, GPT2Config
 from flatout.plan import Plan
@@ -44,6 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     theirs, ours = _models()
     results = [
+        _preparing(ours, arguments.rounds),
         _beside_transformers(theirs, ours, 1, arguments.rounds),
         _beside_transformers(theirs, ours, 16, max(5, arguments.rounds // 2)),
         _reading_prompts(theirs, ours, max(5, arguments.rounds // 2)),
@@ -159,6 +161,29 @@ def _in_turns(contenders: dict[str, Run], rounds: int) -> tuple[dict[str, list[f
                 seconds[name].append(took)
                 rates[name].append(max(before, read_rate()))
     return seconds, rates
+
+
+def _preparing(ours: Any, rounds: int) -> dict[str, Any]:
+    """From a model to a generator: its weights packed, and checked against the model. Wall and CPU seconds."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    for name, plan in STORAGES.items():
+        rows[name] = {"seconds": [], "cpu_seconds": [], "of_which_check_seconds": [], "looking_for_changes_seconds": []}
+        for turn in range(rounds + 1):
+            gc.collect()
+            cpu = time.process_time()
+            seconds = _timed(lambda plan=plan: TokenGenerator(ours, plan))
+            cpu = time.process_time() - cpu
+            generator = TokenGenerator(ours, plan)
+            check = _timed(lambda one=generator: check_against_model(ours, one.decoder, one.engine))
+            looking = _timed(lambda one=generator: one._prepared.seen.changed(ours))
+            if turn:  # the first round warms up
+                for kind, value in zip(rows[name], (seconds, cpu, check, looking), strict=True):
+                    rows[name][kind].append(value)
+        text = ", ".join(
+            f"{kind.removesuffix('_seconds')} {median(one) * 1e3:.0f} ms" for kind, one in rows[name].items()
+        )
+        print(f"  preparing {name:5} {text}", flush=True)
+    return {"preparing": rows}
 
 
 def _reading_prompts(theirs: Any, ours: Any, rounds: int) -> dict[str, Any]:
