@@ -137,7 +137,9 @@ def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool) -> N
             continue  # contrastive search is neither drawing nor looking at one candidate
         what = f"the model's generation_config has {name} = {value(name)!r}"
         limit = "generating here cannot carry that out, and without it the text would be another one"
-        remedy = f"set model.generation_config.{name} = None, or use the model's own generate()"
+        remedy = (
+            f"set model.generation_config.{name} = None (in generation_config.json), or use the model's own generate()"
+        )
         raise UsageError(what, limit=limit, remedy=remedy)
 
 
