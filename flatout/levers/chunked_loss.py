@@ -197,7 +197,12 @@ class _Layers:
             return False
         kind = input.device.type
         fitting = input.dtype == weight.dtype or torch.is_autocast_enabled(kind)
-        return fitting and input.dtype != torch.float64 and input.device == weight.device and not _transformed()
+        return (
+            fitting
+            and input.dtype != torch.float64
+            and input.device == weight.device
+            and not (_transformed() or _recomputed())
+        )
 
     # what became of the scores
 
@@ -216,6 +221,15 @@ class _Layers:
             self._tell(use)
         else:  # a wide layer inside the model is no news, unless it turns out to be all there is
             self._uses.append(use)
+
+
+def _recomputed() -> bool:
+    """In a checkpointed part, or in its recomputation: what is saved in the one must be what is saved in the other."""
+    import torch
+
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    checkpointed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return checkpointed or torch._C._current_graph_task_id() != -1
 
 
 def _transformed() -> bool:

@@ -169,6 +169,13 @@ def checkpointed(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(checkpoint(model.head, model.hidden(x), use_reentrant=True).transpose(1, 2), y)
 
 
+def checkpointed_and_saved(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    wide = checkpoint(lambda h: functional.gelu(model.head(h)), model.hidden(x), use_reentrant=False)
+    return functional.cross_entropy(wide.transpose(1, 2), y)
+
+
 def a_part_of_the_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(model(x)[..., : V - 1].reshape(-1, V - 1), y.view(-1).clamp(max=V - 2))
 
@@ -201,7 +208,7 @@ def normalised_through_a_function(model: Model, x: Tensor, y: Tensor) -> Tensor:
 FORMED = [
     likelihoods_of_its_own, normalised_twice, not_normalised, over_positions, normalised_through_a_function,
     temperature, class_weights, unreduced, probabilities, changed_in_place, regularised, through_a_function_of_its_own,
-    through_another, checkpointed, a_part_of_the_classes, classes_in_another_order,
+    through_another, checkpointed, checkpointed_and_saved, a_part_of_the_classes, classes_in_another_order,
 ]  # fmt: skip
 
 
