@@ -158,7 +158,7 @@ def fit(
 ) -> FitResult:
     """Train for `epochs` epochs, or until the step has taken `steps` steps, whichever comes first.
 
-    `evaluation` runs after each epoch; its figure `metric` ranks the checkpoints. With `checkpoints` (or their folder)
+    `evaluation` runs after each epoch; its figure `metric` ranks the checkpoints. With `checkpoints` (or a folder)
     the run goes on from the newest whole one, and saves after each epoch, every `save_every_steps` steps, and when it
     is asked to stop: the step, all that it trains, the place in the data, random numbers, and `objects`, further ones
     with state_dict() by name, such as {"ema": averaged}. `progress` shows a bar; by default on a terminal. Of several
@@ -232,7 +232,14 @@ def _checked(step: Any, source: Any, evaluation: Any, metric: Any, checkpoints: 
         as_function(evaluation, "evaluation", 0, limit=limit, remedy="lambda: flatout.evaluate(model, test, measure)")
     as_instance(metric, "metric", str, limit="it is the name of a figure of the evaluation")
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        checkpoints = Checkpoints(as_path(checkpoints, "checkpoints"))
+        folder = as_path(checkpoints, "checkpoints")
+        if metric != "loss":
+            raise UsageError(
+                f"checkpoints is a folder, and metric is {metric!r}",
+                limit="whether a high or a low one is best has to be said",
+                remedy=f"pass flatout.Checkpoints({str(folder)!r}, best='max')",
+            )
+        checkpoints = Checkpoints(folder)
     if not isinstance(objects, Mapping | None) or not all(isinstance(name, str) for name in objects or ()):
         raise wrong("objects", objects, "it maps names to objects with state_dict()", 'for example {"ema": averaged}')
     return _Run(step, source, checkpoints, metric, objects or {})

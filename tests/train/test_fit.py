@@ -210,17 +210,20 @@ def test_a_run_saved_by_the_first_version_goes_on(tmp_path: Path) -> None:
 
 def test_a_metric_that_the_evaluation_does_not_give_is_refused(tmp_path: Path) -> None:
     step, source = parts()
+    checkpoints = Checkpoints(tmp_path, best="max")
 
     def evaluation() -> dict[str, Any]:
         return {"loss": torch.tensor(1.0), "accuracy": 0.5}
 
     with pytest.raises(UsageError, match="metric is 'acc'; the evaluation gives 'loss', 'accuracy'; name one of these"):
-        fit(step, source, epochs=EPOCHS, evaluation=evaluation, metric="acc", checkpoints=tmp_path)
-    found = fit(step, source, epochs=2, evaluation=evaluation, metric="accuracy", checkpoints=tmp_path)
+        fit(step, source, epochs=EPOCHS, evaluation=evaluation, metric="acc", checkpoints=checkpoints)
+    found = fit(step, source, epochs=2, evaluation=evaluation, metric="accuracy", checkpoints=checkpoints)
     assert (found.resumed_at_step, found.evaluations) == (7, ({"loss": 1.0, "accuracy": 0.5},))
-    best = Checkpoints(tmp_path).best()
+    best = checkpoints.best()
     assert best is not None
     assert (best.step, best.metric) == (14, 0.5)
+    with pytest.raises(UsageError, match=r"whether a high or a low one is best .*best='max'\)"):
+        fit(step, source, epochs=3, evaluation=evaluation, metric="accuracy", checkpoints=tmp_path)
 
 
 def test_a_stream_that_runs_dry_ends_the_run() -> None:
