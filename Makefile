@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: install demo test check clean
+.PHONY: install demo test test-gpu-stand-in check clean
 
 install: .venv/installed
 
@@ -18,6 +18,23 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# torch's own CUDA build over a GPU made of host memory: see tests/gpu/stand_in/README.md. Not part of `make test`.
+CUDA_VENV ?= $(HOME)/.cache/flatout/cuda-venv
+STAND_IN ?= $(HOME)/.cache/flatout/stand-in
+FAKEGPU ?=
+
+$(CUDA_VENV)/bin/python:
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet torch==2.15.0
+	grep -v '^torch==' constraints.txt > $(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/python -m pip install --quiet -c $(CUDA_VENV)/constraints.txt -e '.[dev]'
+
+$(STAND_IN)/libhost_executor.so: $(CUDA_VENV)/bin/python tests/gpu/stand_in/build $(wildcard tests/gpu/stand_in/*.cpp)
+	tests/gpu/stand_in/build $(CUDA_VENV) $(STAND_IN) $(FAKEGPU)
+
+test-gpu-stand-in: $(STAND_IN)/libhost_executor.so
+	STAND_IN=$(STAND_IN) tests/gpu/stand_in/gpu $(CUDA_VENV)/bin/python -m pytest tests/gpu
 
 check: install
 	$(BIN)/ruff check flatout tests examples benchmarks

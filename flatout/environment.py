@@ -5,7 +5,7 @@ documented or tested. Nothing is read at import; only `use_inductor_cache` write
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
-    CUBLAS_WORKSPACE_CONFIG  the workspace of cuBLAS
+    CUBLAS_WORKSPACE_CONFIG, PYTHONHASHSEED  what a deterministic run sets, where they are not set
     OMP_NUM_THREADS        threads for the CPU work of torch
     ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
     LD_PRELOAD             whether another allocator is in place already
@@ -74,6 +74,19 @@ def rank() -> int | None:
 def cpp_compiler() -> str:
     """The C++ compiler that torch.compile will call: CXX, else g++."""
     return os.environ.get("CXX") or "g++"
+
+
+DETERMINISTIC = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""The order of sets and dictionaries of texts; a cuBLAS whose products do not depend on what else runs."""
+
+
+def deterministic_environment() -> dict[str, str] | None:
+    """The environment of a deterministic run, what the user set left as it is; None where this process has it.
+
+    The order of hashes is fixed when Python starts: a process without it has to be started again.
+    """
+    given = {name: value for name in DETERMINISTIC if (value := os.environ.get(name)) and value != "random"}
+    return None if len(given) == len(DETERMINISTIC) else {**os.environ, **DETERMINISTIC, **given}
 
 
 def trial_environment(changes: Mapping[str, str]) -> dict[str, str]:

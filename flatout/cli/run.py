@@ -36,6 +36,10 @@ OPTIONS: tuple[Option, ...] = (
         meaning="Apply a plan from another machine, torch or arguments without verifying it here first.",
     ),
     Option(name="--without", value="CHOICES", meaning="Leave these choices of the plan off, such as compile,threads."),
+    Option(name="--deterministic", meaning="Make the run repeatable to the bit, or fail at what cannot be."),
+    Option(
+        name="--check-deterministic", meaning="Only check that: two runs of 40 steps as trials, compared; and the cost."
+    ),
     Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; otherwise {REPORT_NAME}."),
     Option(name="--no-report", meaning="Write no document."),
     Option(name="--quiet", meaning="No status line and no summary, on a terminal either."),
@@ -47,6 +51,8 @@ def main(arguments: list[str]) -> int:
     options, command = parse_options(arguments, OPTIONS)
     target = Target.from_command(command)
     target.check_exists()
+    if "--check-deterministic" in options:
+        return _check_determinism(target)
     run = Run(target, options, _report_path(options))
     try:
         run.prepare()
@@ -100,6 +106,8 @@ class Run:
         self.plan = self._read_plan()
         if self.plan is not None and "--without" in self.options:
             self.plan = self.plan.without(*(name.strip() for name in self.options["--without"].split(",")))
+        if "--deterministic" in self.options:
+            self._make_deterministic()
         choices = self._choices()
         self.runner = Runner(choices, self._machine, proved_for=self._proved_for)
         self.runner.at_alarm.append(self._write_early)
@@ -110,6 +118,21 @@ class Run:
             self._terminal = os.dup(sys.stderr.fileno())  # the script may close or replace its streams
             self._show = True
             self._start_line()
+
+    def _make_deterministic(self) -> None:
+        from flatout import environment
+        from flatout.script.deterministic import NOT_DETERMINISTIC, make_deterministic
+
+        changed = environment.deterministic_environment()
+        if changed is not None:  # the order of hashes is fixed when Python starts
+            os.execve(sys.executable, [*sys.orig_argv], changed)
+        left_out = [
+            name for name in NOT_DETERMINISTIC if self.plan is not None and getattr(self.plan, name) is not None
+        ]
+        if left_out:
+            self.plan = self.plan.without(*left_out)
+            self._note(f"left out, because the run is to be deterministic: {', '.join(left_out)}")
+        make_deterministic()
 
     def abandon(self) -> None:
         """No line of the script has run: there is nothing to report."""
@@ -336,6 +359,17 @@ class Run:
             findings=tuple(check_run(facts)),
             death=death,
         )
+
+
+def _check_determinism(target: Target) -> int:
+    """Exit code 0: equal bits; 1: not."""
+    from flatout.report.deterministic_text import determinism_text
+    from flatout.script.deterministic_check import STEPS, check_determinism
+    from flatout.script.memory_trial import MemoryRequest
+
+    found = check_determinism(MemoryRequest(target=target, steps=STEPS))
+    print(determinism_text(found))
+    return 0 if found.equal else 1
 
 
 def _report_path(options: dict[str, str]) -> Path | None:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,7 +84,7 @@ def watch_memory(request: MemoryRequest) -> MemoryWatched:
     """Run the script as a trial. Raises ScriptError or TrialError where nothing could be watched."""
     request.target.check()
     with work_folder() as folder:
-        answer = _run(request, folder)
+        answer = run_child("flatout.script.memory_child", request, folder)
         errors = (folder / "errors.log").read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace")
     return _watched(request, answer, errors)
 
@@ -113,11 +113,20 @@ def _watched(request: MemoryRequest, answer: dict[str, Any], errors: str) -> Mem
     )
 
 
-def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
+def run_child(
+    module: str,
+    request: MemoryRequest,
+    folder: Path,
+    *,
+    words: Mapping[str, Any] | None = None,
+    changes: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Start `python -m module CONFIG` isolated and wait for its one line. changes: of its environment."""
     scratch, config = folder / "scratch", folder / "config.json"
     scratch.mkdir()
     read_fd, write_fd = os.pipe()
     words = {
+        **(words or {}),
         "scratch": str(scratch),
         "isolation": request.isolation,
         "allow_network": request.allow_network,
@@ -132,12 +141,12 @@ def _run(request: MemoryRequest, folder: Path) -> dict[str, Any]:
         os.fdopen(read_fd, "rb") as answers,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-m", "flatout.script.memory_child", str(config)],
+            [sys.executable, "-m", module, str(config)],
             stdin=stdin,
             stdout=output,
             stderr=errors,
             pass_fds=(write_fd,),
-            env=trial_environment({}),
+            env=trial_environment(changes or {}),
             start_new_session=True,
         )
         os.close(write_fd)

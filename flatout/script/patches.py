@@ -125,7 +125,7 @@ class ImportWatch:
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            vars(loader).pop("exec_module", None)  # another watch of the same package may have taken it off
             if name in self._before:
                 self._before[name]()
             original(module)

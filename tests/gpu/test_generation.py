@@ -1,8 +1,11 @@
 """Generation on a real GPU, where there is one: by CUDA graphs, against the same model on the CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from flatout.errors import PlanError
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import GPT2, GPT2Config
 from flatout.plan import Plan
@@ -24,9 +27,14 @@ def test_greedy_text_is_that_of_the_cpu() -> None:
     assert found.tokens == expected.tokens
 
 
-@pytest.mark.parametrize("plan", [Plan(precision="bf16"), Plan(weights="int8"), Plan(weights="int4")])
-def test_fewer_bits_and_sampling_run(plan: Plan) -> None:
-    generator = TokenGenerator(_model().cuda(), plan)
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_fewer_bits_are_refused_where_no_kernel_reads_them(bits: Any) -> None:
+    with pytest.raises(PlanError, match="widen the whole matrix"):
+        TokenGenerator(_model().cuda(), Plan(weights=bits))
+
+
+def test_half_precision_and_sampling_run() -> None:
+    generator = TokenGenerator(_model().cuda(), Plan(precision="bf16"))
     settings = {"max_new_tokens": 30, "temperature": 0.8, "top_p": 0.9, "seed": 3}
     assert generator.generate([[1, 2]], **settings).tokens == generator.generate([[1, 2]], **settings).tokens
 

@@ -79,7 +79,7 @@ class TunedGeneration:
         bf16 = Option(label="bf16", choices={"precision": "bf16"}, exactness="reduced")
         fewer = [
             Option(label=f"{bits} weights", choices={"weights": bits}, exactness="reduced", replaces=("precision",))
-            for bits in ("int8", "int4")
+            for bits in (("int8", "int4") if self.device.type == "cpu" else ())  # CUDA has no kernels that read them
         ]
         return [*found, lookup, bf16, *fewer]
 

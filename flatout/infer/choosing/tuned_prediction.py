@@ -118,10 +118,12 @@ class TunedPrediction:
                 found.append(Option(label=name, choices={"precision": name}, exactness="reduced"))
         if linears:
             both = {"weights": "int8", "activations": "int8"}
-            found += [
-                Option(label="int8 weights and activations", choices=both, exactness="reduced"),
-                Option(label="int8 weights", choices={"weights": "int8"}, exactness="reduced", unless=("activations",)),
-            ]
+            found.append(Option(label="int8 weights and activations", choices=both, exactness="reduced"))
+        if linears and not cuda:  # on CUDA they are widened for each product
+            narrow = Option(
+                label="int8 weights", choices={"weights": "int8"}, exactness="reduced", unless=("activations",)
+            )
+            found.append(narrow)
         return [*found, *self._compiled(cuda)]
 
     def judge(self, predictor: Predictor) -> Accuracy:

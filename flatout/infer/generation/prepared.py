@@ -13,7 +13,7 @@ from collections import deque
 import torch
 from torch import nn
 
-from flatout.errors import UsageError
+from flatout.errors import PlanError, UsageError
 from flatout.infer.generation.cache import KeyValueCache
 from flatout.infer.generation.decoder import Decoder
 from flatout.infer.generation.families import read_decoder
@@ -99,6 +99,9 @@ def _engine(model: nn.Module, plan: Plan) -> tuple[NativeDecoder | TorchDecoder,
     """What runs the model where its weights are, and in words: with the reason, if that is not the fastest."""
     storage = storage_of(plan)
     device = next(model.parameters()).device
+    if device.type == "cuda" and storage in ("int8", "int4"):
+        limit = "only the CPU has kernels that read them; on CUDA each product would widen the whole matrix first"
+        raise PlanError(f"the plan's weights is {storage!r} on {device}", limit=limit, remedy="set precision = 'bf16'")
     decoder = read_decoder(model)
     if device.type == "cuda":
         return TorchDecoder(decoder, storage=storage, device=device), "CUDA graphs"

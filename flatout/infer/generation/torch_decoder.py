@@ -247,7 +247,11 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch.dtype) -> tuple[Matrix, int]:
-    """A function x -> x @ weight.T + bias in `dtype`, and the bytes that it reads."""
+    """A function x -> x @ weight.T + bias in `dtype`, and the bytes that it moves.
+
+    Fewer bits are widened in each call: the narrow matrix is read, the wide one written and read again.
+    """
+    wide_bytes = linear.outputs * linear.inputs * dtype.itemsize
     held_bias = linear.bias()
     bias = None if held_bias is None else held_bias.to(device, dtype)
     if storage == "int4" and linear.inputs % INT4_GROUP == 0:
@@ -258,7 +262,7 @@ def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch
             groups = values.unflatten(1, (-1, INT4_GROUP)).to(dtype) - 8
             return F.linear(x, (groups * narrow).flatten(1), bias)
 
-        return in_four_bits, values.nbytes + narrow.nbytes
+        return in_four_bits, values.nbytes + narrow.nbytes + 2 * wide_bytes
     if storage in ("int8", "int4"):
         values, scales = (one.to(device) for one in quantize_rows_int8(linear.weight()))
         row_scales = scales.to(dtype)
@@ -267,7 +271,7 @@ def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch
             y = F.linear(x, values.to(dtype)) * row_scales
             return y if bias is None else y + bias
 
-        return in_eight_bits, values.nbytes + row_scales.nbytes
+        return in_eight_bits, values.nbytes + row_scales.nbytes + 2 * wide_bytes
     weight = linear.weight().to(device, dtype)
     return lambda x: F.linear(x, weight, bias), weight.nbytes
 

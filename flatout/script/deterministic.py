@@ -1,0 +1,64 @@
+"""A run in which the same script makes the same numbers, bit for bit, each time it is started on this machine.
+
+    environment.deterministic_environment()     # what only a new process, or CUDA before it starts, can be given
+    make_deterministic()                        # the rest, as soon as torch and numpy are imported
+
+torch then uses deterministic kernels, and raises its own error, which names the operation, where there is none. What
+the script seeds or sets itself comes later and wins. Loader workers take their seeds from torch's generator, so they
+need none of their own. Left over are a script's own sources: the clock, threads, files that it reads and changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from types import ModuleType
+from typing import Any
+
+from flatout.script.patches import ImportWatch
+
+SEED = 0
+NOT_DETERMINISTIC = ("cudnn_benchmark",)
+"""Choices of a plan by which the kernels that run are chosen by time."""
+
+
+def make_deterministic() -> None:
+    """Seed Python's generator now, numpy's and torch's when they are imported; set torch's switches then."""
+    random.seed(SEED)
+    ImportWatch({"torch": _switch_torch, "numpy": lambda numpy: numpy.random.seed(SEED)}).install()
+
+
+def _switch_torch(torch: ModuleType) -> None:
+    torch.manual_seed(SEED)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def weights_digests(subject: Any) -> list[tuple[str, str]]:
+    """(name, digest of dtype, shape and bits) of all weights and buffers that a script trained.
+
+    subject: a Subject of the levers, with the modules and optimizers that were seen.
+    """
+    named = [
+        (f"{type(module).__name__}.{name}", tensor)
+        for module in subject.modules
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    seen = {id(tensor) for _, tensor in named}
+    for optimizer in subject.optimizers:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        named += [
+            (f"parameter {index} of {type(optimizer).__name__}", one)
+            for index, one in enumerate(parameters)
+            if id(one) not in seen
+        ]
+    return [(name, _digest(tensor)) for name, tensor in named]
+
+
+def _digest(tensor: Any) -> str:
+    import torch
+
+    plain = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(head + plain.numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""Runs that repeat themselves to the bit, and what is said of those that cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.environment import DETERMINISTIC, deterministic_environment
+from flatout.levers.subject import Subject
+from flatout.report.deterministic_text import determinism_text
+from flatout.script.deterministic import weights_digests
+from flatout.script.deterministic_check import DeterminismCheck
+
+SCRIPT = """
+import random, numpy, torch
+from torch import nn
+print(torch.are_deterministic_algorithms_enabled(), hash("a"), random.random(), numpy.random.rand())
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    loss = model(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {}
+print(loss.item())
+torch.manual_seed(7)
+print(torch.rand(1).item())
+"""
+
+
+def flatout_run(folder: Path, option: str, line: str = "pass") -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT.format(line))
+    command = [sys.executable, "-m", "flatout", "run", "--no-report", option, "train.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_two_runs_print_the_same_and_the_scripts_own_seed_wins(tmp_path: Path) -> None:
+    first, second = (flatout_run(tmp_path, "--deterministic") for _ in range(2))
+    assert first.stdout == second.stdout, first.stderr
+    assert first.stdout.startswith("True ")
+    torch.manual_seed(7)
+    assert float(first.stdout.splitlines()[-1]) == torch.rand(1).item()
+
+
+def test_a_check_proves_equal_bits_and_leaves_nothing(tmp_path: Path) -> None:
+    done = flatout_run(tmp_path, "--check-deterministic", "open('written.txt', 'w').close()")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("deterministic: after 6 steps two runs have equal bits in 2 tensors\ncost: ")
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2))", "put_ does not have a deterministic"),
+        ("model.weight.data.add_(__import__('time').time_ns() % 1000)", "two runs differ in Linear.weight"),
+    ],
+    ids=["an operation", "the clock"],
+)
+def test_what_cannot_be_deterministic_is_named(tmp_path: Path, line: str, told: str) -> None:
+    done = flatout_run(tmp_path, "--check-deterministic", line)
+    assert done.returncode == 1, done.stderr
+    assert told in done.stdout
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in DETERMINISTIC:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    made = deterministic_environment()
+    assert made is not None
+    assert (made["PYTHONHASHSEED"], made["CUBLAS_WORKSPACE_CONFIG"]) == ("5", ":4096:8")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert deterministic_environment() is None
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    made = deterministic_environment()
+    assert made is not None
+    assert (made["PYTHONHASHSEED"], made["CUBLAS_WORKSPACE_CONFIG"]) == ("0", ":16:8")
+
+
+def test_digests_tell_bits_apart() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    subject = Subject()
+    subject.modules.add(model)
+    before = dict(weights_digests(subject))
+    assert len(before) == 6
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nextafter(model[0].weight[0, 0], torch.tensor(9.0))
+    after = dict(weights_digests(subject))
+    assert [name for name in before if before[name] != after[name]] == ["Sequential.0.weight"]
+
+
+def test_a_cost_that_is_not_known_is_said_to_be() -> None:
+    found = DeterminismCheck(equal=True, steps=40, tensors=3, differing=(), cost=None, error=None)
+    assert "cost: not known" in determinism_text(found)
