@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from flatout.machine.ceilings import Ceilings
@@ -13,6 +14,7 @@ from flatout.statistics import Comparison
 from flatout.timing import measurement
 from flatout.tune.trial import NotTried, Proof, Trial
 from flatout.tune.tune import TuneResult
+from flatout.tune.whole_run import WholeRun
 from flatout.units import format_bytes, format_rate, format_seconds
 
 KIND = "tune"
@@ -26,6 +28,7 @@ def tune_text(result: TuneResult) -> str:
     rows += _tried(result)
     rows += [("not tried" if i == 0 else "", text) for i, text in enumerate(_not_tried(result.state.not_tried))]
     rows += [("result", _result(result))]
+    rows += [("", line) for line in _whole_run(result.whole)]
     rows += [("", line) for line in _proof_lines(result.proof)]
     rows += [("note", text) for text in result.warnings]
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
@@ -125,6 +128,20 @@ def _result(result: TuneResult) -> str:
     return f"{speed} · {_share(result, result.final.candidate_seconds)}"
 
 
+def _whole_run(whole: WholeRun | None) -> list[str]:
+    """Start-up, and what is left of the gain after it."""
+    if whole is None:
+        return []
+    parts = f"{format_seconds(whole.own_start_seconds)} for Flatout, {format_seconds(whole.lever_start_seconds)} levers"
+    text = f"start-up {format_seconds(whole.own_start_seconds + whole.lever_start_seconds)} ({parts})"
+    if whole.payoff_steps is not None:
+        text += f", earned back after {whole.payoff_steps:,} steps"
+    if whole.steps is None or whole.plain_seconds is None or whole.planned_seconds is None:
+        return [text]
+    times = f"{format_seconds(whole.plain_seconds)} -> {format_seconds(whole.planned_seconds)}"
+    return [text, f"a whole run of {whole.steps:,} steps, start-up included: x{whole.ratio:.2f} ({times})"]
+
+
 def _proof_lines(proof: Proof | None) -> list[str]:
     if proof is None:
         return []
@@ -172,6 +189,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
         "plan": result.plan.choices(),
         "final": None if result.final is None else _final(result),
         "proof": None if result.proof is None else result.proof.to_json(),
+        "whole_run": None if result.whole is None else asdict(result.whole),
         "isolation": result.state.isolation,
         "total_steps": result.state.total_steps,
         "seconds": result.seconds,

@@ -25,6 +25,7 @@ from flatout.tune.search import Search, SearchLimits, SearchState
 from flatout.tune.trial import Proof
 from flatout.tune.trial_process import TrialSetup
 from flatout.tune.verifier import Verifier, busy
+from flatout.tune.whole_run import WholeRun
 from flatout.tune.windows import Pairing
 
 PROOF_SHARE = 0.4
@@ -64,6 +65,7 @@ class TuneResult:
     final: Pairing | None
     """Fresh plain process against fresh process with the plan; None where nothing was kept."""
     seconds: float
+    whole: WholeRun | None = None
     warnings: tuple[str, ...] = ()
     log_folder: Path | None = None
 
@@ -114,6 +116,7 @@ def tune(
         state.warnings += busy(load, "the search")
         verifier = Verifier(setup, state, deadline, progress)
         proof, final = verifier.run()
+        whole = verifier.whole_run(final)
         return TuneResult(
             request=request,
             machine=machine,
@@ -121,6 +124,7 @@ def tune(
             plan=_plan(request, machine, state, proof, final),
             proof=proof,
             final=final,
+            whole=whole,
             seconds=deadline.elapsed_seconds,
             warnings=(*state.warnings, *verifier.warnings, *filter(None, [deadline.explanation])),
             log_folder=_keep_logs(folder, request.log_folder),

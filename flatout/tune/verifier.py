@@ -17,6 +17,7 @@ from flatout.tune.prover import Pattern, Prover
 from flatout.tune.search import SearchState
 from flatout.tune.trial import Proof
 from flatout.tune.trial_process import TrialSetup
+from flatout.tune.whole_run import WholeRun, own_start_seconds, whole_run
 from flatout.tune.windows import Pace, Pairing
 
 COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
@@ -124,6 +125,21 @@ class Verifier:
             else trial
             for trial in self.state.trials
         ]
+
+    def whole_run(self, final: Pairing | None) -> WholeRun | None:
+        """What the plan is worth with its start-up; None where nothing was kept."""
+        if final is None or not self.state.kept:
+            return None
+        with self._deadline.stage("timing how flatout run starts"):
+            own_seconds = own_start_seconds(self.setup.work_folder)
+        return whole_run(
+            own_start_seconds=own_seconds,
+            lever_start_seconds=final.startup_seconds,
+            script_start_seconds=self.state.startup_seconds or 0.0,
+            plain_step_seconds=final.baseline_seconds,
+            planned_step_seconds=final.candidate_seconds,
+            steps=self.state.total_steps,
+        )
 
     def _final_comparison(self) -> Pairing | None:
         self._progress("measuring the winner against the plain script, in fresh processes")

@@ -1,0 +1,82 @@
+"""What a plan is worth over a whole run, start-up included: the gain of a step is not yet the gain of a run.
+
+`flatout run` starts later than plain Python (it imports itself), and levers have start-up costs of their own
+(compilation, copies of weights). Both are measured, set against what each step saves, and, where it is known how many
+steps the script runs, added up for a whole run.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.statistics import median
+
+STARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """Start-up and steps of a run, plain and planned. In seconds, but for `steps` and `payoff_steps`."""
+
+    own_start_seconds: float
+    """By how much later `flatout run` starts a script than plain Python does."""
+    lever_start_seconds: float
+    """What the levers cost in the first steps."""
+    payoff_steps: int | None
+    """Steps after which both are earned back; None: nothing is saved."""
+    steps: int | None = None
+    """Of the whole script, as far as known."""
+    plain_seconds: float | None = None
+    """Of a whole plain run: its start-up as seen in trials, and all its steps."""
+    planned_seconds: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        if self.plain_seconds is None or self.planned_seconds is None:
+            return None
+        return self.plain_seconds / self.planned_seconds
+
+
+def whole_run(
+    *,
+    own_start_seconds: float,
+    lever_start_seconds: float,
+    script_start_seconds: float,
+    plain_step_seconds: float,
+    planned_step_seconds: float,
+    steps: int | None,
+) -> WholeRun:
+    """From what was measured; `script_start_seconds` is what the script does before its first step."""
+    extra = own_start_seconds + lever_start_seconds
+    saved = plain_step_seconds - planned_step_seconds
+    return WholeRun(
+        own_start_seconds=own_start_seconds,
+        lever_start_seconds=lever_start_seconds,
+        payoff_steps=math.ceil(extra / saved) if saved > 0 else None,
+        steps=steps,
+        plain_seconds=None if steps is None else script_start_seconds + steps * plain_step_seconds,
+        planned_seconds=None if steps is None else script_start_seconds + extra + steps * planned_step_seconds,
+    )
+
+
+def own_start_seconds(folder: Path) -> float:
+    """Measured on an empty script, in turns: `flatout run` against plain Python. Takes about a second."""
+    script = folder / "empty.py"
+    script.write_text("")
+    flatout = [sys.executable, "-m", "flatout", "run", "--no-plan", "--no-report", str(script)]
+    differences = []
+    for _ in range(STARTS):
+        plain, ours = (_seconds(command) for command in ([sys.executable, str(script)], flatout))
+        differences.append(ours - plain)
+    return max(0.0, median(differences))
+
+
+def _seconds(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    return time.perf_counter() - began
