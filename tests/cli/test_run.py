@@ -195,7 +195,9 @@ def test_the_users_own_error_is_theirs_with_a_plan_too(run: Run, tmp_path: Path)
     source = CONVOLUTION.replace("optimizer.step()", "optimizer.step(); x = torch.randn(1, 9, 9); model(x)")
     (tmp_path / "flatout.toml").write_text(Plan(memory_format="channels_last").to_toml())
     plain, planned = run(source, flatout=False), run(source, "--trust-plan")
-    assert (planned.returncode, planned.stderr) == (1, plain.stderr)
+    trace, _, message = planned.stderr.partition("flatout: ")
+    assert (planned.returncode, trace) == (1, plain.stderr)
+    assert message.startswith("the script failed in the model under its plan (channels_last). If the plan is the cause")
 
 
 NET = "import torch\nclass Net(torch.nn.Sequential):\n    pass\n"
