@@ -59,8 +59,10 @@ class _OwnModules:
         return found
 
     def _search(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
-        for finder in list(sys.meta_path):
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+        finders = list(sys.meta_path)
+        after = finders.index(self) + 1 if self in finders else 0  # those before us were asked already
+        for finder in finders[after:]:
+            if (spec := finder.find_spec(name, path, target)) is not None:
                 return spec
         return None
 

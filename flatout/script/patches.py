@@ -29,6 +29,8 @@ class _Patch:
         self.own = vars(owner).get(name, _MISSING)
         original = getattr(owner, name)
         self.wrapper = make(original)
+        self.buried = False
+        """Did somebody put something over ours while it was in its place? Then it is reached through that."""
         functools.update_wrapper(self.wrapper, original)
         setattr(owner, name, self.wrapper)
         del original
@@ -36,6 +38,7 @@ class _Patch:
         self._own_references = sys.getrefcount(self.own) + 1  # once more, when it stands in its place again
 
     def take_off(self) -> None:
+        self.buried = self._current() is not self.wrapper and self._current() is not self.own
         if self._current() is not self.wrapper or sys.getrefcount(self.wrapper) > self._wrapper_references:
             return
         if self.own is _MISSING:
@@ -43,12 +46,18 @@ class _Patch:
         else:
             setattr(self.owner, self.name, self.own)
 
-    def put_on(self) -> None:
+    def put_on(self) -> bool:
+        """True if calls come by our wrapper now."""
         if self._current() is not self.own:
-            return
+            return self.is_reached
         if self.own is not _MISSING and sys.getrefcount(self.own) > self._own_references:
-            return
+            return False
         setattr(self.owner, self.name, self.wrapper)
+        return True
+
+    @property
+    def is_reached(self) -> bool:
+        return self._current() is self.wrapper or (self.buried and self._current() is not self.own)
 
     def accept_references(self) -> None:
         """Whoever holds the original by now has no script's reasons."""
@@ -77,9 +86,16 @@ class Patches:
         for patch in reversed(self._patches):
             patch.take_off()
 
-    def redo(self) -> None:
-        for patch in self._patches:
-            patch.put_on()
+    def redo(self) -> bool:
+        """Put all of them on again, or none; True if calls come by all of ours now."""
+        if all(patch.put_on() for patch in self._patches):
+            return True
+        self.undo()
+        return False
+
+    @property
+    def are_reached(self) -> bool:
+        return all(patch.is_reached for patch in self._patches)
 
     def accept_references(self) -> None:
         for patch in self._patches:

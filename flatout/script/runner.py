@@ -167,7 +167,10 @@ class Runner:
             if self.record.steps >= FIRST_WINDOW_STEP and now >= self._next_window:
                 self._window_began = now
                 self.watch.wake()
-                self.watch.open_window()
+                if self.watch.resting:  # it could not: the script has patches of its own there
+                    self._next_window = now + WINDOW_EVERY_SECONDS
+                else:
+                    self.watch.open_window()
             return
         step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS
         quick = step_seconds < QUICK_STEP_SECONDS

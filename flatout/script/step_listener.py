@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from flatout.data.nested import tensors_in
@@ -61,7 +62,8 @@ class StepListener:
             yield
             return
         try:
-            yield
+            with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+                yield
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
 

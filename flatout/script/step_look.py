@@ -11,12 +11,12 @@ its code anew, or not at all.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from flatout.levers.subject import Subject
+from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.own_modules import own_imports
 from flatout.script.step_memory import MemorySample, known_tensors
 
@@ -101,11 +101,3 @@ class StepLook:
 
     def _allocators(self, step: int) -> MemorySample | None:
         return None if self._device == "cpu" else MemorySample.of_cuda(step, self._device)
-
-
-def compile_was_asked_for() -> bool:
-    """Has the script called torch.compile, or had it trace anything? An optimizer alone imports it too."""
-    frames = sys.modules.get("torch._dynamo.utils")
-    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
-    traced = frames is not None and frames.counters["frames"]["total"] > 0
-    return traced or any(backend is not None for backend in backends.values())

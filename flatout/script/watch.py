@@ -24,13 +24,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from flatout.levers.subject import Handles, Subject
+from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.device_calls import DeviceCalls
 from flatout.script.patches import ImportWatch, Patches
 from flatout.script.spans import Spans, StepRow
+from flatout.script.step_hooks import StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.tracebacks import leave_no_frame
 from flatout.script.weights import WeightProbe
@@ -55,22 +57,6 @@ class OpenStep(NamedTuple):
 
     identity: int
     span: list[Any] | None
-
-
-class StepHook:
-    """One of torch's hooks around every optimizer's step, under a key of our own.
-
-    To register it with torch would take one of the numbers that also name the script's hooks.
-    """
-
-    def __init__(self, hooks: dict[Any, Any], call: Callable[[Any, Any, Any], None]) -> None:
-        self._hooks, self._call = hooks, call
-
-    def add(self) -> None:
-        self._hooks[self] = self._call
-
-    def remove(self) -> None:
-        self._hooks.pop(self, None)
 
 
 class Watch:
@@ -154,9 +140,6 @@ class Watch:
 
         assert self._step_starts is not None
         self._step_starts.add()
-        if len(self._patches):
-            self._patches.redo()
-            return
         self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_pass(original, "tensors"))
         self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_pass(original, "outputs"))
         self._patches.replace(torch.nn.Module, "__call__", self._wrap_module_call)
@@ -165,7 +148,9 @@ class Watch:
 
     def uninstall(self) -> None:
         self.disable()
-        self._unpatch()
+        self._patches.undo()
+        if self._step_starts is not None:
+            self._step_starts.remove()
         self._lasting_patches.undo()
         if self._dynamo_watch is not None:
             self._dynamo_watch.remove()
@@ -173,7 +158,8 @@ class Watch:
             self._step_ends.remove()
 
     def _unpatch(self) -> None:
-        self._patches.undo()
+        if not compile_was_asked_for():  # it guards what it traced: our wrappers stay, and pass calls through
+            self._patches.undo()
         if self._step_starts is not None:
             self._step_starts.remove()
 
@@ -190,10 +176,15 @@ class Watch:
         self._unpatch()
 
     def wake(self) -> None:
-        if self.resting and self.enabled:
-            self.count_passed()
+        """Watch whole steps again; goes on resting where the script has put its own functions in the place of torch's,
+        or has asked for torch.compile meanwhile."""
+        if not self.resting or not self.enabled:
+            return
+        self.count_passed()
+        if self._patches.are_reached if compile_was_asked_for() else self._patches.redo():
             self.resting = False
-            self._patch()
+            assert self._step_starts is not None
+            self._step_starts.add()
 
     def count_passed(self) -> None:
         """Add the steps that were let pass since the last boundary, and those of optimizers that took over."""
@@ -226,7 +217,7 @@ class Watch:
         self.rows = []
         self._spans.take()
         self._row_backwards = 0
-        if self._on_device():
+        if self._on_device() and not compile_was_asked_for():
             self.device_calls = self.device_calls or DeviceCalls(self._enter_device_call, self._spans.leave)
             self.device_calls.install(sys.modules["torch"])
         self._row_start = time.perf_counter()
@@ -253,7 +244,7 @@ class Watch:
         if self._compiling() or not self._here():  # torch.compile traces this call: it must see nothing but torch
             return
         if self._optimizers_open:  # an exception may have left some of them
-            del self._optimizers_open[_steps_around(sys._getframe(1)) :]
+            del self._optimizers_open[steps_around(sys._getframe(1)) :]
         if not self._optimizers_open:
             self.subject.optimizers.add(optimizer)
             for callback in self.before_optimizer:
@@ -288,7 +279,7 @@ class Watch:
         """`first` names the roots: 'tensors' of `backward`, 'outputs' of `grad` (which accumulates nothing)."""
         watch, accumulates = self, first == "tensors"
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def observed(*args: Any, **kwargs: Any) -> Any:
             if watch._compiling() or watch.resting or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
@@ -297,8 +288,11 @@ class Watch:
             if not args and first not in kwargs:
                 return original(**kwargs)  # the mistake is torch's to explain
             roots = args[0] if args else kwargs.pop(first)
+            return watch._pass(original, accumulates, roots, args[1:], kwargs)
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
             try:
-                return watch._pass(original, accumulates, roots, args[1:], kwargs)
+                return observed(*args, **kwargs)
             except BaseException as error:
                 leave_no_frame(error)
                 raise
@@ -338,9 +332,9 @@ class Watch:
         watch, compiling = self, self._compiling  # torch.compile sees one constant, and nothing of ours
 
         def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if compiling() or watch.inside or watch.resting:
-                return original(module, *args, **kwargs)
             try:
+                if compiling() or watch.inside or watch.resting:
+                    return original(module, *args, **kwargs)
                 return watch._outermost(original, module, args, kwargs)
             except BaseException as error:
                 leave_no_frame(error)
@@ -415,7 +409,7 @@ class Watch:
     def _wrap_loader_iter(self, original: Any) -> Any:
         def __iter__(loader: Any) -> Any:
             if not self._here():
-                return original(loader)
+                return self._unseen(original, loader)
             for hook in self.subject.iterator_hooks:
                 hook(loader)
             began = time.perf_counter()
@@ -437,7 +431,7 @@ class Watch:
     def _wrap_next(self, original: Any) -> Any:
         def __next__(iterator: Any) -> Any:
             if self.resting or not self._here():
-                return original(iterator)
+                return self._unseen(original, iterator)
             self._last_loader = self._loader_of.get(iterator, (None,))[0]
             span = self._spans.enter("pending") if self.rows is not None else None
             try:
@@ -450,6 +444,14 @@ class Watch:
                     self._spans.leave(span)
 
         return __next__
+
+    @staticmethod
+    def _unseen(original: Any, *args: Any) -> Any:
+        try:
+            return original(*args)
+        except BaseException as error:
+            leave_no_frame(error)
+            raise
 
     def _boundary(self) -> None:
         if self.steps == 0:
@@ -472,15 +474,6 @@ class Watch:
         parts["other"] = max(0.0, seconds - sum(parts.values()))
         self.rows.append(StepRow(seconds=seconds, parts=parts, backwards=self._row_backwards))
         self._row_backwards = 0
-
-
-def _steps_around(frame: FrameType) -> int:
-    """How many optimizer steps the one that has just begun lies in; `frame` is that of torch's wrapper around it."""
-    wrapper, outer, steps = frame.f_code, frame.f_back, 0
-    while outer is not None:
-        steps += outer.f_code is wrapper
-        outer = outer.f_back
-    return steps
 
 
 def _has_weights(module: Any) -> bool:

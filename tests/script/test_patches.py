@@ -96,3 +96,63 @@ def test_a_package_that_is_not_there_is_waited_for(package: str) -> None:
                 __import__("not_there_yet")
     finally:
         watch.remove()
+
+
+def counting(calls: list[str], name: str) -> Any:
+    def make(original: Any) -> Any:
+        def wrapper(self: Any, x: int) -> int:
+            calls.append(name)
+            return original(self, x)
+
+        return wrapper
+
+    return make
+
+
+def test_what_a_script_puts_over_ours_stays() -> None:
+    class Owner:
+        def method(self, x: int) -> int:
+            return x
+
+    calls: list[str] = []
+    patches = Patches()
+    patches.replace(Owner, "method", counting(calls, "ours"))
+    ours = Owner.method
+    theirs = counting(calls, "theirs")(ours)
+    Owner.method = theirs  # type: ignore[method-assign]
+    patches.undo()
+    assert Owner.method is theirs
+    assert patches.redo()
+    assert Owner.method is theirs
+    Owner().method(1)
+    assert calls == ["theirs", "ours"]
+    Owner.method = ours  # type: ignore[method-assign]
+    patches.undo()
+    assert Owner.method is ours  # the script holds it, and may compare it or put it back
+    del theirs, ours
+    patches.undo()
+    assert Owner().method(2) == 2
+    assert calls == ["theirs", "ours"]
+
+
+def test_nothing_of_ours_is_put_over_what_a_script_put_there_or_keeps() -> None:
+    class Owner:
+        def method(self, x: int) -> int:
+            return x
+
+    calls: list[str] = []
+    patches = Patches()
+    patches.replace(Owner, "method", counting(calls, "ours"))
+    patches.undo()
+    kept = Owner.method
+    assert not patches.redo()
+    assert Owner.method is kept
+    Owner.method = theirs = counting(calls, "theirs")(kept)  # type: ignore[method-assign]
+    assert not patches.redo()
+    assert Owner.method is theirs
+    Owner.method = kept  # type: ignore[method-assign]
+    del kept, theirs
+    assert patches.redo()
+    Owner().method(1)
+    assert calls == ["ours"]
+    patches.undo()

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.levers.subject import Subject
 from flatout.script import runner as runners
-from flatout.script import step_look
+from flatout.script import step_look, watch
 from flatout.script.runner import Runner
 from flatout.script.step_listener import StepListener
 from flatout.script.step_look import COMPILED, NO_MODULE, OTHER_MODE, StepLook
@@ -25,7 +25,8 @@ from flatout.train.flops import OperationCount
 def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     monkeypatch.setattr(runners, "WINDOW_EVERY_SECONDS", 0.0)
     monkeypatch.setattr(runners, "WINDOW_LONGEST_SECONDS", 0.0)
-    monkeypatch.setattr(step_look, "compile_was_asked_for", lambda: False)  # another test may have compiled
+    for module in (step_look, watch):
+        monkeypatch.setattr(module, "compile_was_asked_for", lambda: False)  # another test may have compiled
     runner = Runner()
     runner._torch_imported(torch)
     yield runner
@@ -93,6 +94,7 @@ def test_an_error_of_the_count_is_no_error_of_the_script(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(StepListener, "hold", lambda self, tensors: None)
     monkeypatch.setattr(OperationCount, "add", fails)
+    monkeypatch.setattr(step_look, "compile_was_asked_for", lambda: False)
     look = StepLook(Subject())
     look.begin("cpu", compiled=False)
     x = torch.ones(3, requires_grad=True)

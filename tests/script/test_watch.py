@@ -463,7 +463,7 @@ def test_spans_left_by_an_exception_close_with_the_outer_one(monkeypatch: pytest
 @pytest.mark.parametrize("steps", [40, 41, 57, 100])
 def test_steps_that_are_let_pass_are_counted(runner: Runner, steps: int) -> None:
     """Quick steps are looked at several at a time; the count is exact all the same."""
-    optimizer_loop(40)  # past the first window
+    optimizer_loop(80)  # past the first window
     runner.watch.wake()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

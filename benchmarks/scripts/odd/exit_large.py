@@ -1,0 +1,5 @@
+"""sys.exit with more than a byte."""
+
+import sys
+
+sys.exit(-300)

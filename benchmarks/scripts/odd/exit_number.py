@@ -1,0 +1,5 @@
+"""sys.exit with a number."""
+
+import sys
+
+sys.exit(3)

@@ -1,0 +1,6 @@
+"""sys.exit with words."""
+
+import sys
+
+print("out")
+sys.exit("some words")

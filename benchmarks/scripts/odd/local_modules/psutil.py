@@ -1,0 +1,3 @@
+"""Not the package."""
+
+WHOSE = "the script's"

@@ -1,0 +1,3 @@
+"""Not the standard library's."""
+
+WHOSE = "the script's"
