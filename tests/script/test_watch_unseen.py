@@ -68,7 +68,6 @@ def test_nothing_keeps_what_the_script_drops(runner: Runner) -> None:
         model, loader = net(), DataLoader(TensorDataset(torch.randn(8, 3)), 4)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         iterator = iter(loader)
-        loader.kept = iterator  # as one with persistent workers keeps it
         for (x,) in iterator:
             model(x).sum().backward()
             optimizer.step()
