@@ -1,5 +1,7 @@
 """On a real GPU, where there is one."""
 
+import os
+
 import pytest
 import torch
 
@@ -28,9 +30,10 @@ def test_the_driver_and_torch_speak_of_the_same_gpu() -> None:
     properties = torch.cuda.get_device_properties(0)
     assert first.name == properties.name
     assert first.compute_capability == (properties.major, properties.minor)
-    assert first.multiprocessors == properties.multi_processor_count
+    assert first.multiprocessors in (properties.multi_processor_count, None)  # None: the driver does not tell
 
 
+@pytest.mark.skipif("STAND_IN" in os.environ, reason="the stand-in has no speed of its own")
 def test_ceilings_of_a_gpu_are_whole() -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     found = measure_ceilings(detect(), quick=True)

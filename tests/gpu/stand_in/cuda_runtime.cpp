@@ -45,7 +45,7 @@ extern "C" {
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   memset(p, 0, sizeof *p);
-  strncpy(p->name, setting("STAND_IN_NAME", "NVIDIA GeForce RTX 4090"), sizeof p->name - 1);
+  strncpy(p->name, setting("STAND_IN_NAME", "Fake NVIDIA GeForce RTX 4090"), sizeof p->name - 1);
   for (int i = 0; i < 16; i++) p->uuid.bytes[i] = static_cast<char>(i + 1 + device);
   p->totalGlobalMem = strtoull(setting("STAND_IN_BYTES", "25769803776"), nullptr, 10);
   p->major = number("STAND_IN_MAJOR", "8");
