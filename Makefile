@@ -16,8 +16,11 @@ demo: install
 	$(BIN)/flatout tune --budget 180 examples/digits_mlp.py
 	$(BIN)/flatout run examples/digits_mlp.py
 
+# Each worker has one thread and about 1 GiB.
+TEST_WORKERS ?= 2
+
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 # torch's own CUDA build over a GPU made of host memory: see tests/gpu/stand_in/README.md. Not part of `make test`.
 CUDA_VENV ?= $(HOME)/.cache/flatout/cuda-venv

@@ -195,7 +195,7 @@ class Loop(list[Any]):
         (torch.nn.Linear(1, 1), "Linear"),
         (np.array([object()]), "numpy's dtype object"),
     ],
-    ids=str,
+    ids=["lambda", "object", "list of itself", "deque", "sparse", "meta", "module", "array of objects"],
 )
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: Path, value: Any, told: str) -> None:
     state = {"optimizer": {"state": {0: [1, value]}}}
