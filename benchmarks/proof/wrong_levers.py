@@ -26,6 +26,8 @@ DECAYED = ("numpy_batches", "gpt_accumulated", "cnn_schedule", "bf16_already", "
 ADAPTIVE = ("mlp_epochs", "numpy_batches", "lstm_text", "gpt_accumulated", "two_optimizers")
 DROPOUT = ("mlp_epochs", "gpt_accumulated", "two_optimizers")
 MOMENTUM = ("cnn_schedule", "bf16_already", *ADAPTIVE)
+BATCHED = tuple(script for script in ALL if script != "short")
+"""The short script has the same batch in every step."""
 PLAIN_STEP = ("cnn_schedule", "bf16_already")
 """Adam and RMSprop divide by the gradient's size: there a scaled gradient changes nothing."""
 
@@ -468,8 +470,8 @@ FAULTS: tuple[tuple[str, Callable[[], Context], tuple[str, ...]], ...] = (
     ("inputs of three bits", lambda: inputs(coarse), ("mlp_epochs", "numpy_batches", "cnn_schedule", "bf16_already")),
     ("half of the batch twice", lambda: inputs(half_repeated), ALL),
     ("inputs and targets out of step", lambda: inputs(rolled), ALL),
-    ("inputs of the step before", lambda: inputs(previous()), ALL),
-    ("samples of the first 20 batches for ever", lambda: inputs(remembered(20)), ALL),
+    ("inputs of the step before", lambda: inputs(previous()), BATCHED),
+    ("samples of the first 20 batches for ever", lambda: inputs(remembered(20)), BATCHED),
     ("dropout off", lambda: off("Dropout"), DROPOUT),
     ("batch norm as in evaluation", lambda: off("BatchNorm"), ("cnn_schedule",)),
     ("loss halved", lambda: loss_scaled(0.5), ALL),

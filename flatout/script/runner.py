@@ -191,6 +191,6 @@ class Runner:
         self._rest()
 
     def _rest(self) -> None:
-        if not self._choices:
-            step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS
-            self.watch.rest(min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE))
+        """Where a lever stands around calls, the watch goes on: it is what calls the lever."""
+        step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS
+        self.watch.rest(min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE))
