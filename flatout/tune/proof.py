@@ -19,16 +19,19 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from flatout.statistics import median, quantile
+from flatout.statistics import median
 from flatout.tune.numerics import Check, GradientDifference, Numerics, TensorDifference
 
 ROUNDING_FACTOR = 40.0
 """A lever rounds at every operation of every step, the nudge only once: so many times its effect is still rounding."""
-GRADIENT_ROUNDING_FLOOR = 3e-5
-LOSS_ROUNDING_FLOOR = 2e-6
+GRADIENT_ROUNDING_FLOOR = 1e-4
+LOSS_ROUNDING_FLOOR = 1e-4
+"""A single unit of a ReLU or a pool that falls to the other side makes so much, at a step at which the nudged run had
+none. What a lever does wrong in every step is found by gradients and updates, at the check steps, far below that."""
 UPDATE_ROUNDING, UPDATE_ULPS = 1e-4, 4.0
 """From equal gradients an optimizer's update is equal to so many parts of it, or rounding errors of the weights."""
-DRIFT_ULPS = 8.0
+DRIFT_ROUNDING, DRIFT_ULPS = 1e-3, 8.0
+"""The same between check steps; a single update that is lost is some per cent of the way."""
 
 LOST_IN_ROUNDING = 0.03
 """A gradient that one fp32 rounding error changes by so much is all cancellation (the bias of keys in attention, or one
@@ -42,9 +45,11 @@ REDUCED_BIAS, REDUCED_BIAS_FEW = 0.1, 0.4
 three check steps do not tell the noise."""
 REDUCED_DRIFT_LIMIT = 0.02
 """The losses of the later half may differ by so much of their level, or by three times what a nudge of 16 bits does."""
-STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 12.0, 0.05
-"""A step whose loss differs by so many times the 90th percentile, and by this share of the level, is another step."""
-STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.1
+REDUCED_GRADIENT_ANYWHERE = 0.5
+"""... and this at any single check step: there, it is the gradient of another batch."""
+STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 30.0, 0.01
+"""A step whose loss differs by so many times the median, and by this share of the level, is another step."""
+STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.015
 
 STATISTICAL_RESOLUTION = 0.25
 """Where not even a difference of so much would have been seen, nothing was shown."""
@@ -233,7 +238,7 @@ def _drift_beyond_rounding(nudged: Numerics, candidate: Numerics) -> str | None:
     for check, floor in _beside(candidate, nudged):
         own = _errors(floor.drift) if floor else {}
         for drift in check.drift:
-            limit = max(DRIFT_ULPS * drift.rounding, UPDATE_ROUNDING * drift.moved)
+            limit = max(DRIFT_ULPS * drift.rounding, DRIFT_ROUNDING * drift.moved)
             if drift.error > max(limit, ROUNDING_FACTOR * own.get(drift.name, 0.0)):
                 share = drift.error / drift.moved if drift.moved else math.inf
                 return f"{drift.name} is {share:.1e} of its way off at step {check.step + 1}"
@@ -249,9 +254,12 @@ def _gradients_beyond_16_bits(nudged: Numerics, candidate: Numerics) -> str | No
         return "no gradient could be compared"
     floors = {name: median([g.relative for g in found]) for name, found in _by_name(nudged).items()}
     lost = {name for name, own in floors.items() if own > LOST_IN_ROUNDING}
-    whole = median([_whole([g for g in check.gradients if g.name not in lost]) for check in compared])
-    if whole > REDUCED_GRADIENT_LIMIT:
-        return f"the gradient as a whole differs by {whole:.0%} of its size, more than 16-bit products explain"
+    wholes = [_whole([g for g in check.gradients if g.name not in lost]) for check in compared]
+    if median(wholes) > REDUCED_GRADIENT_LIMIT:
+        return f"the gradient as a whole differs by {median(wholes):.0%} of its size, more than 16-bit products explain"
+    for check, whole in zip(compared, wholes, strict=True):
+        if whole > REDUCED_GRADIENT_ANYWHERE:
+            return f"the gradient as a whole differs by {whole:.0%} of its size at step {check.step + 1}"
     for name, found in _by_name(candidate).items():
         present = [gradient for gradient in found if gradient.size]
         if present and all(gradient.product == 0 for gradient in present):
@@ -281,7 +289,7 @@ def _step_stands_out(plain: Numerics, checked: Numerics) -> str | None:
     differences = _loss_differences(plain, checked)
     if len(differences) < 4:
         return None
-    usual = quantile([value for _, value in differences], 0.9)
+    usual = median([value for _, value in differences])
     for step, value in differences:
         if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual):
             return f"the loss of step {step + 1} differs by {value:.0%}, those of other steps by {usual:.1%}"
