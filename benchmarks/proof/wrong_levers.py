@@ -1,7 +1,8 @@
 """Levers that change what is learned, each in another way. None of them may be accepted at what it claims.
 
 `FAULTS` holds (name, how, scripts on which it does something). Each claims 'reduced', the claim that is easiest to
-pass; the proof tries 'within rounding' before that, so one run tells about both. `NOT_DETECTABLE` says beforehand which are within what a claim allows, and why.
+pass; the proof tries 'within rounding' before that, so one run tells about both. `NOT_DETECTABLE` says beforehand
+which of them are within what a claim allows, and why.
 """
 
 from __future__ import annotations
