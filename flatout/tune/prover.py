@@ -34,6 +34,9 @@ LEAST_STEPS = 8
 CHECKS, STEPS_A_CHECK = 12, 4
 SHARE_FOR_RUNS = 0.7
 """Of the time; the rest is for finding a guilty lever."""
+LEAST_SHARE = 0.05
+"""Of the whole budget, for the steps themselves: starting the runs may have taken all that was meant for the proof, and
+a few hundred quick steps more cost little beside that."""
 RECORDING_FACTOR = 1.5
 STATISTICAL_RUNS = 3
 
@@ -240,7 +243,8 @@ class Prover:
         # plain and again; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
         runs = 2 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
         available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - runs * pattern.startup_seconds)
-        affordable = int(available / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
+        least = LEAST_SHARE * self._deadline.budget_seconds
+        affordable = int(max(available, least) / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
         return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
 
 
