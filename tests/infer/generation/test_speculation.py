@@ -60,11 +60,11 @@ def test_lookup_limits() -> None:
 
 def test_a_lookup_costs_microseconds_however_long_the_text() -> None:
     lookup = Lookup(torch.randint(50_000, (50_000,), generator=torch.Generator().manual_seed(0)).tolist())
-    start = time.perf_counter()
+    start = time.thread_time()
     for token in range(2_000):
         lookup.extend([token])
         lookup.propose(8)
-    assert (time.perf_counter() - start) / 2_000 < 100e-6  # about 2 us; far above, for a busy machine
+    assert (time.thread_time() - start) / 2_000 < 100e-6  # about 2 us; far above, for a busy machine
 
 
 def table(seed: int, sampling: Sampling, spread: float = 1.5) -> torch.Tensor:

@@ -228,7 +228,7 @@ def test_at_the_end_nothing_is_held_back() -> None:
 
 def test_a_token_costs_microseconds() -> None:
     watch = Watch(stops_from([[1] * 50 + [2], [3, 1], 9], eos=0))
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20_000):
         watch.feed(1)
-    assert (time.perf_counter() - start) / 20_000 < 20e-6  # about 0.5 us; far above, for a busy machine
+    assert (time.thread_time() - start) / 20_000 < 20e-6  # about 0.5 us; far above, for a busy machine
