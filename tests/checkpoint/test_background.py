@@ -150,7 +150,7 @@ checkpoints.save({{"extra": torch.ones(2)}}, step=1)
         subprocess.Popen([sys.executable, "-c", program, *more], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for more in ([], ["fail"])
     ]
-    errors = [child.communicate(timeout=60)[1] for child in children]
+    errors = [child.communicate(timeout=200)[1] for child in children]
     assert errors[0] == ""
     assert "MachineError: no space for the checkpoint of step 1" in errors[1]
     assert os.listdir(tmp_path) == ["000001-step-1"]

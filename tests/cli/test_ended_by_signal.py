@@ -23,7 +23,7 @@ for stream in (sys.stdout, sys.stderr):
 time.sleep(1000)
 """
 PARENT = Path("/var/tmp")
-PATIENCE_SECONDS = 100.0
+PATIENCE_SECONDS = 200.0
 
 
 def ended(folder: Path, verb: str, number: int) -> tuple[int, Path, str]:

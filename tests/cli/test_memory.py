@@ -210,13 +210,16 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: int, said: bytes
         start_new_session=True,
     )
     children = f"/proc/{process.pid}/task/{process.pid}/children"
-    while not (child := Path(children).read_text().split()):
-        time.sleep(0.02)
-    while "config.json" not in (command := Path(f"/proc/{child[0]}/cmdline").read_text().rstrip("\0")):
-        time.sleep(0.02)  # between fork and exec
-    folder = Path(command.split("\0")[-1]).parent
-    os.killpg(process.pid, number)
-    stdout, stderr = process.communicate(timeout=30)
+    try:
+        while not (child := Path(children).read_text().split()):
+            time.sleep(0.02)
+        while "config.json" not in (command := Path(f"/proc/{child[0]}/cmdline").read_text().rstrip("\0")):
+            time.sleep(0.02)  # between fork and exec
+        folder = Path(command.split("\0")[-1]).parent
+        os.killpg(process.pid, number)
+        stdout, stderr = process.communicate(timeout=200)
+    finally:
+        process.kill()
     assert (process.returncode, stdout, stderr) == (128 + number, b"", said)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     while _runs(child[0]):  # the alarm of every test ends a wait that is in vain

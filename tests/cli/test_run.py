@@ -396,7 +396,7 @@ class Session:
     def read_until(self, wanted: str | None) -> None:
         """Read until `wanted` stands in the output; None: until the program has ended."""
         while wanted is None or wanted not in self.output:
-            ready, _, _ = select.select([self.master], [], [], 60)
+            ready, _, _ = select.select([self.master], [], [], 200)
             assert ready, f"{wanted!r} did not come; so far: {self.output!r}"
             try:
                 data = os.read(self.master, 65536)
@@ -411,7 +411,7 @@ class Session:
         (self.folder / "enough").touch()
         self.read_until(None)
         os.close(self.master)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=200)
 
 
 @pytest.fixture

@@ -17,12 +17,13 @@ import pytest
 GIVEN_BACK = b"\x1b[r"
 PROGRAM = """
 import os, sys, time, signal
-from flatout.report.live import StatusLine
-line = StatusLine(2, lambda: "one moment")
+from flatout.report import live
+live.REFRESH_SECONDS, drawn = 0.01, []
+line = live.StatusLine(2, lambda: drawn.append(1) or "one moment")
 line.start()
-while line._lifeline is None:
+while len(drawn) < 2:  # then the first stands on the terminal
     time.sleep(0.01)
-time.sleep(0.1)
+live.REFRESH_SECONDS = 30  # how long stop() waits for the thread
 {farewell}
 """
 
@@ -33,7 +34,7 @@ def on_terminal(farewell: str) -> tuple[bytes, int]:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     program = subprocess.Popen([sys.executable, "-c", PROGRAM.format(farewell=farewell)], stdout=slave, stderr=slave)
     os.close(slave)
-    seen, deadline = b"", time.monotonic() + 30
+    seen, deadline = b"", time.monotonic() + 200
     while time.monotonic() < deadline:
         if not select.select([master], [], [], 0.1)[0]:
             if program.poll() is not None and GIVEN_BACK in seen:
@@ -44,7 +45,7 @@ def on_terminal(farewell: str) -> tuple[bytes, int]:
         except OSError:  # nobody holds the other end any more
             break
     os.close(master)
-    return seen, program.wait(timeout=30)
+    return seen, program.wait(timeout=200)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ with work_folder(Path(sys.argv[1])) as folder:
 
 def killed_owner(parent: Path, kept: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", KILLED, str(parent), str(kept)], env=environment, timeout=60)
+    subprocess.run([sys.executable, "-c", KILLED, str(parent), str(kept)], env=environment, timeout=200)
 
 
 def test_the_folder_of_a_killed_owner_is_removed_and_that_of_a_live_one_is_not(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run_stranger() -> Callable[..., dict[str, Any]]:
     def run(**asked: Any) -> dict[str, Any]:
         command = [sys.executable, str(HERE / "stranger.py"), json.dumps(asked, default=str)]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
         if "MachineError" in ended.stderr:
             pytest.skip(ended.stderr.splitlines()[-1])
         assert ended.returncode == 0, ended.stderr

@@ -73,7 +73,7 @@ def stop(description):
 """
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
     command = [sys.executable, "-W", "error", "-c", preface + code]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
 
 
 def test_what_may_be_written(tmp_path: Path) -> None:

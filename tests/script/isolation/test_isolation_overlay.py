@@ -123,7 +123,7 @@ def in_small_file_system(mounted: Path, size: str, asked: dict[str, Any]) -> dic
     script = HERE / "small_file_system.py"
     command = [sys.executable, str(script), str(mounted), size, json.dumps(asked, default=str)]
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     if "MachineError" in ended.stderr or "refused" in ended.stderr:
         pytest.skip(ended.stderr.splitlines()[-1])
     assert ended.returncode == 0, ended.stderr

@@ -48,7 +48,7 @@ def start(new_place: Place) -> Iterator[Callable[..., Started]]:
     yield run
     for process in begun:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def inside(start: Callable[..., Started]) -> Callable[..., tuple[int, str]]:
 
     def run(code: str, **more: Any) -> tuple[int, str]:
         process = start(code, **more)
-        printed, errors = process.communicate(timeout=60)
+        printed, errors = process.communicate(timeout=200)
         if "MachineError" in errors:
             pytest.skip(errors.splitlines()[-1])
         return process.returncode, printed + errors
@@ -88,7 +88,7 @@ def test_they_end_with_whoever_is_told_to_end_the_trial(start: Any, way: str) ->
     if process.stdout.readline() != "begun\n":
         pytest.skip(process.stderr.read())
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60) == ("", "")
+    assert process.communicate(timeout=200) == ("", "")
     assert process.returncode == -signal.SIGKILL
 
 
@@ -198,7 +198,7 @@ def test_the_network_is_there_where_it_is_allowed(inside: Any) -> None:
 @pytest.mark.parametrize("mode", ["overlay", "guard"])
 def test_without_a_network_of_its_own_no_trial(start: Any, mode: str) -> None:
     process = start("print('ran')", mode=mode, processes="reaper", network_refused=True)
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=200)
     assert printed == ""
     assert "pass --allow-network" in errors
     assert process.returncode == 1
