@@ -66,8 +66,12 @@ class LossParts:
 
 
 def on_host(value: Any) -> bool:
-    """Can this number be read without waiting for a device?"""
-    return isinstance(value, int | float) or value.device.type == "cpu"
+    """Can this number be read without waiting for a device? A fake tensor has none to read."""
+    if isinstance(value, int | float):
+        return True
+    from flatout.memory.fake_run import is_fake
+
+    return value.device.type == "cpu" and not is_fake(value)
 
 
 def figures_of(returned: Any) -> tuple[Any, dict[str, Any]]:
