@@ -171,26 +171,34 @@ def main() -> int:
     cases = wrong_cases(draw, arguments.scripts, arguments.sample) if arguments.kind != "right" else []
     cases += right_cases() if arguments.kind != "wrong" and arguments.sample is None else []
     cases = [case for case in cases if arguments.only in case.lever and case.script in (arguments.on or [case.script])]
-    outcomes = []
+    outcomes: list[Outcome] = []
     for outcome in run(cases):
         outcomes.append(outcome)
-        case = outcome.case
-        mark = "  " if outcome.as_it_should else "!!"
-        told = f"{case.lever} = {case.value}" if not case.wrong else case.lever
-        where = f"{case.script}{'' if case.seeded else ' --unseeded'}"
-        print(f"{mark} {told:55} {where:28} {outcome.verdict:16} {outcome.reason}", flush=True)
-    rates = summary(outcomes)
-    print("\n".join(f"{name:28} {rate}" for name, rate in rates.items()))
-    if arguments.out:
-        machine = detect()
-        document = {
-            "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
-            "arguments": " ".join(sys.argv[1:]),
-            "rates": rates,
-            "outcomes": [asdict(one) for one in outcomes],
-        }
-        arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        print(_line(outcome), flush=True)
+        if arguments.out:
+            _write(arguments.out, outcomes)
+    print("\n".join(f"{name:28} {rate}" for name, rate in summary(outcomes).items()))
     return 0 if all(one.as_it_should for one in outcomes) else 1
+
+
+def _line(outcome: Outcome) -> str:
+    case = outcome.case
+    told = case.lever if case.wrong else f"{case.lever} = {case.value}"
+    where = f"{case.script}{'' if case.seeded else ' --unseeded'}"
+    mark = "  " if outcome.as_it_should else "!!"
+    return f"{mark} {told:55} {where:28} {outcome.verdict:16} {outcome.reason}"
+
+
+def _write(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """After every case: such a run takes half an hour, and may be ended before."""
+    machine = detect()
+    document = {
+        "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+        "arguments": " ".join(sys.argv[1:]),
+        "rates": summary(outcomes),
+        "outcomes": [asdict(one) for one in outcomes],
+    }
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ WANTED_STEPS = {"bit-same": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
 """What a script does once an epoch is seen only by a run of more than two; 'more', as a first step has passed."""
 LEAST_STEPS = 8
-CHECKS, STEPS_A_CHECK = 12, 4
+CHECKS, STEPS_A_CHECK = 24, 4
 SHARE_FOR_RUNS = 0.7
 """Of the time; the rest is for finding a guilty lever."""
 LEAST_SHARE = 0.05

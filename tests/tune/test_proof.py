@@ -134,9 +134,10 @@ BEYOND_REDUCED: dict[str, tuple[Numerics, str]] = {
     "inverted": (with_gradient(NOISY, "0.bias", 2.0, -1.0), "gradient"),
     "lost": (with_gradient(NOISY, "0.bias", 1.0, 0.0), "gradient"),
     "halved": (with_gradient(NOISY, "0.bias", 0.5, 0.5), "gradient"),
-    "drowned": (run(seed=2, noise=3e-3, gradient=1.3), "as a whole differs by 130%"),
+    "drowned": (run(seed=2, noise=3e-3, gradient=1.3), "as a whole differs by 130.0%"),
     "an update": (with_check(NOISY, 2, updates=check(20, update=1e-3).updates), "from the same gradients"),
     "another batch": (replace(NOISY, losses=(*NOISY.losses[:20], (1.7,), *NOISY.losses[21:])), "loss of step 21"),
+    "a step in ten lost": (run(seed=2, noise=3e-3, gradient=0.005, drift=0.1), "the weights go 10% of their way"),
     "a lost momentum": (with_check(NOISY, 2, drift=check(20, drift=0.4).drift), "before step 21"),
     "NaN": (replace(NOISY, finite=False), "infinite or NaN"),
 }
