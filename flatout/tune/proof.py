@@ -316,7 +316,7 @@ def _stretch_stands_out(checked: Numerics) -> str | None:
 
 
 def _way_beyond_gradients(checked: Numerics) -> str | None:
-    """Noise of the gradients takes the weights off their way about as far as it is large; lost steps take them farther."""
+    """Noise of the gradients takes the weights about as far off their way as it is large; lost steps, farther."""
     shares = list(_stretches(checked).values())
     wholes = [_whole(check.gradients) for check in checked.checks if check.gradients]
     if not shares or not wholes:
