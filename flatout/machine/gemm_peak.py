@@ -18,7 +18,7 @@ from flatout.timing import Measurement
 CPU_DTYPES = ("fp32", "bf16", "fp16", "int8")
 CUDA_DTYPES = ("fp32", "tf32", "bf16", "fp16", "int8")
 _CPU_SIZES = (256, 512, 1024, 2048, 4096)
-_CUDA_SIZES = (1024, 2048, 4096, 8192, 16384)
+_CUDA_SIZES = (256, 1024, 2048, 4096, 8192, 16384)
 # A size is tried only if the last one's speed promises that a product takes at most this share of the dtype's time, or
 # this long: on a busy machine every small product takes 8 ms, which says nothing of a larger one.
 _LARGEST_SHARE = 1 / 10

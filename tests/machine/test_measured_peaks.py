@@ -1,11 +1,12 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flatout.errors import MachineError
-from flatout.machine import bandwidth_peak, gemm_peak, measured_peaks
+from flatout.machine import bandwidth_peak, gemm_peak, measured_peaks, probe
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.machine.disk_peak import disk_peak, file_system_of
@@ -61,6 +62,39 @@ def test_a_dtype_without_instructions_stays_small(monkeypatch: pytest.MonkeyPatc
     assert tried == [256]
     assert peak is not None
     assert peak.how == "256 x 256 x 256"
+
+
+@pytest.mark.parametrize(("call_seconds", "calls_a_sample"), [(0.001, 8), (0.5, 1)])
+def test_long_calls_are_not_queued_on_a_gpu(
+    call_seconds: float, calls_a_sample: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoGpu:
+        def __init__(self, index: int) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    def measured(function: Callable[[], object], **limits: object) -> Measurement:
+        function()
+        return Measurement(name="", samples_seconds=(8.0,))
+
+    calls: list[None] = []
+    monkeypatch.setattr(probe, "CudaDevice", NoGpu)
+    monkeypatch.setattr(probe, "_second_call_seconds", lambda function, synchronize: call_seconds)
+    monkeypatch.setattr(probe, "measure", measured)
+    found = probe.timed(lambda: calls.append(None), "cuda", 0.01)
+    assert (len(calls), found.samples_seconds) == (calls_a_sample, (8.0 / calls_a_sample,))
+
+
+def test_a_gpu_is_asked_for_a_small_product_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def slow(size: int, dtype: str, device: str, seconds: float) -> Measurement:
+        tried.append(size)
+        return Measurement(name="", samples_seconds=(0.03,))
+
+    monkeypatch.setattr(gemm_peak, "_time_product", slow)
+    gemm_peak.gemm_peak("fp16", "cuda", 0.4)
+    assert tried == [256]
 
 
 def test_a_dtype_that_torch_refuses_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
