@@ -261,6 +261,8 @@ class Search:
 
     def _second_look(self) -> None:
         """What was too small a part of the plain step to bother with may be a large one of the faster step."""
+        if self._remaining() <= 0:
+            return  # values not tried for lack of time would be listed a second time
         refused = {entry.label for entry in self.state.not_tried}
         for lever in self.levers:
             if not self.state.kept or lever.name not in refused or not self._exact_enough(lever):

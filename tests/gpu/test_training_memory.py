@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 
@@ -15,7 +16,10 @@ from flatout.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
-SAMPLES, WIDTH = (2048, 256) if "STAND_IN" in os.environ else (8192, 1024)  # the stand-in is no faster than its host
+# The stand-in computes on the host: no faster, and without the workspace that cuBLAS takes on such a GPU.
+STAND_IN = "STAND_IN" in os.environ
+SAMPLES, WIDTH = (2048, 256) if STAND_IN else (8192, 1024)
+ABSENT_BYTES = (8 * 1024 + 128) * 1024 if STAND_IN else 0
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
@@ -28,6 +32,7 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, to
 
 def run(plan: Plan) -> tuple[list[torch.Tensor], int]:
     """Weights after some steps, on the host; bytes at the peak of the last two, of what these steps hold alone."""
+    gc.collect()  # an earlier step in a cycle, freed in between, would make this one look smaller
     before = torch.cuda.memory_allocated()
     model, optimizer, batch = training()
     step = TrainStep(model, optimizer, LOSS, plan)
@@ -50,7 +55,7 @@ def test_activations_wait_in_the_host_s_memory_with_the_same_bits() -> None:
     made = flatout.forecast(model, optimizer, LOSS, batch, Plan(activation_offload=True))
     assert made.offloaded_bytes > 0.4 * plain_bytes
     assert away_bytes < 0.7 * plain_bytes
-    assert made.tensor_bytes == pytest.approx(away_bytes, rel=0.15)
+    assert made.tensor_bytes - ABSENT_BYTES == pytest.approx(away_bytes, rel=0.15)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -68,7 +73,7 @@ def test_a_forecast_is_what_the_allocator_then_holds() -> None:
     made = flatout.forecast(model, optimizer, LOSS, batch)
     del model, optimizer, batch
     _, peak_bytes = run(Plan())
-    assert made.tensor_bytes == pytest.approx(peak_bytes, rel=0.1)
+    assert made.tensor_bytes - ABSENT_BYTES == pytest.approx(peak_bytes, rel=0.1)
 
 
 def test_the_largest_batch_under_a_limit_is_found_and_the_limit_taken_back() -> None:

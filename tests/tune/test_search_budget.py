@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from flatout.errors import ScriptError
+from flatout.levers.compile import Compile
+from flatout.levers.lever import Choice
+from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.entry import Target
 from flatout.tune.deadline import BudgetSpent, Deadline
 from flatout.tune.search import Search, SearchLimits
@@ -52,6 +55,21 @@ def test_long_steps_are_blamed_where_they_are_long(tmp_path: Path) -> None:
 def test_silence_is_told_with_the_budget_that_was_given() -> None:
     error = no_step("train.py", 6.0, None, Deadline(10.0, clock=Clock()))
     assert str(error).startswith("train.py: no step in 6 s; the budget is 10 s; give it more with --budget")
+
+
+def test_what_the_time_did_not_suffice_for_is_listed_once(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    lever = Compile()
+    asked.levers = (lever,)
+    asked.state.kept = [Choice(lever, "default")]
+    asked.state.observed = Observed(device="cuda:0", modules=(ModuleSeen(kind="Net", parameters=1),))
+    clock.now = 10.0
+    asked._try_lever(lever)
+    listed = list(asked.state.not_tried)
+    assert [one.label for one in listed][:2] == ["torch.compile", "torch.compile reduce-overhead"]
+    asked._second_look()
+    assert asked.state.not_tried == listed
 
 
 STEPS = """
