@@ -44,7 +44,7 @@ def test_a_script_is_moved_by_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     levers = f"{Path(__file__).parent / 'stand_in_levers.py'}:LEVERS"
-    result = tune(TuneRequest(target=Target(path="train.py"), budget_seconds=300, levers=levers), detect())
+    result = tune(TuneRequest(target=Target(path="train.py"), budget_seconds=60, levers=levers), detect())
     moved, *others = result.state.trials
     assert (moved.label, moved.outcome) == ("moved to the GPU", "kept"), moved.reason
     assert result.state.observed.device == "hpu:0"

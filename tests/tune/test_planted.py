@@ -37,7 +37,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> TuneResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         request = TuneRequest(
-            target=Target(path="train.py"), budget_seconds=300, levers=f"{levers}:LEVERS", hang_floor_seconds=3.0
+            target=Target(path="train.py"), budget_seconds=120, levers=f"{levers}:LEVERS", hang_floor_seconds=3.0
         )
         found = tune(request, detect())
     assert [entry.name for entry in folder.iterdir()] == ["train.py"]
