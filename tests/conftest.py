@@ -16,6 +16,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # torch is not imported yet: this holds
 # A shell lets what it starts in the background ignore Ctrl-C, and its children too: tests that press it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup, whose wish a tune respects
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
