@@ -85,7 +85,8 @@ def test_the_guard_rejects_int8_activations_that_outliers_drown() -> None:
     trial = next(one for one in found.trials if one.label == "int8 weights and activations")
     assert trial.outcome == "dropped"
     assert trial.reason.startswith("not near enough to fp32: agreement")
-    assert by_label(found)["int8 weights"] == "kept"  # whose inputs are not rounded
+    unrounded = next(one for one in found.trials if one.label == "int8 weights")  # whose inputs are not rounded
+    assert not unrounded.reason.startswith("not near enough")  # whether it pays for one item depends on the machine
     assert found.plan.activations is None
 
 
