@@ -32,6 +32,7 @@ def everything_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(inference_search, "in_turns", declared)
     monkeypatch.setattr(inference_search, "FAR_SLOWER", 1e9)
+    monkeypatch.setattr(inference_search, "payoff_steps", lambda *_: None)  # what a start costs is the machine's affair
     monkeypatch.setattr(inference_search.InferenceSearch, "_drop_the_idle", lambda self: None)
 
 
@@ -85,8 +86,7 @@ def test_the_guard_rejects_int8_activations_that_outliers_drown() -> None:
     trial = next(one for one in found.trials if one.label == "int8 weights and activations")
     assert trial.outcome == "dropped"
     assert trial.reason.startswith("not near enough to fp32: agreement")
-    unrounded = next(one for one in found.trials if one.label == "int8 weights")  # whose inputs are not rounded
-    assert not unrounded.reason.startswith("not near enough")  # whether it pays for one item depends on the machine
+    assert by_label(found)["int8 weights"] == "kept"  # whose inputs are not rounded
     assert found.plan.activations is None
 
 
