@@ -44,6 +44,7 @@ LISTED = {
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
+    "torch._C._dynamo.eval_frame._set_lru_cache",
     "torch._C._functorch.maybe_current_level",
     "torch._C._get_tracing_state",
     "torch._dynamo.config",

@@ -64,16 +64,23 @@ class Compile(Lever):
 @contextlib.contextmanager
 def _as_eager() -> Iterator[None]:
     """Compiled code that behaves as the script's own: random numbers in eager order, and a graph that may be run
-    backwards more than once, also where the script begins to do so late."""
+    backwards more than once, also where the script begins to do so late.
+
+    Equal calls also run equal graphs. By default the graph used last is tried first, so that after a batch of another
+    size activation checkpointing may recompute with a graph that saves other tensors than the one in forward did.
+    """
+    import torch
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor
 
     before = inductor.fallback_random, autograd.donated_buffer
     inductor.fallback_random, autograd.donated_buffer = True, False
+    torch._C._dynamo.eval_frame._set_lru_cache(False)
     try:
         yield
     finally:
         inductor.fallback_random, autograd.donated_buffer = before
+        torch._C._dynamo.eval_frame._set_lru_cache(True)  # torch's default; it cannot be asked for
 
 
 def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:

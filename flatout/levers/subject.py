@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from flatout.levers.training_call import TrainingModes, is_plain_training
+from flatout.levers.training_call import CheckpointedCalls, TrainingModes, is_plain_training, is_recomputation
 
 T = TypeVar("T")
 Undo = Callable[[T], None]
@@ -92,6 +92,7 @@ class Subject:
     def __init__(self, *, training_only: bool = False) -> None:
         self.training_only = training_only
         self._modes = TrainingModes()
+        self._checkpointed = CheckpointedCalls()
         self.modules: Handles[Any] = Handles()
         self.optimizers: Handles[Any] = Handles()
         self.loaders: Handles[Any] = Handles()
@@ -111,16 +112,23 @@ class Subject:
         self._modes.note(module)
 
     def acts_on(self, module: Any) -> bool:
-        """Is the call of `module` that is about to run one that levers act on?"""
-        return is_plain_training() and (not self.training_only or self._modes.is_as_in_training(module))
+        """Do levers act on the call of `module` that is about to run?"""
+        return (is_plain_training() or is_recomputation()) and self._is_as_in_training(module)
 
     def call(self, module: Any, function: Callable[[], Any]) -> Any:
         """Run an outermost module call through the wrappers that levers have put around it, if it is theirs."""
-        if not self.acts_on(module):
+        if is_plain_training():
+            self._checkpointed.note(module)
+        elif module not in self._checkpointed or not is_recomputation():
+            return function()
+        if not self._is_as_in_training(module):
             return function()
         for wrapper in self.wrappers:
             function = _bind(wrapper, module, function)
         return function()
+
+    def _is_as_in_training(self, module: Any) -> bool:
+        return not self.training_only or self._modes.is_as_in_training(module)
 
     @contextlib.contextmanager
     def around_calls(self, wrapper: Wrapper) -> Iterator[None]:

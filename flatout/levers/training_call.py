@@ -1,7 +1,8 @@
 """Which calls of a model the levers act on: those that train, as a trial has seen them and no others.
 
 A trial proves a lever on training steps. The script's evaluation, what it does after training, and what takes a model
-apart (tracing, torch.func, the recomputation of a checkpointed part) run exactly as the script has them.
+apart (tracing, torch.func) run exactly as the script has them. What activation checkpointing recomputes runs as it did
+in forward.
 """
 
 from __future__ import annotations
@@ -12,17 +13,43 @@ from typing import Any
 
 
 def is_plain_training() -> bool:
-    """Is an ordinary forward under way that will be differentiated? Not inside a backward pass, which calls what it
-    recomputes as it was first called; not under torch.func, and not while the call is being traced."""
+    """Is an ordinary forward under way that will be differentiated? Not inside a backward pass; not under torch.func,
+    and not while the call is being traced."""
+    import torch
+
+    return torch._C._current_graph_task_id() == -1 and _is_differentiated()
+
+
+def is_recomputation() -> bool:
+    """Does a backward pass run part of a forward again that was an ordinary one?
+
+    So does `torch.utils.checkpoint` with use_reentrant=False. The other kind, and functions with a backward of their
+    own, ran their forward without gradients, as plain calls, and call them again as such.
+    """
+    import torch
+
+    return torch._C._current_graph_task_id() != -1 and _saves_for("_recomputation_hook") and _is_differentiated()
+
+
+def _is_differentiated() -> bool:
     import torch
 
     return (
         torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() == -1
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
         and not _is_fx_tracing()
     )
+
+
+def _saves_for(hook: str) -> bool:
+    """Does `torch.utils.checkpoint` take what is now saved for backward, through the hook of this name?"""
+    import torch
+
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return False
+    return bool(hooks[0].__qualname__.startswith(hook))
 
 
 def _is_fx_tracing() -> bool:
@@ -46,3 +73,20 @@ class TrainingModes:
         """True too for one that nothing is known of."""
         known = self._modes.get(id(module))
         return known is None or known[1] == bool(module.training)
+
+
+class CheckpointedCalls:
+    """Modules of which a whole outermost call was checkpointed, `checkpoint(model, x)`. In a recomputation theirs are
+    outermost calls again; those of other modules were inside one."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, weakref.ref[Any]] = {}
+
+    def note(self, module: Any) -> None:
+        """An outermost call of `module` begins."""
+        key = id(module)
+        if _saves_for("_checkpoint_hook") and key not in self._modules:
+            self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
+
+    def __contains__(self, module: object) -> bool:
+        return id(module) in self._modules

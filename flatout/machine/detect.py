@@ -6,12 +6,12 @@ user's script.
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import math
 import os
 import platform
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,6 +40,8 @@ _FEATURES = (
     "bf16",
     "i8mm",
 )
+# A line of torch/version.py. Not by `ast.parse`, which fails at times in several threads at once (CPython 3.11).
+_CONSTANT = re.compile(r"""^(\w+)(?:\s*:[^=]*)?\s*=\s*["']([^"']*)["']""", re.MULTILINE)
 _FAST_BY_FEATURE = {
     "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
     "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -167,17 +169,7 @@ def _torch_build() -> dict[str, str]:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
-    try:
-        tree = ast.parse(_read(Path(spec.origin).parent / "version.py"))
-    except SyntaxError:
-        return {}
-    found = {}
-    for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-            found[target.id] = value.value
-    return found
+    return dict(_CONSTANT.findall(_read(Path(spec.origin).parent / "version.py")))
 
 
 def _installed(package: str) -> str | None:

@@ -343,8 +343,10 @@ class Watch:
         return __call__
 
     def _outermost(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._here() or self._in_backward:  # what a checkpointed part recomputes is no call of the script's
+        if not self._here():
             return original(module, *args, **kwargs)
+        if self._in_backward:  # what activation checkpointing recomputes: no call of the script's, but levers act on it
+            return self._recomputed(original, module, args, kwargs)
         training = self._grad_enabled()
         if training:
             self._see_module(module)
@@ -365,6 +367,13 @@ class Watch:
             self.inside = False
             if span is not None and self.rows is not None:
                 self._spans.leave(span)
+
+    def _recomputed(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.inside = True
+        try:
+            return self.subject.call(module, lambda: original(module, *args, **kwargs))
+        finally:
+            self.inside = False
 
     def _wrap_scale(self, original: Any) -> Any:
         def scale(scaler: Any, outputs: Any) -> Any:

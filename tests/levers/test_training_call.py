@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flatout.levers.autocast import Autocast
 from flatout.levers.lever import Lever
+from flatout.levers.model_call import set_call, set_training_call
+from flatout.levers.subject import Subject
 from flatout.script.watch import Watch
 
 
@@ -69,6 +71,48 @@ def test_a_checkpointed_part_is_recomputed_as_it_was_computed(watch: Watch, reen
         once = 2 if reentrant else 1  # the other kind stops as soon as it has what it needs
         assert set(model.dtypes[:once]) == {torch.float32}
         assert set(model.dtypes[once:]) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_call_of_the_model_is_recomputed_as_it_was_computed(watch: Watch, reentrant: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with contextlib.ExitStack() as stack:
+        for step in range(3):
+            if step == 1:
+                stack.enter_context(Autocast().apply(watch.subject, "bf16"))
+                model.dtypes.clear()
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, requires_grad=True)
+            checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+            optimizer.step()
+        assert set(model.dtypes) == {torch.float32 if reentrant else torch.bfloat16}
+
+
+class Doubled:
+    """A call put in place of a block's own, which saves other tensors for backward than that does."""
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject) -> Iterator[None]:
+        def visit(module: Any) -> Any:
+            set_training_call(subject, module.a, lambda x: module.a._call_impl(x).exp().log(), module.a._call_impl)
+            return lambda module: set_call(module.a, None)
+
+        with subject.modules.each(visit):
+            yield
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_call_in_place_of_a_blocks_own_is_recomputed_too(watch: Watch, reentrant: bool | None) -> None:
+    model = Net(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with contextlib.ExitStack() as stack:
+        for step in range(3):
+            if step == 1:
+                stack.enter_context(Doubled().apply(watch.subject))
+            optimizer.zero_grad()
+            model(torch.randn(4, 8, requires_grad=True)).square().mean().backward()
+            optimizer.step()
 
 
 def test_evaluation_and_what_follows_training_are_plain(watch: Watch) -> None:

@@ -113,6 +113,20 @@ def test_compiled_with_levers_around_it() -> None:
     step.close()
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_and_checkpointed_batches_of_several_sizes() -> None:
+    """Two graphs fit the larger batches then: one for their size and one for any."""
+    torch.compiler.reset()
+    sizes = [12, 7, 12, 5]
+    batches = [(x[:size], y[:size]) for (x, y), size in zip(data(len(sizes)), sizes, strict=True)]
+    ours, theirs = net(), net()
+    expected = by_hand(theirs, batches)
+    losses, step = with_step(ours, batches, Plan(compile="regional", activation_checkpointing="block"))
+    assert step.rolled_back == []
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    step.close()
+
+
 def test_ragged_targets_weigh_as_much_as_they_hold() -> None:
     """Parts with 1 and with 40 valid targets: the mean is over targets, as it is in one piece."""
 
