@@ -75,12 +75,13 @@ def _as_eager() -> Iterator[None]:
 
     before = inductor.fallback_random, autograd.donated_buffer
     inductor.fallback_random, autograd.donated_buffer = True, False
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         inductor.fallback_random, autograd.donated_buffer = before
-        torch._C._dynamo.eval_frame._set_lru_cache(True)  # torch's default; it cannot be asked for
+        # True is torch's default; what it was cannot be asked for.
+        torch._C._dynamo.eval_frame._set_lru_cache(True)  # type: ignore[attr-defined]
 
 
 def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
