@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest_plugins = ["tests.forked"]
+
 TEST_SECONDS = 600
 """Many times what the slowest takes, for a machine that others keep busy."""
 

@@ -17,6 +17,8 @@ import pytest
 from benchmarks.memory.leaks.__main__ import marked_line, scripts
 from tests.cli.in_process import Said, said_by
 
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
 ROOT = Path(__file__).parents[2]
 LOOP = """
 import sys, torch
@@ -49,7 +51,8 @@ def document(result: Said) -> dict[str, Any]:
     return found
 
 
-def test_one_screen_says_peak_holders_savings_and_creep(tmp_path: Path) -> None:
+def test_one_screen_says_peak_holders_savings_and_creep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # not forked: a whole start
     write(tmp_path, "train.py", body="kept.append(out); print('noise')")
     result = memory(tmp_path, "train.py")
     assert (result.returncode, result.stderr) == (0, "")
@@ -129,6 +132,10 @@ def test_without_steps_the_whole_run_is_told(tmp_path: Path) -> None:
     result = memory(tmp_path, "infer.py")
     assert "no training step found: this is the whole run" in result.stdout
     assert "8 KiB of tensors on cpu, outside of the steps at infer.py:3 (add.Tensor)" in result.stdout
+
+
+def test_without_torch_there_is_nothing_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # not forked: this process has loaded torch
     (tmp_path / "plain.py").write_text("print('hello')\n")
     assert "it never imported torch" in memory(tmp_path, "plain.py").stdout
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.cli.in_process import Said, said_by
 
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
 LOOP = """
 import sys, torch
 torch.set_num_threads(1)

@@ -16,6 +16,8 @@ from flatout.tune.for_memory import MemoryGain, judge_gain
 from flatout.tune.trial_process import Peak
 from flatout.tune.tune import TuneRequest, tune
 
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
 CHOICE = Choice(ChunkedLoss(), "chunked")
 HERE = Machine(
     fingerprint="f",
@@ -56,12 +58,12 @@ import torch
 from torch.nn import functional
 torch.set_num_threads(1)
 torch.manual_seed(0)
-embed, head = torch.nn.Embedding(4096, 32), torch.nn.Linear(32, 4096)
+embed, head = torch.nn.Embedding(2048, 32), torch.nn.Linear(32, 2048)
 optimizer = torch.optim.SGD([*embed.parameters(), *head.parameters()], lr=0.1)
-x = torch.randint(0, 4096, (2, 256))
+x = torch.randint(0, 2048, (1, 512))
 while True:
     logits = head(embed(x))
-    loss = functional.cross_entropy(logits.view(-1, 4096), x.roll(1, 1).view(-1))
+    loss = functional.cross_entropy(logits.view(-1, 2048), x.roll(1, 1).view(-1))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -71,13 +73,13 @@ while True:
 def test_a_plan_that_asks_for_it_is_verified_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    request = TuneRequest(target=Target(path="train.py"), budget_seconds=60, only=(("loss", "chunked"),))
-    result = tune(request, detect())
+    request = TuneRequest(target=Target(path="train.py"), budget_seconds=20, only=(("loss", "chunked"),))
+    result = tune(request, detect(), print)
     (trial,) = result.state.trials
     assert trial.outcome == "kept", trial.reason
     assert trial.baseline_peak_bytes is not None
     assert trial.candidate_peak_bytes is not None
-    scores = 2 * 256 * 4096 * 4
+    scores = 512 * 2048 * 4
     assert trial.baseline_peak_bytes - trial.candidate_peak_bytes > scores
     assert result.plan.choices() == {"loss": "chunked"}
     assert result.proof is not None

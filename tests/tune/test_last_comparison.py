@@ -12,6 +12,8 @@ from flatout.tune.last_comparison import LEAST_PAIRS, compare_in_fresh_processes
 from flatout.tune.trial_process import TrialEnded, TrialSetup
 from flatout.tune.windows import Pace
 
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
 
 def group(ratio: float, pairs: int = 8) -> list[tuple[float, float]]:
     return [(ratio * (1 + 1e-4 * i), 1.0) for i in range(pairs)]

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
-from flatout.tune.tune import TuneRequest, TuneResult, tune
+from flatout.tune.tune import TuneRequest, tune
 
 SCRIPT = """
 import time
@@ -28,40 +28,31 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> TuneResult:
-    folder = tmp_path_factory.mktemp("planted")
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    levers = Path(__file__).parent / "planted_levers.py"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        request = TuneRequest(
-            target=Target(path="train.py"), budget_seconds=120, levers=f"{levers}:LEVERS", hang_floor_seconds=3.0
-        )
-        found = tune(request, detect())
-    assert [entry.name for entry in folder.iterdir()] == ["train.py"]
-    return found
+REASONS = [
+    ("slower", "dropped", "slower"),
+    ("raises", "failed", "planted failure"),
+    ("raises in backward", "failed", "planted failure of a backward pass"),
+    ("hangs", "failed", "hangs"),
+    ("leaks", "failed", "leaks memory"),
+    ("corrupts gradients", "failed", "numbers: from the same gradients the optimizer's step moves"),
+    ("helps", "kept", "faster"),
+]
 
 
-@pytest.mark.parametrize(
-    ("label", "outcome", "reason"),
-    [
-        ("slower", "dropped", "slower"),
-        ("raises", "failed", "planted failure"),
-        ("raises in backward", "failed", "planted failure of a backward pass"),
-        ("hangs", "failed", "hangs"),
-        ("leaks", "failed", "leaks memory"),
-        ("corrupts gradients", "failed", "numbers: from the same gradients the optimizer's step moves"),
-        ("helps", "kept", "faster"),
-    ],
-)
-def test_each_planted_lever_goes_for_its_own_reason(result: TuneResult, label: str, outcome: str, reason: str) -> None:
-    trial = next(trial for trial in result.state.trials if trial.label == label)
-    assert (trial.outcome, reason in trial.reason) == (outcome, True), trial.reason
-
-
-def test_the_rest_is_proved_and_faster(result: TuneResult) -> None:
+@pytest.mark.usefixtures("forked_trials")
+def test_each_planted_lever_goes_for_its_own_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test, because one tune gives all of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    levers = f"{Path(__file__).parent / 'planted_levers.py'}:LEVERS"
+    request = TuneRequest(
+        target=Target(path="train.py"), budget_seconds=60, levers=levers, hang_floor_seconds=2.0
+    )
+    result = tune(request, detect())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"]
+    trials = {trial.label: trial for trial in result.state.trials}
+    for label, outcome, reason in REASONS:
+        assert (trials[label].outcome, reason in trials[label].reason) == (outcome, True), trials[label].reason
     assert result.proof is not None
     assert result.proof.verdict == "bit-same"
     assert result.final is not None

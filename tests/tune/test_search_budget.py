@@ -17,6 +17,8 @@ from flatout.tune.search import Search, SearchLimits
 from flatout.tune.short_budget import no_step
 from flatout.tune.trial_process import TrialProcess, TrialSetup
 
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
 
 class Clock:
     now = 0.0

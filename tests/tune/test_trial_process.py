@@ -9,6 +9,8 @@ import pytest
 from flatout.script.entry import Target
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup, explain_end
 
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
 LOOP = """
 import os, sys, torch
 {before}
