@@ -1,31 +1,28 @@
-"""Trials forked from the test's own process, which has loaded torch already: an empty trial takes 0.2 s and not 3 s.
+"""Processes that need not load torch, because they are forked from one that has: 0.2 s each and not 3 s.
 
-A test asks for it with `pytestmark = pytest.mark.usefixtures("forked_trials")`. Everything else about a trial is as
-always: its pipes, its isolation, its end. Not for tests of what happens before torch is loaded (what is set in the
-environment for it, a script that never loads it), nor for times.
+    @pytest.mark.usefixtures("forked_trials")          # trials are forked from the test's own process
+    def test_...(python):                              # python("train.py", cwd=folder), python("-m", "flatout", ...)
+
+Everything else about a trial is as always: its pipes, its isolation, its end. `python` forks from a process that has
+loaded torch and has done nothing else. Not for tests of what happens before torch is loaded (what is set in the
+environment for it, a script that never loads it), of a script's own traceback, nor of times.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
-import gc
-import importlib
+import json
 import os
-import runpy
-import signal
 import subprocess
 import sys
-import threading
-import traceback
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flatout.script import memory_trial
 from flatout.tune import trial_process
+from tests.new_process import become, python_path
 
 
 class ForkedProcess:
@@ -47,10 +44,10 @@ class ForkedProcess:
         self.returncode: int | None = None
         out = stdout.fileno()
         error = out if stderr == subprocess.STDOUT else stderr.fileno()
-        path = _python_path()
+        path = python_path()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(command[2], command[3:], (stdin.fileno(), out, error), pass_fds, env, path)
+            become(command[1:], (stdin.fileno(), out, error), pass_fds, env, path)
 
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)
@@ -72,81 +69,6 @@ class ForkedProcess:
         return self.returncode
 
 
-@functools.cache
-def _python_path() -> list[str]:
-    """What `sys.path` is after a start without pytest; its first entry is for the place of the program."""
-    words = [sys.executable, "-c", "import sys; print('\\n'.join(sys.path))"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.rstrip("\n").split("\n")
-
-
-def _become(
-    module: str,
-    arguments: Sequence[str],
-    streams: Sequence[int],
-    pass_fds: Sequence[int],
-    environment: Mapping[str, str],
-    path: Sequence[str],
-) -> NoReturn:
-    """Turn this copy of the test's process into one that Python has just started, and run `module` in it."""
-    status = 1
-    try:
-        _forget_the_test()
-        os.setsid()
-        _take_streams(streams, pass_fds)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.path[:] = [os.getcwd(), *path[1:]]
-        sys.argv[:] = [module, *arguments]
-        sys.modules.pop(module, None)  # or runpy warns of it
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        status = 0
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        try:
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(status)
-
-
-def _forget_the_test() -> None:
-    """What the test's process set up for itself, and a new process has not."""
-    atexit._clear()
-    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    importlib.reload(warnings)  # pytest collects them
-    sys.excepthook, sys.unraisablehook, threading.excepthook = (
-        sys.__excepthook__,
-        sys.__unraisablehook__,
-        threading.__excepthook__,
-    )
-    gc.freeze()  # no collection walks through the test's objects, nobody finds them among what the script holds
-
-
-def _take_streams(streams: Sequence[int], pass_fds: Sequence[int]) -> None:
-    for number, descriptor in enumerate([os.dup(one) for one in streams]):
-        os.dup2(descriptor, number)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in pass_fds:
-            try:
-                os.close(int(name))
-            except OSError:
-                pass  # the one that listed them
-    for descriptor in pass_fds:
-        os.set_inheritable(descriptor, True)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]
-        2, "w", buffering=1, errors="backslashreplace", closefd=False
-    )
-
-
 class _Subprocess:
     """The module `subprocess`, where a start is a fork."""
 
@@ -156,10 +78,59 @@ class _Subprocess:
         return getattr(subprocess, name)
 
 
-@pytest.fixture
-def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def fork_trials(replace: Callable[[Any, str, Any], None]) -> None:
+    """replace: `setattr`, or a test's own, which is taken back."""
     import torch._dynamo
 
     torch.optim.SGD([torch.zeros(1)], 0.1)  # what torch loads with the first optimizer is loaded before the forks
     for module in (trial_process, memory_trial):
-        monkeypatch.setattr(module, "subprocess", _Subprocess())
+        replace(module, "subprocess", _Subprocess())
+
+
+@pytest.fixture
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_trials(monkeypatch.setattr)
+
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
+FORKER = """
+import json, os, sys, numpy, torch, torch._dynamo
+torch.optim.SGD([torch.zeros(1)], 0.1)
+sys.path.insert(0, sys.argv[1])
+from tests.new_process import become
+path = json.loads(sys.argv[2])
+for line in sys.stdin:
+    asked = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(asked["cwd"])
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        streams = (nothing, *(os.open(name, os.O_WRONLY) for name in asked["files"]))
+        become(asked["words"], streams, (), asked["environment"], path)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """`python(*words, cwd=folder, env=None)`: what `python WORDS` gives, without a start."""
+    root, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("forker")
+    files = [folder / "stdout", folder / "stderr"]
+    command = [sys.executable, "-c", FORKER, str(root), json.dumps(python_path())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forker:
+        asks, answers = forker.stdin, forker.stdout
+        assert asks is not None
+        assert answers is not None
+
+        def run(*words: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+            for file in files:
+                file.write_text("")
+            asked = {"words": words, "cwd": str(cwd), "environment": dict(os.environ if env is None else env)}
+            asks.write(json.dumps({**asked, "files": [str(file) for file in files]}) + "\n")
+            asks.flush()
+            code = int(answers.readline())
+            return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files))
+
+        yield run
+        asks.close()

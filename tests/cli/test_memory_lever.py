@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import Python
 
 SCRIPT = """
 import torch
@@ -44,32 +44,30 @@ print(peak() - before)
 SCORES_BYTES = 4 * 256 * 16384 * 4
 
 
-def run(folder: Path, *options: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "flatout", "run", *options, "--report", "run.json", "train.py"],
-        cwd=folder,
-        env={**os.environ, "FLATOUT_CACHE_DIR": str(folder / ".cache")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def run(python: Python, folder: Path, *options: str) -> list[str]:
+    words = ["-m", "flatout", "run", *options, "--report", "run.json", "train.py"]
+    done = python(*words, cwd=folder, env={**os.environ, "FLATOUT_CACHE_DIR": str(folder / ".cache")})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_the_peak_falls_and_the_losses_stay(tmp_path: Path) -> None:
+def test_the_peak_falls_and_the_losses_stay(tmp_path: Path, python: Python) -> None:
     script = SCRIPT.replace("print(logits", "# print(logits")
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "plan.toml").write_text('schema = 1\n[plan]\nloss = "chunked"\n')
-    plain = run(tmp_path, "--no-plan")
-    chunked = run(tmp_path, "--plan", "plan.toml", "--trust-plan")
+    plain = run(python, tmp_path, "--no-plan")
+    chunked = run(python, tmp_path, "--plan", "plan.toml", "--trust-plan")
     seen = json.loads((tmp_path / "run.json").read_text())
     assert (seen["applied"], seen["rolled_back"]) == (["fused linear + cross-entropy"], [])
     assert [float(line) for line in chunked[:3]] == pytest.approx([float(line) for line in plain[:3]], rel=1e-6)
     assert int(plain[-1]) - int(chunked[-1]) > 2 * SCORES_BYTES - (64 << 20)
 
 
-def test_scores_that_are_looked_at_once_training_is_over_are_the_scripts(tmp_path: Path) -> None:
+def test_scores_that_are_looked_at_once_training_is_over_are_the_scripts(tmp_path: Path, python: Python) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plan.toml").write_text('schema = 1\n[plan]\nloss = "chunked"\n')
-    assert run(tmp_path, "--plan", "plan.toml", "--trust-plan")[3] == run(tmp_path, "--no-plan")[3] == "True"
+    assert (
+        run(python, tmp_path, "--plan", "plan.toml", "--trust-plan")[3]
+        == run(python, tmp_path, "--no-plan")[3]
+        == "True"
+    )

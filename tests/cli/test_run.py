@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from flatout.plan import Plan
+from tests.forked import Python
 
 TRAIN = """
     import os
@@ -44,16 +45,25 @@ TRAIN = """
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run(source, *options)`: `flatout run OPTIONS train.py` in a folder of its own; source None: by Python alone."""
+def run(tmp_path: Path, python: Python) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run(source, *options)`: `flatout run OPTIONS train.py` in a folder of its own; or without `flatout`.
+
+    forked: from a process that has loaded torch; by default where the script loads it too.
+    """
 
     def run(
-        source: str, *options: str, flatout: bool = True, env: Mapping[str, str] | None = None
+        source: str,
+        *options: str,
+        flatout: bool = True,
+        forked: bool | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "train.py").write_text(textwrap.dedent(source))
         environment = {**os.environ, "FLATOUT_CACHE_DIR": str(tmp_path / ".cache"), **(env or {})}
-        prefix = ["-m", "flatout", "run", *options] if flatout else []
-        command = [sys.executable, *prefix, "train.py"]
+        words = [*(["-m", "flatout", "run", *options] if flatout else []), "train.py"]
+        if forked or (forked is None and "torch" in source):
+            return python(*words, cwd=tmp_path, env=environment)
+        command = [sys.executable, *words]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
 
     return run
@@ -67,7 +77,7 @@ def document(folder: Path, name: str = "flatout-run.json") -> dict[str, Any]:
 
 
 def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path) -> None:
-    plain, watched = run(TRAIN, flatout=False), run(TRAIN)
+    plain, watched = run(TRAIN, flatout=False, forked=False), run(TRAIN, forked=False)
     assert plain.returncode == 0
     assert (watched.returncode, watched.stdout, watched.stderr) == (0, plain.stdout, plain.stderr)
     seen = document(tmp_path)

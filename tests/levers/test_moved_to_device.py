@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from flatout.script.describe import names_device
+from tests.forked import Python
 
 STAND_IN = Path(__file__).parent / "standins" / "accelerator.py"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -185,20 +187,20 @@ print(out.sum().item())
 """
 
 
-def run(folder: Path, source: str, *, moved: bool, **environment: str) -> tuple[list[str], str]:
-    """(lines of stdout, stderr)"""
-    (folder / "train.py").write_text(HEAD + textwrap.dedent(source))
-    prefix = [str(STAND_IN)] if moved else []
-    done = subprocess.run(
-        [sys.executable, *prefix, "train.py"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), done.stderr
+Run = Callable[..., tuple[list[str], str]]
+
+
+@pytest.fixture
+def run(python: Python, tmp_path: Path) -> Run:
+    def run(source: str, *, moved: bool, **environment: str) -> tuple[list[str], str]:
+        """(lines of stdout, stderr)"""
+        (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(source))
+        words = [str(STAND_IN), "train.py"] if moved else ["train.py"]
+        done = python(*words, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines(), done.stderr
+
+    return run
 
 
 def test_without_a_gpu_the_plan_is_taken_back_and_the_script_runs(tmp_path: Path) -> None:
@@ -247,37 +249,37 @@ def assert_same(plain: list[str], moved: list[str]) -> None:
 
 @one_accelerator
 @pytest.mark.parametrize("source", [CLASSIFIER, LANGUAGE], ids=["classifier", "language"])
-def test_the_same_numbers_on_the_device(tmp_path: Path, source: str) -> None:
-    (plain, _), (moved, told) = run(tmp_path, source, moved=False), run(tmp_path, source, moved=True)
+def test_the_same_numbers_on_the_device(run: Run, source: str) -> None:
+    (plain, _), (moved, told) = run(source, moved=False), run(source, moved=True)
     assert (plain[0], moved[0]) == ("cpu", "hpu"), told
     assert_same(plain, moved)
     assert "rolled back" not in told
 
 
 @one_accelerator
-def test_with_the_scores_of_a_wide_layer_never_formed_there(tmp_path: Path) -> None:
-    (plain, _), (moved, told) = run(tmp_path, WIDE, moved=False), run(tmp_path, WIDE, moved=True, CHUNKED="1")
+def test_with_the_scores_of_a_wide_layer_never_formed_there(run: Run) -> None:
+    (plain, _), (moved, told) = run(WIDE, moved=False), run(WIDE, moved=True, CHUNKED="1")
     assert (plain[0], moved[0]) == ("cpu Tensor", "hpu LazyScores"), told
     assert_same(plain, moved)
     assert told == ""
 
 
 @one_accelerator
-def test_an_operation_that_the_device_lacks_runs_on_the_cpu_and_is_told(tmp_path: Path) -> None:
-    (plain, _), (moved, told) = run(tmp_path, LACKING, moved=False), run(tmp_path, LACKING, moved=True)
+def test_an_operation_that_the_device_lacks_runs_on_the_cpu_and_is_told(run: Run) -> None:
+    (plain, _), (moved, told) = run(LACKING, moved=False), run(LACKING, moved=True)
     assert moved[0] == "hpu"
     assert_same(plain, moved)
     assert "conv2d runs on the CPU" in told
 
 
 @one_accelerator
-def test_a_forward_that_fails_there_is_the_scripts_to_handle(tmp_path: Path) -> None:
+def test_a_forward_that_fails_there_is_the_scripts_to_handle(run: Run) -> None:
     with pytest.raises(AssertionError, match="TypeError: not here"):
-        run(tmp_path, FAILING, moved=True)
+        run(FAILING, moved=True)
 
 
 @one_accelerator
-def test_a_mistake_of_the_scripts_stays_its_own(tmp_path: Path) -> None:
-    (plain, _), (moved, _) = run(tmp_path, MISTAKEN, moved=False), run(tmp_path, MISTAKEN, moved=True)
+def test_a_mistake_of_the_scripts_stays_its_own(run: Run) -> None:
+    (plain, _), (moved, _) = run(MISTAKEN, moved=False), run(MISTAKEN, moved=True)
     assert moved[0] == plain[0]
     assert moved[1] == "hpu"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from flatout.machine.detect import detect
-from flatout.script.entry import Target
-from flatout.tune.tune import TuneRequest, tune
+from tests.forked import Python
 
 SCRIPT = """
 import time
@@ -35,24 +33,48 @@ while True:
 """
 
 
-@pytest.mark.usefixtures("forked_trials")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_a_script_is_moved_by_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "levers" / "standins"))
-    import accelerator
+TUNE = """
+import json, sys
+sys.path[:0] = sys.argv[1:3]
+import accelerator
+from flatout.machine.detect import detect
+from flatout.script.entry import Target
+from flatout.tune.tune import TuneRequest, tune
+from tests.forked import fork_trials
 
-    accelerator.build()  # before the trials, whose file system is not the real one
-    monkeypatch.chdir(tmp_path)
+accelerator.build()  # before the trials, whose file system is not the real one
+fork_trials(setattr)
+result = tune(TuneRequest(target=Target(path="train.py"), budget_seconds=25, levers=sys.argv[3]), detect())
+json.dump(
+    {
+        "trials": [[one.label, one.outcome, one.reason, one.on_top_of] for one in result.state.trials],
+        "observed": result.state.observed.device,
+        "planned": result.plan.device,
+        "proof": [result.proof.verdict, result.proof.reason] if result.proof else None,
+        "comparison": result.final.comparison.verdict if result.final else None,
+        "in the parent": "hpu" in sys.modules,
+    },
+    open("found.json", "w"),
+)
+"""
+"""In a process of its own, because autograd learns of devices once, in the first backward pass."""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_script_is_moved_by_a_plan(tmp_path: Path, python: Python) -> None:
+    tests = Path(__file__).parents[1]
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "tune.py").write_text(TUNE)
     levers = f"{Path(__file__).parent / 'stand_in_levers.py'}:LEVERS"
-    result = tune(TuneRequest(target=Target(path="train.py"), budget_seconds=25, levers=levers), detect(), print)
-    moved, *others = result.state.trials
-    assert (moved.label, moved.outcome) == ("moved to the GPU", "kept"), moved.reason
-    assert result.state.observed.device == "hpu:0"
-    assert all(trial.on_top_of == ("moved to the GPU",) for trial in others)
-    assert result.plan.device == "cuda"
-    assert result.proof is not None
-    assert result.proof.verdict in ("within rounding", "bit-same"), result.proof.reason
-    assert result.final is not None
-    assert result.final.comparison.verdict == "faster"
-    assert "hpu" not in sys.modules
+    done = python("tune.py", str(tests.parent), str(tests / "levers" / "standins"), levers, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    (label, outcome, reason, _), *others = found["trials"]
+    assert (label, outcome) == ("moved to the GPU", "kept"), reason
+    assert found["observed"] == "hpu:0"
+    assert all(on_top_of == ["moved to the GPU"] for *_, on_top_of in others)
+    assert found["planned"] == "cuda"
+    assert found["proof"] is not None
+    assert found["proof"][0] in ("within rounding", "bit-same"), found["proof"]
+    assert found["comparison"] == "faster"
+    assert not found["in the parent"]

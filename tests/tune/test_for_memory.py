@@ -74,7 +74,7 @@ def test_a_plan_that_asks_for_it_is_verified_with_its_bytes(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     request = TuneRequest(target=Target(path="train.py"), budget_seconds=20, only=(("loss", "chunked"),))
-    result = tune(request, detect(), print)
+    result = tune(request, detect())
     (trial,) = result.state.trials
     assert trial.outcome == "kept", trial.reason
     assert trial.baseline_peak_bytes is not None
