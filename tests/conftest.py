@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.prepared_python import PreparedPython
+
 pytest_plugins = ["tests.forked"]
 
 TEST_SECONDS = 600
@@ -32,3 +34,11 @@ def _alarm() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def prepared_python() -> Iterator[PreparedPython]:
+    """Processes that need not import torch: see tests/prepared_python.py."""
+    python = PreparedPython()
+    yield python
+    python.close()

@@ -1,11 +1,11 @@
 """The examples run as a user would run them, know nothing of Flatout, and repeat themselves for a seed."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.prepared_python import Job
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -20,17 +20,17 @@ SHORT_RUNS = {
 }
 
 
-def run_example(name: str, arguments: list[str], folder: Path) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
-    return finished.stdout
+def run_examples(python, folder, *runs):
+    """What each (name, arguments) prints; all at once."""
+    jobs = [
+        Job(path=str(EXAMPLES / name), arguments=tuple(arguments), folder=str(folder), warnings=("error",))
+        for name, arguments in runs
+    ]
+    finished = python.run(*jobs)
+    for one in finished:
+        assert one.returncode == 0, one.stderr
+        assert one.stderr == ""
+    return [one.stdout for one in finished]
 
 
 def without_seconds(output: str) -> str:
@@ -42,19 +42,18 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", SHORT_RUNS)
-def test_example_trains_and_leaves_nothing_behind(name, tmp_path):
-    output = run_example(name, SHORT_RUNS[name], tmp_path)
+def test_example_trains_and_leaves_nothing_behind(name, tmp_path, prepared_python):
+    (output,) = run_examples(prepared_python, tmp_path, (name, SHORT_RUNS[name]))
     losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) >= 2
     assert losses[-1] < losses[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_seed_decides_the_numbers(tmp_path):
+def test_the_seed_decides_the_numbers(tmp_path, prepared_python):
     name = "digits_mlp.py"
-    first, again, other = (
-        without_seconds(run_example(name, [*SHORT_RUNS[name], "--seed", seed], tmp_path)) for seed in "334"
-    )
+    runs = [(name, [*SHORT_RUNS[name], "--seed", seed]) for seed in "334"]
+    first, again, other = map(without_seconds, run_examples(prepared_python, tmp_path, *runs))
     assert first == again
     assert first != other
 

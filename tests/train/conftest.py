@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
+
+from tests.prepared_python import Job, PreparedPython
 
 BEGIN = """
 import os, sys, torch
@@ -29,7 +29,7 @@ RunRanks = Callable[..., list[tuple[int, str, str]]]
 
 
 @pytest.fixture
-def run_ranks() -> RunRanks:
+def run_ranks(prepared_python: PreparedPython) -> RunRanks:
     """(script, ranks, *arguments) -> of each rank its exit status, stdout and stderr.
 
     The script finds `rank`, `ranks` and, from sys.argv[4] on, the arguments; it ends with leave().
@@ -39,21 +39,8 @@ def run_ranks() -> RunRanks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + script]
-        children = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), port, *map(str, arguments)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            texts = [child.communicate(timeout=120) for child in children]
-        finally:
-            for child in children:
-                child.kill()
-        return [(child.returncode, *text) for child, text in zip(children, texts, strict=True)]
+        rest = (str(ranks), port, *map(str, arguments))
+        jobs = [Job(code=BEGIN + script, arguments=(str(rank), *rest)) for rank in range(ranks)]
+        return [(ended.returncode, ended.stdout, ended.stderr) for ended in prepared_python.run(*jobs)]
 
     return run

@@ -6,8 +6,7 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from flatout.train.evaluate import evaluate
 from flatout.train.fit import FitResult, fit
 from flatout.train.loss import supervised
 from flatout.train.step import TrainStep
+from tests.prepared_python import Job, PreparedPython
 
 SAMPLES, EPOCHS = 50, 3
 
@@ -81,7 +81,7 @@ def test_steps_end_a_run_within_an_epoch_and_it_goes_on_from_there(tmp_path: Pat
 
 PROGRAM = """
 import sys, time
-sys.path.insert(0, {here!r})
+sys.path.insert(0, {here!r}), sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads(1)
 from test_fit import parts, weights, fit, Checkpoints, EPOCHS
@@ -98,18 +98,27 @@ torch.save(weights(step), {out!r})
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_kills_at_any_moment_leave_the_same_weights(tmp_path: Path, background: bool) -> None:
+def test_kills_at_any_moment_leave_the_same_weights(
+    tmp_path: Path, background: bool, prepared_python: PreparedPython
+) -> None:
     folder, out = tmp_path / "run", tmp_path / "weights.pt"
-    program = PROGRAM.format(here=str(Path(__file__).parent), folder=str(folder), out=str(out), background=background)
+    program = PROGRAM.format(
+        here=str(Path(__file__).parent),
+        root=str(Path(__file__).parents[2]),
+        folder=str(folder),
+        out=str(out),
+        background=background,
+    )
     chance = random.Random(background)
     for _ in range(5):
-        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "begins\n"
-        time.sleep(chance.uniform(0.0, 0.25))
-        child.kill()
-        child.communicate()
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        read, write = os.pipe()
+        with open(read, "rb") as said, open(write, "wb") as out_of_child, tempfile.TemporaryFile() as err:
+            child = prepared_python.start(Job(code=program), out_of_child, err)
+            assert said.readline() == b"begins\n"
+            time.sleep(chance.uniform(0.0, 0.25))
+            os.kill(child, signal.SIGKILL)
+            prepared_python.wait(child)
+    (ended,) = prepared_python.run(Job(code=program))
     assert ended.returncode == 0, ended.stderr
     for ours, expected in zip(torch.load(out), undisturbed(), strict=True):
         assert torch.equal(ours, expected)

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.prepared_python import Job, PreparedPython
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "library"
 
 
-def run(name: str, folder: Path, *words: str) -> str:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), "--folder", str(folder / "run"), *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run(python: PreparedPython, name: str, folder: Path, *words: str) -> str:
+    arguments = ("--folder", str(folder / "run"), *words)
+    (ended,) = python.run(Job(path=str(EXAMPLES / name), arguments=arguments, warnings=("error",)))
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     return ended.stdout
 
 
-def test_digits_are_learnt_resumed_and_evaluated(tmp_path: Path) -> None:
-    first = run("digits.py", tmp_path, "--epochs", "3")
+def test_digits_are_learnt_resumed_and_evaluated(tmp_path: Path, prepared_python: PreparedPython) -> None:
+    first = run(prepared_python, "digits.py", tmp_path, "--epochs", "3")
     assert "69 steps, 3 epochs in all" in first
     assert float(re.findall(r"accuracy ([\d.]+)%", first)[0]) > 85
-    again = run("digits.py", tmp_path, "--epochs", "3")
+    again = run(prepared_python, "digits.py", tmp_path, "--epochs", "3")
     assert "0 steps after step 69, 3 epochs in all" in again
-    best = run("digits.py", tmp_path, "--evaluate")
+    best = run(prepared_python, "digits.py", tmp_path, "--evaluate")
     assert re.match(r"step \d+: test loss", best)
 
 
-def test_characters_are_learnt_and_resumed(tmp_path: Path) -> None:
+def test_characters_are_learnt_and_resumed(tmp_path: Path, prepared_python: PreparedPython) -> None:
     small = ("--characters", "30000", "--width", "32", "--layers", "1", "--block", "32")
-    assert run("char_lm.py", tmp_path, "--steps", "20", *small).startswith("20 steps\n")
-    assert run("char_lm.py", tmp_path, "--steps", "30", *small).startswith("10 steps after step 20\n")
+    assert run(prepared_python, "char_lm.py", tmp_path, "--steps", "20", *small).startswith("20 steps\n")
+    assert run(prepared_python, "char_lm.py", tmp_path, "--steps", "30", *small).startswith("10 steps after step 20\n")

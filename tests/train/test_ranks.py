@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 RANK = """
-import os, sys, torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 from flatout import Plan, TrainStep, batches, supervised
-torch.set_num_threads(1)
-rank, ranks, port, out = (*map(int, sys.argv[1:4]), sys.argv[4])
-if ranks > 1:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+out = sys.argv[4]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 x = torch.randn(40, 10, 6)
@@ -40,26 +34,15 @@ if ranks > 1:
     assert len(reductions) == steps, (len(reductions), steps)  # once a step, not once a part
 if rank == 0:
     torch.save([parameter.detach() for parameter in model.parameters()], out)
-if ranks > 1:
-    distributed.barrier()
-    os._exit(0)  # gloo's threads at times abort the interpreter's own end
+leave()
 """
 
 
-def test_shares_of_two_ranks_weigh_as_the_whole(tmp_path: Path) -> None:
-    import socket
-
-    import torch
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def test_shares_of_two_ranks_weigh_as_the_whole(run_ranks: Any, tmp_path: Path) -> None:
     results = []
     for ranks in (1, 2):
-        out = str(tmp_path / f"{ranks}.pt")
-        command = [sys.executable, "-c", RANK]
-        children = [subprocess.Popen([*command, str(rank), str(ranks), port, out]) for rank in range(ranks)]
-        assert [child.wait(timeout=120) for child in children] == [0] * ranks
+        out = tmp_path / f"{ranks}.pt"
+        assert run_ranks(RANK, ranks, out) == [(0, "", "")] * ranks
         results.append(torch.load(out))
     for alone, shared in zip(*results, strict=True):
         torch.testing.assert_close(alone, shared, rtol=1e-5, atol=1e-6)
