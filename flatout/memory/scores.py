@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
 from flatout.memory.timeline import Allocation
 
 LEAST_CLASSES = 1024
@@ -19,6 +18,8 @@ def chunked_sizes(allocations: Mapping[int, Allocation]) -> dict[int, int]:
     Empty where there is none, or where the layer's weights are not known. A copy is known by its shape: that of a
     log-softmax with a gradient, or the better part of it (scores are shifted by a token, or masked).
     """
+    from flatout.kernels.linear_cross_entropy import CHUNK_BYTES  # which needs torch; a reader of a report does not
+
     sizes: dict[int, int] = {}
     for index, one in allocations.items():
         if _name(one) != "_log_softmax" or len(one.shape) != 2 or one.shape[1] < LEAST_CLASSES:

@@ -134,10 +134,14 @@ def test_without_steps_the_whole_run_is_told(tmp_path: Path) -> None:
     assert "8 KiB of tensors on cpu, outside of the steps at infer.py:3 (add.Tensor)" in result.stdout
 
 
-def test_without_torch_there_is_nothing_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # not forked: this process has loaded torch
+def test_without_torch_there_is_nothing_to_tell_and_none_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('hello')\n")
-    assert "it never imported torch" in memory(tmp_path, "plain.py").stdout
+    command = [sys.executable, "-X", "importtime", "-m", "flatout", "memory", "plain.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "it never imported torch" in done.stdout
+    assert "flatout.report.memory_text" in imported
+    assert not imported & {"torch", "numpy"}
 
 
 def test_too_few_steps_give_no_verdict(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.in_process import Said, said_by
+from tests.forked import Python
 
 pytestmark = pytest.mark.usefixtures("forked_trials")
 
@@ -128,15 +129,14 @@ def read_until(terminal: int, wanted: str | None) -> str:
     return text
 
 
-def test_a_module_of_a_package_is_tuned_and_then_run_by_its_plan(tmp_path: Path) -> None:
+def test_a_module_of_a_package_is_tuned_and_then_run_by_its_plan(tmp_path: Path, python: Python) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "train.py").write_text(LOOP.format(steps=4000, body="pass") + "print('done', sys.argv[1:])")
     result = tune(tmp_path, "--exactness", "bit-same", "-m", "package.train", "--help", "-x")
     assert result.returncode == 0, result.stderr
     assert "next: flatout run -m package.train --help -x" in result.stdout
-    words = [sys.executable, "-m", "flatout", "run", "-m", "package.train", "--help", "-x"]
-    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ran = python("-m", "flatout", "run", "-m", "package.train", "--help", "-x", cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (0, "done ['--help', '-x']\n")
     report = json.loads((tmp_path / "flatout-run.json").read_text())
     assert report["steps"] == 4000

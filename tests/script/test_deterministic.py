@@ -15,6 +15,7 @@ from flatout.levers.subject import Subject
 from flatout.report.deterministic_text import determinism_text
 from flatout.script.deterministic import weights_digests
 from flatout.script.deterministic_check import DeterminismCheck
+from tests.cli.in_process import said_by
 
 SCRIPT = """
 import random, numpy, torch
@@ -63,8 +64,10 @@ def test_a_check_proves_equal_bits_and_leaves_nothing(tmp_path: Path) -> None:
     ],
     ids=["an operation", "the clock"],
 )
+@pytest.mark.usefixtures("forked_trials")
 def test_what_cannot_be_deterministic_is_named(tmp_path: Path, line: str, told: str) -> None:
-    done = flatout_run(tmp_path, "--check-deterministic", line)
+    (tmp_path / "train.py").write_text(SCRIPT.format(line))
+    done = said_by(tmp_path, "run", "--check-deterministic", "train.py")
     assert done.returncode == 1, done.stderr
     assert told in done.stdout
 

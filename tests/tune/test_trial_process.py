@@ -35,7 +35,8 @@ def started(folder: Path, before: str, terminal_size: tuple[int, int] | None) ->
     return trial.log_tail()
 
 
-def test_a_script_that_measures_its_terminal_finds_one(tmp_path: Path) -> None:
+def test_a_script_that_measures_its_terminal_finds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # not forked: a whole start
     before = "print(os.popen('stty size').read().split(), os.isatty(0), flush=True)"
     assert started(tmp_path, before, (31, 117)) == "['31', '117'] True"
 
