@@ -156,13 +156,23 @@ def test_where_copy_on_write_is_refused_a_trial_stops_before_the_first_write(
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_a_plan_from_another_machine_is_verified_before_it_is_applied(tmp_path: Path) -> None:
+VERIFYING = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from tests.forked import fork_trials
+fork_trials(setattr)
+from flatout.cli.run import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_plan_from_another_machine_is_verified_before_it_is_applied(tmp_path: Path, python: Python) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(steps=3000, body="pass"))
     (tmp_path / "flatout.toml").write_text(
         'schema = 1\n[plan]\nthreads = 7\n[provenance]\nscript = "train.py"\nmachine_fingerprint = "elsewhere"\n'
     )
-    words = [sys.executable, "-m", "flatout", "run", "train.py"]
-    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    (tmp_path / "verify.py").write_text(VERIFYING)
+    ran = python("verify.py", str(Path(__file__).parents[2]), "train.py", cwd=tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
     report = json.loads((tmp_path / "flatout-run.json").read_text())
     assert report["applied"] == []

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.forked import Python
 
 DRAWS = """
 import sys, json, random, time
@@ -30,9 +33,12 @@ print(json.dumps([drawn, seeds.unseeded]))
 """
 
 
-def test_unseeded_generators_repeat_and_seeded_ones_stay_as_they_are() -> None:
-    runs = [subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True) for _ in range(2)]
-    assert runs[0].returncode == 0, runs[0].stderr
+def test_unseeded_generators_repeat_and_seeded_ones_stay_as_they_are(tmp_path: Path, python: Python) -> None:
+    """Once in a process that loads its libraries afterwards, and once in one that has them."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    runs = [subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True)]
+    runs.append(python("draws.py", cwd=tmp_path))
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
     (drawn, unseeded), (again, _) = (json.loads(run.stdout) for run in runs)
     assert drawn == again
     assert len(set(drawn)) == len(drawn)
