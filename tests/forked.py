@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,6 +109,7 @@ for line in sys.stdin:
         nothing = os.open(os.devnull, os.O_RDONLY)
         streams = (nothing, *(os.open(name, os.O_WRONLY) for name in asked["files"]))
         become(asked["words"], streams, (), asked["environment"], path)
+    print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -129,7 +131,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
             asked = {"words": words, "cwd": str(cwd), "environment": dict(os.environ if env is None else env)}
             asks.write(json.dumps({**asked, "files": [str(file) for file in files]}) + "\n")
             asks.flush()
-            code = int(answers.readline())
+            pid = int(answers.readline())
+            try:
+                code = int(answers.readline())
+            except TimeoutError:  # the alarm of every test
+                os.kill(pid, signal.SIGKILL)
+                answers.readline()
+                raise
             return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files))
 
         yield run
