@@ -118,6 +118,8 @@ class Runner:
         else:
             self.record.add_steps(now - self._last_boundary, self.watch.steps - self._steps_at_boundary)
             self._manage_window(now)
+            if self.watch.resting:  # the first steps were slow ones: how many fit into a glance shows later
+                self.watch.glance_every = self._steps_a_glance()
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
             self.record.add_resident(resident_bytes(), now)
@@ -192,5 +194,8 @@ class Runner:
 
     def _rest(self) -> None:
         """Where a lever stands around calls, the watch goes on: it is what calls the lever."""
+        self.watch.rest(self._steps_a_glance())
+
+    def _steps_a_glance(self) -> int:
         step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS
-        self.watch.rest(min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE))
+        return min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE)

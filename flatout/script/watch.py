@@ -97,7 +97,8 @@ class Watch:
         self._row_start = 0.0
         self._row_backwards = 0
         self.resting = False
-        self._glance_every = 1
+        self.glance_every = 1
+        """While resting: of so many steps one is a boundary."""
         self._granted = self._to_pass = 0
         self._strangers: list[int] = []
         self._dynamo_watch: ImportWatch | None = None
@@ -171,7 +172,7 @@ class Watch:
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
-        self.resting, self._strangers, self._glance_every = True, [], glance_every
+        self.resting, self._strangers, self.glance_every = True, [], glance_every
         self._optimizers_open.clear()
         self._unpatch()
 
@@ -207,7 +208,7 @@ class Watch:
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
         if self.resting:
-            self._granted = self._to_pass = self._glance_every - 1
+            self._granted = self._to_pass = self.glance_every - 1
 
     def disable(self) -> None:
         self.enabled = False
