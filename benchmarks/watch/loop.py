@@ -35,12 +35,12 @@ def forever():
 for inputs, targets in forever():
     if done % steps == 0:
         if done:
-            seconds.append((time.perf_counter() - began) / steps)
+            seconds.append((time.thread_time() - began) / steps)
             os.write(write, b".")
         if len(seconds) == windows:
             break
         os.read(read, 1)
-        began = time.perf_counter()
+        began = time.thread_time()
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(inputs), targets)
     loss.backward()
