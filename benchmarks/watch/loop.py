@@ -24,7 +24,7 @@ else:
     model, data, batch = nn.Sequential(*blocks, nn.Linear(128, 10)), torch.randn(8192, 128), 64
 loader = DataLoader(TensorDataset(data, torch.randint(0, 4, (len(data),))), batch_size=batch, shuffle=True)
 optimizer = torch.optim.Adam(model.parameters())
-seconds, done = [], 0
+seconds = []
 
 
 def forever():
@@ -32,19 +32,21 @@ def forever():
         yield from loader
 
 
-for inputs, targets in forever():
-    if done % steps == 0:
-        if done:
-            seconds.append((time.thread_time() - began) / steps)
-            os.write(write, b".")
-        if len(seconds) == windows:
-            break
-        os.read(read, 1)
-        began = time.thread_time()
+def step():
+    inputs, targets = next(batches)
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(inputs), targets)
     loss.backward()
     optimizer.step()
-    done += 1
+
+
+batches = forever()
+for _ in range(windows):
+    os.read(read, 1)
+    began = time.thread_time()
+    for _ in range(steps):
+        step()
+    seconds.append((time.thread_time() - began) / steps)
+    os.write(write, b".")
 with open(out, "w") as file:
     json.dump(seconds, file)

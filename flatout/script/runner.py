@@ -35,7 +35,7 @@ RESIDENT_EVERY_SECONDS = 1.0
 QUICK_STEP_SECONDS = 2e-3
 QUICK_WINDOW_STEPS = 10
 GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 16e-3, 64
-"""Quick steps are timed several at a time, about this long: a boundary costs 20 us, as its code is not in the caches."""
+"""Quick steps are timed several at a time, about this long: a boundary costs 20 us, being out of the caches."""
 
 
 class Runner:
