@@ -22,12 +22,13 @@ from typing import Any
 import pytest
 
 from flatout.script import memory_trial
+from flatout.script.child_command import child_command
 from flatout.tune import trial_process
 from tests.new_process import become, python_path
 
 
 class ForkedProcess:
-    """As much of `subprocess.Popen` as the parents of trials use, for `python -m MODULE ...`."""
+    """As much of `subprocess.Popen` as the parents of trials use, for the `child_command` of a module."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class ForkedProcess:
         pass_fds: Sequence[int] = (),
         start_new_session: bool,
     ) -> None:
-        assert command[:2] == [sys.executable, "-m"], command
+        assert command[:3] == child_command("")[:3], command
         assert start_new_session
         self.returncode: int | None = None
         out = stdout.fileno()
@@ -48,7 +49,7 @@ class ForkedProcess:
         path = python_path()
         self.pid = os.fork()
         if self.pid == 0:
-            become(command[1:], (stdin.fileno(), out, error), pass_fds, env, path)
+            become(["-m", *command[3:]], (stdin.fileno(), out, error), pass_fds, env, path)
 
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)

@@ -1,6 +1,6 @@
 """The process in which a run's determinism is checked: isolated like a trial, ended after some steps.
 
-Started by `flatout.script.deterministic_check` as `python -m flatout.script.deterministic_child CONFIG`; one JSON line
+Started by `flatout.script.deterministic_check`, with a file of settings; one JSON line
 goes back: digests of the weights, steps, the time of one, and the script's error where it failed.
 """
 

@@ -1,6 +1,6 @@
 """The process in which `flatout memory` runs a script: isolated like a trial, watched for a few steps, then ended.
 
-Started by `flatout.script.memory_trial` as `python -m flatout.script.memory_child CONFIG`; one JSON line goes back
+Started by `flatout.script.memory_trial`, with a file of settings; one JSON line goes back
 through an inherited pipe. What the script prints goes to the files that it was given as stdout and stderr.
 """
 

@@ -25,6 +25,7 @@ from flatout.environment import trial_environment
 from flatout.errors import ScriptError, TrialError
 from flatout.memory.creep import LEAST_STEPS, Creep
 from flatout.memory.use import MemoryUse
+from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.trial_end import end_trial
 from flatout.script.work_folder import work_folder
@@ -141,7 +142,7 @@ def run_child(
         os.fdopen(read_fd, "rb") as answers,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(config)],
+            child_command(module, str(config)),
             stdin=stdin,
             stdout=output,
             stderr=errors,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flatout.levers.subject import Subject
 from flatout.script.compile_seen import compile_was_asked_for
@@ -33,6 +33,16 @@ class StepSeen:
     memory: MemorySample | None
     flops: float | None
     reason: str = ""
+
+
+class Look(Protocol):
+    """Runs the parts of a step for somebody who looks closer."""
+
+    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
+        """`call` with what the outermost module was given."""
+
+    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, with the look around it."""
 
 
 class StepLook:

@@ -1,6 +1,6 @@
 """The process of one trial: isolate, seed, watch, run the script, obey the parent.
 
-Started by `flatout.tune.trial_process` as `python -m flatout.script.trial_child CONFIG`; it talks over two inherited
+Started by `flatout.tune.trial_process`, with a file of settings; it talks over two inherited
 pipes and writes what the script prints to the log that it was given as stdout and stderr.
 """
 

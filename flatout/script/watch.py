@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
 from flatout.script.compile_seen import compile_was_asked_for
@@ -37,19 +37,12 @@ from flatout.script.steps import StepFinder
 from flatout.script.tracebacks import leave_no_frame
 from flatout.script.weights import WeightProbe
 
+if TYPE_CHECKING:
+    from flatout.script.step_look import Look
+
 DYNAMO = "torch._dynamo"
 STEPS_WITH_CLOSER_LOOK = 3
 STRANGERS_THAT_WAKE = 64
-
-
-class Look(Protocol):
-    """Runs the parts of a step for somebody who looks closer."""
-
-    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
-        """`call` with what the outermost module was given."""
-
-    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, with the look around it."""
 
 
 class OpenStep(NamedTuple):

@@ -17,7 +17,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import termios
 import time
@@ -30,6 +29,7 @@ from flatout.environment import trial_environment
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
+from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsRequest
@@ -169,7 +169,7 @@ class TrialProcess:
         began = time.perf_counter()
         with self._stdin() as stdin, open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flatout.script.trial_child", str(config)],
+                child_command("flatout.script.trial_child", str(config)),
                 stdin=stdin,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.script.child_command import child_command
 from flatout.statistics import median
 
 STARTS = 3
@@ -68,7 +69,7 @@ def own_start_seconds(folder: Path) -> float:
     """Measured on an empty script, in turns: `flatout run` against plain Python. Takes about a second."""
     script = folder / "empty.py"
     script.write_text("")
-    flatout = [sys.executable, "-m", "flatout", "run", "--no-plan", "--no-report", str(script)]
+    flatout = child_command("flatout", "run", "--no-plan", "--no-report", str(script))
     differences = []
     for _ in range(STARTS):
         plain, ours = (_seconds(command) for command in ([sys.executable, str(script)], flatout))
