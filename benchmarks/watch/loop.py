@@ -17,6 +17,8 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 if kind == "tiny":
     model, data, batch = nn.Linear(8, 4), torch.randn(4096, 8), 16
+elif kind == "small":
+    model, data, batch = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), torch.randn(8192, 64), 128
 elif kind == "mlp":
     model, data, batch = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)), torch.randn(8192, 784), 64
 else:

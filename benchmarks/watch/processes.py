@@ -1,8 +1,8 @@
 """`python -m benchmarks.watch.processes`: what `flatout run` without a plan costs whole processes.
 
-`python loop.py` and `flatout run loop.py` train side by side and take turns, a window of steps each, so that the
-machine's moods fall on both alike. Pairs of processes differ by more than their windows do, whatever they run (where
-the heap lies decides how often malloc gives memory back), so there are several, and `--same` shows pairs of plain ones.
+`python loop.py` and `flatout run loop.py` train side by side on one core and take turns, a window of steps each, so
+that the machine's moods fall on both alike. Pairs of processes differ by more than their windows do, whatever they run
+(where the heap lies decides how often malloc gives memory back), so there are several; `--same` compares plain ones.
 Time is that of the main thread on its processor, which a neighbour's work does not add to.
 """
 
@@ -22,13 +22,16 @@ from flatout.machine.detect import detect
 from flatout.statistics import Comparison, compare_paired, median
 
 LOOP = Path(__file__).with_name("loop.py")
-KINDS = ("tiny", "mlp", "deep")
+KINDS = ("tiny", "small", "mlp", "deep")
 WINDOWS, WARM_WINDOWS, WINDOW_SECONDS = 100, 20, 0.02
 FLATOUT = ("-m", "flatout", "run", "--no-plan", "--quiet", "--no-report")
 
 
 def one_pair(kind: str, steps: int, second: Sequence[str], turn: int) -> tuple[float, float]:
-    """Median seconds of a step in a plain process and in one of `python SECOND loop.py`, which take turns."""
+    """Median seconds of a step in a plain process, and that times the median ratio of windows that follow each other,
+    one in the plain process and one in `python SECOND loop.py`."""
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[turn // 2 % len(cores)]
     plain_reads, second_writes = os.pipe()
     second_reads, plain_writes = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -39,6 +42,7 @@ def one_pair(kind: str, steps: int, second: Sequence[str], turn: int) -> tuple[f
                 pass_fds=(reads, writes),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
             )
             for words, reads, writes, name in (
                 ((), plain_reads, plain_writes, out[0]),
@@ -51,8 +55,9 @@ def one_pair(kind: str, steps: int, second: Sequence[str], turn: int) -> tuple[f
             os.close(end)
         if any(codes):
             raise SystemExit(f"a process ended with {codes}")
-        plain, other = (median(json.loads(Path(name).read_text())[WARM_WINDOWS:]) for name in out)
-    return plain, other
+        plain, other = (json.loads(Path(name).read_text())[WARM_WINDOWS:] for name in out)
+    usual = median(plain)
+    return usual, usual * median([theirs / ours for ours, theirs in zip(plain, other, strict=True)])
 
 
 def compared(kind: str, pairs: int, second: Sequence[str]) -> tuple[list[float], list[float], Comparison]:
