@@ -170,7 +170,7 @@ def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _plain_order(look: _Look) -> bool:
-    """True if the tensor comes back as it was without a word on its strides: they are the usual, or it has holes.
+    """True if the tensor comes back as it was with no strides stored: they are the usual, or it has holes.
 
     The strides of a channels_last tensor are kept: fused optimizers want state laid out like its parameter.
     """

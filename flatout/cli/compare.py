@@ -15,7 +15,7 @@ def compare(
 ) -> int:
     """Two results: is the second faster, slower, or not significantly different?
 
-    Exit code: 0 compared, 2 they cannot be compared (unlike machines, not results).
+    Exit code: 0 compared, 2 they cannot be compared (different machines, not results).
     """
     from flatout.report.compare import compare_documents, comparison_text
     from flatout.report.document import document, read_document, to_text

@@ -300,7 +300,7 @@ class Run:
         self._say("\n" + run_text(summary, written))
 
     def _write_early(self) -> None:
-        """Memory is nearly out: the kernel may end this process without a word, so the document is written now."""
+        """Memory is nearly out: the kernel may end this process with no message, so the document is written now."""
         if self.report is None or os.getpid() != self._owner:
             return
         with own_imports(), contextlib.suppress(UsageError):

@@ -74,7 +74,7 @@ def _memory_nearly_out(facts: RunFacts) -> Finding | None:
         severity="warning",
         title=f"at step {step:,} hardly any memory was left",
         evidence=f"{format_bytes(available)} of {format_bytes(total)} that this process may use; at its end the kernel "
-        "kills without a word",
+        "kills the process without a message",
         remedy="see who holds it with flatout memory; fewer loader workers and a smaller batch take less",
         next_command=f"flatout memory {facts.command}",
     )

@@ -2,7 +2,7 @@
 
 The sources include nothing of torch's, so a build takes some seconds and fits every torch; they are reached through
 their C functions. What is built is for this very processor, so its name holds the processor's instructions and the
-sources: a home directory shared by unlike machines keeps one for each.
+sources: a home directory shared by different machines keeps one for each.
 
 A library that is loaded runs with all rights of this process. So it is loaded only from a folder that nobody else can
 write, and only if it has the checksum that was recorded when it was built: a truncated library would end the process

@@ -105,7 +105,7 @@ def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
 
 
 def compile_in_place(module: Any, **options: Any) -> None:
-    """`module.compile(**options)`, which passes over torch's own modules, an nn.Sequential say, without a word: those
+    """`module.compile(**options)`, which passes over torch's own modules, an nn.Sequential say, silently: those
     are called from a function of ours, into which the compiler does look."""
     import torch
 

@@ -1,6 +1,6 @@
 """The live handles that levers act on: models, optimizers, loaders and the seam around an outermost module call.
 
-Handles appear while a stranger's script runs (the discriminator is called before the generator), so a lever does not
+Handles appear while an unmodified script runs (the discriminator is called before the generator), so a lever does not
 loop over a list: it registers a function, which is called for each handle that is there and for each that comes, and
 whose returned undo is called when the lever is taken back.
 
@@ -85,7 +85,7 @@ class Handles(Generic[T]):
 class Subject:
     """What is being trained. Built by `TrainStep` from its arguments, and by the script runner from what it sees.
 
-    training_only: levers leave evaluation as it is. So it is for a stranger's script, whose evaluation no trial runs;
+    training_only: levers leave evaluation as it is. So it is for an unmodified script, whose evaluation no trial runs;
     who gives a plan to `TrainStep` asks for it himself.
     """
 

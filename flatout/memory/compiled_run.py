@@ -52,7 +52,7 @@ _WRITTEN_ELEMENT_BY_ELEMENT = _named(
 
 
 class CompiledCall:
-    """A module's call as its compiled twin holds memory. On fake tensors, within `world`, which is their fake mode."""
+    """A module's call as its compiled form holds memory. On fake tensors, within `world`, which is their fake mode."""
 
     def __init__(self, module: Any, world: Any) -> None:
         self._module, self._world = module, world

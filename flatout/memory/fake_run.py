@@ -1,7 +1,7 @@
 """Run training steps on fake tensors: shapes, dtypes and lifetimes are real, the numbers and their memory are not.
 
-The one adapter to torch's private fake-tensor machinery. Twins of a model, its optimizer and a batch are made without
-their memory; what a step does to the twins, it does to nothing else.
+The one adapter to torch's private fake-tensor machinery. Copies of a model, its optimizer and a batch are made without
+their memory; what a step does to the copies, it does to nothing else.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class FakeRun:
     """A world of fake tensors.
 
     with FakeRun() as world:
-        model, optimizer = world.twins((model, optimizer))
+        model, optimizer = world.fake_copies((model, optimizer))
         ...
     """
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def twins(self, objects: tuple[Any, ...]) -> Any:
+    def fake_copies(self, objects: tuple[Any, ...]) -> Any:
         """A deep copy in which every tensor is fake; what was shared is shared again."""
         copied = {id(one): one.clone_state() for one in _generators(objects)}  # their state is a tensor of values
         with FakeCopyMode(self._mode):

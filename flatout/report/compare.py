@@ -44,7 +44,7 @@ def compare_documents(a: Mapping[str, Any], b: Mapping[str, Any]) -> DocumentCom
     machines = _machine(a, "first"), _machine(b, "second")
     if machines[0]["fingerprint"] != machines[1]["fingerprint"]:
         raise UsageError(
-            "the two results are of unlike machines",
+            "the two results are from different machines",
             limit="; ".join(machine_differences(*machines)),
             remedy=_RERUN,
         )

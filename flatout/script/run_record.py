@@ -20,7 +20,7 @@ MOST_ROWS = 400
 PAUSE_STEPS, PAUSE_SHARE = 2.0, 0.5
 """What exceeds the usual time by two steps and half of it is a pause, not a step's scatter."""
 LITTLE_LEFT_SHARE = 0.03
-"""Of the host's memory, or of what the cgroup allows: at its end the kernel kills without a word."""
+"""Of the host's memory, or of what the cgroup allows: at its end the kernel kills the process."""
 
 
 @dataclass

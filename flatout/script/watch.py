@@ -1,4 +1,4 @@
-"""Watch a stranger's training loop from the calls that it makes: optimizer, backward, loader, outermost module.
+"""Watch an unmodified script's training loop from its calls: optimizer, backward, loader, outermost module.
 
 Four patches on entry points and torch's own global optimizer hooks; a call costs about a microsecond a step, plus a
 tenth of one for each module inside a model. In a *window* the time of each kind of call is added up too, so that a
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 DYNAMO = "torch._dynamo"
 STEPS_WITH_CLOSER_LOOK = 3
-STRANGERS_THAT_WAKE = 64
+OTHERS_THAT_WAKE = 64
 
 
 class OpenStep(NamedTuple):
@@ -93,7 +93,7 @@ class Watch:
         self.glance_every = 1
         """While resting: of so many steps one is a boundary."""
         self._granted = self._to_pass = 0
-        self._strangers: list[int] = []
+        self._others: list[int] = []
         self._dynamo_watch: ImportWatch | None = None
         self._step_starts: StepHook | None = None
         self._step_ends: StepHook | None = None
@@ -165,7 +165,7 @@ class Watch:
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
-        self.resting, self._strangers, self.glance_every = True, [], glance_every
+        self.resting, self._others, self.glance_every = True, [], glance_every
         self._optimizers_open.clear()
         self._unpatch()
 
@@ -186,17 +186,17 @@ class Watch:
         self._granted = self._to_pass = 0
         self.steps += passed
         self.finder.leader_passed(passed)
-        for identity in self._strangers:
+        for identity in self._others:
             self.finder.optimizer_stepped(identity)
-        self._strangers = []
+        self._others = []
 
     def _count_resting(self, optimizer: Any) -> None:
         if id(optimizer) != self.finder.leader:
-            self._strangers.append(id(optimizer))
-            if len(self._strangers) > STRANGERS_THAT_WAKE:  # another phase of training, with another optimizer
+            self._others.append(id(optimizer))
+            if len(self._others) > OTHERS_THAT_WAKE:  # another phase of training, with another optimizer
                 self.wake()
             return
-        self._strangers = []
+        self._others = []
         self.count_passed()
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
@@ -251,8 +251,8 @@ class Watch:
             return
         if self._to_pass and id(optimizer) == self.finder.leader:
             self._to_pass -= 1
-            if self._strangers:
-                self._strangers = []
+            if self._others:
+                self._others = []
             return
         if not self._here():
             return
@@ -482,7 +482,7 @@ class Watch:
 def _has_weights(module: Any) -> bool:
     try:
         return any(parameter.requires_grad for parameter in module.parameters())
-    except Exception:  # a stranger's module may answer in any way, and is called all the same
+    except Exception:  # a script's module may answer in any way, and is called all the same
         return False
 
 

@@ -57,7 +57,7 @@ class WeightProbe:
         try:
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                 return look()
-        except Exception:  # a stranger's tensors may refuse anything
+        except Exception:  # a script's tensors may refuse anything
             self._failed = True
             self.forget()
             return False

@@ -124,7 +124,7 @@ def count_operations(training: Training) -> float:
     from flatout.train.flops import count_step
 
     world = FakeRun()
-    model, optimizer, loss_fn, batch = _twins(world, training)
+    model, optimizer, loss_fn, batch = _fake_copies(world, training)
     with generators_kept(), world:
         step = TrainStep(model, optimizer, loss_fn, carried_out(training.plan))
         finish = count_step()
@@ -206,7 +206,7 @@ def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[
 
 
 def _call_as_compiled(model: Any, mode: str | None, world: Any) -> None:
-    """The parts of the twin that torch.compile would take hold memory as compiled ones do, from now on."""
+    """The parts of the copy that torch.compile would take hold memory as compiled ones do, from now on."""
     from flatout.memory.compiled_run import CompiledCall
 
     for part in repeated_blocks(model) if mode == "regional" else [model]:
@@ -225,12 +225,12 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     from flatout.memory.tracking import Tracker
 
     world = FakeRun()
-    model, optimizer, loss_fn, batch = _twins(world, training)
+    model, optimizer, loss_fn, batch = _fake_copies(world, training)
     if batch_size != training.samples:
         batch = map_tensors(lambda one: _resized(world, one, training.samples, batch_size), batch)
     if target.cuda:
         _default_to_foreach(optimizer)
-    twin = Training(
+    fake = Training(
         model=model,
         optimizer=optimizer,
         loss_fn=loss_fn,
@@ -258,27 +258,27 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     ):
         if as_compiled:
             _call_as_compiled(model, training.plan.compile, world)
-        take_steps(tracker, twin, closing)
+        take_steps(tracker, fake, closing)
     if touched:
         raise UsageError(
             "the loss function uses a model of its own",
-            limit="a forecast gives it a twin as its argument",
+            limit="a forecast calls it with a copy on fake tensors",
             remedy="write it as loss_fn(model, batch) and use that model",
         )
     return tracker.timeline(), host.moved_bytes // STEPS
 
 
-def _twins(world: Any, training: Training) -> Any:
+def _fake_copies(world: Any, training: Training) -> Any:
     try:
-        twins = world.twins((training.model, training.optimizer, training.loss_fn, training.batch))
+        copies = world.fake_copies((training.model, training.optimizer, training.loss_fn, training.batch))
     except Exception as error:
         raise UsageError(
             f"the model cannot be copied: {type(error).__name__}: {error}",
-            limit="a forecast runs a twin of it",
+            limit="a forecast runs a copy of it on fake tensors",
             remedy="keep files, locks and generators out of the model and the loss function",
         ) from error
-    never_captured(twins[1])
-    return twins
+    never_captured(copies[1])
+    return copies
 
 
 def _resized(world: Any, tensor: Any, samples: int, wanted: int) -> Any:

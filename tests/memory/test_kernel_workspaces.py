@@ -48,10 +48,10 @@ def really_held(operation: Any, args: Any) -> int:
 def forecast(operation: Any, args: Any) -> int:
     """Bytes of the fake results and what the rule adds."""
     world = FakeRun()
-    twins = tree_map_only(torch.Tensor, world.twins, args)
+    copies = tree_map_only(torch.Tensor, world.fake_copies, args)
     with world:
-        out = operation(*twins)
-        found = cpu_workspace(operation, twins, {}, out)
+        out = operation(*copies)
+        found = cpu_workspace(operation, copies, {}, out)
         results = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
         sizes = [one.untyped_storage().nbytes() if isinstance(one, torch.Tensor) else 0 for one in results]
     if found is None:

@@ -78,13 +78,13 @@ def test_what_a_kernel_holds_inside_is_born_and_dies_around_it() -> None:
     assert timeline.peak().allocation is timeline.allocations[1]
 
 
-def test_twins_are_fake_and_share_what_was_shared() -> None:
+def test_copies_are_fake_and_share_what_was_shared() -> None:
     layer = nn.Linear(4, 4)
     layer.tied = layer.weight
     world = FakeRun()
-    (twin,) = world.twins((layer,))
-    assert twin.tied is twin.weight
-    assert type(twin.weight.data).__name__ == "FakeTensor"
+    (layer_copy,) = world.fake_copies((layer,))
+    assert layer_copy.tied is layer_copy.weight
+    assert type(layer_copy.weight.data).__name__ == "FakeTensor"
     with world, Tracker() as tracker:
         large = world.tensor_like(torch.empty(1), (1024, 1024, 1024, 1024))
         doubled = large * 2
@@ -94,7 +94,7 @@ def test_twins_are_fake_and_share_what_was_shared() -> None:
 
 def test_only_optimizers_may_read_a_fake_value() -> None:
     world = FakeRun()
-    (layer,) = world.twins((nn.Linear(3, 3),))
+    (layer,) = world.fake_copies((nn.Linear(3, 3),))
     optimizer = torch.optim.Adafactor(layer.parameters())
     with world, ValuesForOptimizers():
         layer.weight.grad = torch.ones(3, 3)

@@ -39,7 +39,7 @@ def test_noise_is_not_significant() -> None:
 
 def test_unlike_machines_are_refused_by_what_differs() -> None:
     other = {**MACHINE, "fingerprint": "other", "cpu": {**MACHINE["cpu"], "available_cores": 64}}
-    with pytest.raises(UsageError, match="unlike machines; cores: 2 and 64; run both on the same machine"):
+    with pytest.raises(UsageError, match="different machines; cores: 2 and 64; run both on the same machine"):
         compare_documents(run_document(1.0), run_document(1.0, machine=other))
     with pytest.raises(UsageError, match="fingerprints a and b"):
         compare_documents(

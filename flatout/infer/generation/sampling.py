@@ -76,7 +76,7 @@ class Sampling:
         return self.repetition_penalty != 1 or self.no_repeat_ngram is not None
 
     def _check_greedy(self) -> None:
-        """A truncation says that its author means to sample; greedy would ignore it without a word."""
+        """A truncation says that its author means to sample; greedy would silently ignore it."""
         given = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
         if self.greedy and given:
             what = f"{given[0]} is {getattr(self, given[0])!r} with temperature 0"
