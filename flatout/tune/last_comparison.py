@@ -17,12 +17,14 @@ from flatout.tune.deadline import Deadline
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
 from flatout.tune.windows import Arm, Pace, Pairing, compare_arms
 
-PROCESS_PAIRS = 3
-LEAST_PAIRS, MOST_PAIRS = 8, 10
-"""Windows of one pair of processes."""
+LEAST_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 3, 8
+NARROW_ENOUGH = 0.03
+"""Half of the interval, as a share of the ratio: then no further pair of processes is started."""
+LEAST_PAIRS, MOST_PAIRS = 4, 6
+"""Windows of one pair of processes: the processes differ by more than their windows."""
 MOST_STARTS = 40
 """A short script is started again until there are enough windows."""
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 """Two-sided 95 % points of Student's t."""
 
 Pairs = list[tuple[float, float]]
@@ -39,19 +41,21 @@ def compare_in_fresh_processes(
         pace,
         least_pairs=LEAST_PAIRS,
         most_pairs=MOST_PAIRS,
-        seconds=seconds / PROCESS_PAIRS,
+        seconds=seconds / MOST_PROCESS_PAIRS,
         stop_when_futile=False,
         stop_when_clear=False,
     )
     groups: list[Pairs] = []
     last: Pairing | None = None
     began = deadline.elapsed_seconds
-    for _ in range(PROCESS_PAIRS):
+    for _ in range(MOST_PROCESS_PAIRS):
         pairs: Pairs = []
         last, pace = _one_pair_of_processes(setup, choices, pace, deadline, pairs)
         groups.append(pairs)
         spent = deadline.elapsed_seconds - began
         if spent + spent / len(groups) > max(seconds, deadline.seconds_left + spent):
+            break
+        if len(groups) >= LEAST_PROCESS_PAIRS and _is_narrow(comparison_of_groups(groups, pace.least_gain)):
             break
     assert last is not None
     every = [pair for group in groups for pair in group]
@@ -74,9 +78,13 @@ def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparis
     logs = [math.log(_compared(group, least_gain).ratio) for group in groups]
     mean = sum(logs) / len(logs)
     deviation = math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
-    half = STUDENT.get(len(logs) - 1, 2.6) * deviation / math.sqrt(len(logs))
+    half = STUDENT[len(logs) - 1] * deviation / math.sqrt(len(logs))
     low, high = (min(whole.low, whole.ratio * math.exp(-half)), max(whole.high, whole.ratio * math.exp(half)))
     return whole.with_interval(low, high, least_gain)
+
+
+def _is_narrow(found: Comparison) -> bool:
+    return found.has_interval and (found.high - found.low) / 2 <= NARROW_ENOUGH * found.ratio
 
 
 def _compared(pairs: Pairs, least_gain: float) -> Comparison:
@@ -97,6 +105,8 @@ def _one_pair_of_processes(
                 TrialProcess(setup, label="plain") as plain,
                 TrialProcess(setup, from_start, label="planned") as planned,
             ):
+                plain.spawn()
+                planned.spawn()
                 plain.start()
                 planned.start()
                 baseline, candidate = Arm(plain, resting=True), Arm(planned, live, resting=True)

@@ -130,6 +130,7 @@ class TrialProcess:
         """Whether steps that are under way when the setup's deadline passes end soon afterwards, with BudgetSpent. A
         start goes on: how long it takes is not known before."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._spawned_at = 0.0
         self._terminal: int | None = None
         self._buffer = b""
 
@@ -152,7 +153,9 @@ class TrialProcess:
         if self.broken_off and self._has_passed():
             raise BudgetSpent(self.setup.deadline)
         with self._stage(f"starting {self.setup.target.name}"):
-            self._start(timeout_seconds)
+            if self._process is None:
+                self.spawn()
+            self._await_first_step(timeout_seconds)
 
     def _has_passed(self) -> bool:
         return self.setup.deadline is not None and self.setup.deadline.grace_seconds_left <= 0
@@ -160,13 +163,14 @@ class TrialProcess:
     def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.setup.deadline is None else self.setup.deadline.stage(name)
 
-    def _start(self, timeout_seconds: float) -> None:
+    def spawn(self) -> None:
+        """Start the script and wait for nothing, so that several may start at once; `start` must follow."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
         command_read, self._command_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
         config = self._folder / "config.json"
         config.write_text(json.dumps(self._config(command_read, answer_write)))
-        began = time.perf_counter()
+        self._spawned_at = time.perf_counter()
         with self._stdin() as stdin, open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
                 child_command("flatout.script.trial_child", str(config)),
@@ -179,12 +183,14 @@ class TrialProcess:
             )
         os.close(command_read)
         os.close(answer_write)
+
+    def _await_first_step(self, timeout_seconds: float) -> None:
         answer = self._answer(timeout_seconds, starting=True)
         if answer["event"] == "refused":
             raise TrialError(answer["reason"])
         self.isolation = answer
         self.step_kind = self._answer(timeout_seconds, starting=True)["step_kind"]
-        self.startup_seconds = time.perf_counter() - began
+        self.startup_seconds = time.perf_counter() - self._spawned_at
 
     def describe(self) -> Observed:
         return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])

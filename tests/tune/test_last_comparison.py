@@ -53,7 +53,7 @@ def compared(tmp_path: Path, steps: int) -> int:
     script.write_text(SHORT.format(steps=steps))
     setup = TrialSetup(target=Target(path=str(script)), work_folder=tmp_path)
     pace = Pace.for_step(1e-3, seconds=0.3)
-    return compare_in_fresh_processes(setup, [], pace, Deadline(300), 0.3).comparison.pairs
+    return compare_in_fresh_processes(setup, [], pace, Deadline(3.0), 0.3).comparison.pairs
 
 
 def test_a_script_that_ends_early_is_started_again(tmp_path: Path) -> None:
@@ -63,3 +63,11 @@ def test_a_script_that_ends_early_is_started_again(tmp_path: Path) -> None:
 def test_a_script_too_short_for_any_window(tmp_path: Path) -> None:
     with pytest.raises(TrialEnded):
         compared(tmp_path, 8)
+
+
+def test_processes_are_added_until_the_interval_is_narrow() -> None:
+    """Eight that differ by 3 % either way say more than three of them."""
+    ratios = [1.27, 1.33, 1.30, 1.28, 1.32, 1.29, 1.31, 1.30]
+    few, many = (comparison_of_groups([group(ratio, 4) for ratio in ratios[:count]], 0.01) for count in (3, 8))
+    assert many.high - many.low < 0.5 * (few.high - few.low)
+    assert many.low < 1.30 < many.high
