@@ -50,10 +50,12 @@ def observe(
     threads_at_start: int | None,
     rows: Sequence[StepRow],
     loaders: bool = True,
+    lengths: bool = True,
 ) -> Observed:
     """What is known of the loop now; `rows` are the steps of a window (none: nothing was timed).
 
-    `loaders` = False leaves them out: describing one asks for its length, which is the script's code.
+    `lengths` = False leaves those of data sets unknown, as to ask for one runs the script's code; `loaders` = False
+    leaves out all that is known of loaders.
     """
     import torch
 
@@ -64,7 +66,7 @@ def observe(
         step_seconds=statistics.median(row.seconds for row in rows) if rows else None,
         breakdown_seconds=breakdown(rows),
         optimizers=tuple(see_optimizer(optimizer) for optimizer in subject.optimizers),
-        loaders=tuple(_see_loader(loader) for loader in subject.loaders) if loaders else (),
+        loaders=tuple(_see_loader(loader, lengths) for loader in subject.loaders) if loaders else (),
         modules=tuple(_see_module(module) for module in subject.modules),
         threads=torch.get_num_threads(),
         threads_set_by_script=threads_at_start is not None and torch.get_num_threads() != threads_at_start,
@@ -97,9 +99,9 @@ def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
     return {kind: seconds * (1 if kind == "evaluation" else scale) for kind, seconds in parts.items()}
 
 
-def _see_loader(loader: Any) -> LoaderSeen:
+def _see_loader(loader: Any, lengths: bool) -> LoaderSeen:
     found = strategy(loader.dataset, loader.collate_fn) if loader.batch_sampler is not None else None
-    length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+    length = len(loader.dataset) if lengths and hasattr(loader.dataset, "__len__") else None
     return LoaderSeen(
         dataset=type(loader.dataset).__name__,
         samples=length,

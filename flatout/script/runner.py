@@ -132,7 +132,7 @@ class Runner:
         """The plan's choices without those that do not apply to what the first step showed."""
         if self._machine is None or not self._choices:
             return self._choices
-        observed = observe(self.watch, threads_at_start=self.threads_at_start, rows=(), loaders=False)
+        observed = observe(self.watch, threads_at_start=self.threads_at_start, rows=(), lengths=False)
         fitting = []
         for choice in self._choices:
             obstacle = self._obstacle(choice, self._machine, observed)

@@ -1,0 +1,75 @@
+"""What a run knows of a loop after its first step is enough for every lever that a trial has found to apply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flatout.levers.catalogue import LEVERS
+from flatout.levers.lever import Choice
+from flatout.machine.detect import detect
+from flatout.script.describe import observe
+from flatout.script.runner import Runner
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    machine = replace(detect(), cpu=replace(detect().cpu, fast_dtypes=("bf16",), available_cores=4, physical_cores=4))
+    made = Runner(machine=machine)
+    made.watch.install(torch)
+    yield made
+    made.watch.uninstall()
+
+
+class Counted(TensorDataset):
+    """Tells that it was asked for its length, which `flatout run` has no business with."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        return super().__len__()
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(96, 3, 8, 8), torch.randint(0, 5, (96,))
+
+
+def train(data: TensorDataset, steps: int) -> list[object]:
+    """What must be kept, as the watch holds it weakly."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 9000), nn.Linear(9000, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    loader = DataLoader(data, batch_size=4)
+    for _, (x, y) in zip(range(steps), loader, strict=False):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [model, optimizer, loader]
+
+
+def test_every_lever_that_applies_in_a_trial_applies_in_the_run(runner: Runner) -> None:
+    assert runner._machine is not None
+    kept = train(TensorDataset(*samples()), 3)
+    in_trial = observe(runner.watch, threads_at_start=runner.threads_at_start, rows=())
+    applying = [lever for lever in LEVERS if lever.applies(runner._machine, in_trial)]
+    assert {"batched fetch", "optimizer", "autocast", "channels_last"} <= {lever.name for lever in applying}
+    runner._choices = [
+        Choice(lever=lever, value=value)
+        for lever in applying
+        for value in lever.applies(runner._machine, in_trial).values
+    ]
+    assert runner._fitting() == runner._choices
+    assert (runner.left_off, len(kept)) == ([], 3)
+
+
+def test_a_run_asks_no_data_set_for_its_length(runner: Runner) -> None:
+    data = Counted(*samples())
+    kept = train(data, 2)
+    data.asked = 0
+    observe(runner.watch, threads_at_start=None, rows=(), lengths=False)
+    assert (data.asked, len(kept)) == (0, 3)
