@@ -16,8 +16,6 @@ from flatout.tune.for_memory import MemoryGain, judge_gain
 from flatout.tune.trial_process import Peak
 from flatout.tune.tune import TuneRequest, tune
 
-pytestmark = pytest.mark.usefixtures("forked_trials")
-
 CHOICE = Choice(ChunkedLoss(), "chunked")
 HERE = Machine(
     fingerprint="f",
@@ -73,7 +71,7 @@ while True:
 def test_a_plan_that_asks_for_it_is_verified_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    request = TuneRequest(target=Target(path="train.py"), budget_seconds=20, only=(("loss", "chunked"),))
+    request = TuneRequest(target=Target(path="train.py"), budget_seconds=40, only=(("loss", "chunked"),))
     result = tune(request, detect())
     (trial,) = result.state.trials
     assert trial.outcome == "kept", trial.reason

@@ -9,8 +9,6 @@ import pytest
 from flatout.script.entry import Target
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup, explain_end
 
-pytestmark = pytest.mark.usefixtures("forked_trials")
-
 LOOP = """
 import os, sys, torch
 {before}
@@ -35,12 +33,14 @@ def started(folder: Path, before: str, terminal_size: tuple[int, int] | None) ->
     return trial.log_tail()
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_a_script_that_measures_its_terminal_finds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # not forked: a whole start
     before = "print(os.popen('stty size').read().split(), os.isatty(0), flush=True)"
     assert started(tmp_path, before, (31, 117)) == "['31', '117'] True"
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_who_reads_from_a_trials_terminal_gets_the_end_of_input(tmp_path: Path) -> None:
     before = "print(repr(sys.stdin.readline()), repr(sys.stdin.readline()), flush=True)"
     assert started(tmp_path, before, (24, 80)) == "'' ''"
@@ -94,6 +94,7 @@ def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_
     assert not Path("/dev/shm/flatout-test-left").exists()
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import socket\nsocket.create_connection(('192.0.2.1', 80))\n")
