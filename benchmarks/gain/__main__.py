@@ -119,25 +119,29 @@ def _one_round(folder: Path, arguments: list[str], turn: int) -> tuple[tuple[flo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each tune")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="from six on what is seen has an interval")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results = []
+    results: list[Result] = []
     for kind, width, batch, steps in CASES:
         results.append(measured(kind, width, batch, steps, arguments.budget, arguments.rounds))
         print(results[-1].line(), flush=True)
+        if arguments.out:
+            _write(arguments.out, results, arguments.budget)
     claimed = [result for result in results if result.stated is not None]
     right = sum(result.right for result in claimed)
     print(f"{right} of {len(claimed)} gains as stated; {len(results) - len(claimed)} scripts without one")
-    if arguments.out:
-        machine = detect()
-        document = {
-            "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
-            "budget_seconds": arguments.budget,
-            "results": [{**asdict(result), "right": result.right} for result in results],
-        }
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
+
+
+def _write(path: Path, results: list[Result], budget_seconds: float) -> None:
+    machine = detect()
+    document = {
+        "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+        "budget_seconds": budget_seconds,
+        "results": [{**asdict(result), "right": result.right} for result in results],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
