@@ -217,7 +217,7 @@ class Run:
         from flatout.machine.detect import detect
         from flatout.report.live import StatusLine
         from flatout.report.run_text import live_text
-        from flatout.script.describe import device_name
+        from flatout.script.device_calls import device_name
 
         self._machine = self._machine or detect()
         flops = self.plan.flops_per_step if self.plan is not None else None

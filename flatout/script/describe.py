@@ -17,6 +17,7 @@ from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device
+from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
 from flatout.script.watch import Watch
 
@@ -25,18 +26,6 @@ UNSEEDED = 20_261_121
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script has set the number by a variable, before torch was there."""
 GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
-
-
-def device_name(subject: Subject) -> str:
-    """'cpu' or 'cuda:0': where the weights are."""
-    for module in subject.modules:
-        for parameter in module.parameters():
-            return str(parameter.device)
-    for optimizer in subject.optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                return str(parameter.device)
-    return "cpu"
 
 
 def device_of(subject: Subject) -> Device:

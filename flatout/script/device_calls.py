@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from flatout.levers.subject import Subject
 from flatout.script.patches import Patches
 from flatout.script.tracebacks import leave_no_frame
 
@@ -74,3 +75,18 @@ class DeviceCalls:
                 self._leave(span)
 
         return call
+
+
+def device_name(subject: Subject) -> str:
+    """'cpu' or 'cuda:0': where the weights are."""
+    import torch
+
+    with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+        for module in subject.modules:
+            for parameter in module.parameters():
+                return str(parameter.device)
+        for optimizer in subject.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    return str(parameter.device)
+    return "cpu"

@@ -19,7 +19,8 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.machine.detect import memory_left
-from flatout.script.describe import NOT_AS_NOW, device_name, observe
+from flatout.script.describe import NOT_AS_NOW, observe
+from flatout.script.device_calls import device_name
 from flatout.script.epochs import EpochStarts
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch

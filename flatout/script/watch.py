@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
 from flatout.script.compile_seen import compile_was_asked_for
-from flatout.script.device_calls import DeviceCalls
+from flatout.script.device_calls import DeviceCalls, device_name
 from flatout.script.patches import ImportWatch, Patches
 from flatout.script.spans import Spans, StepRow
 from flatout.script.step_hooks import StepHook, steps_around
@@ -223,8 +223,7 @@ class Watch:
         return rows
 
     def _on_device(self) -> bool:
-        parameters = (next(module.parameters(), None) for module in self.subject.modules)
-        return any(parameter is not None and parameter.device.type != "cpu" for parameter in parameters)
+        return device_name(self.subject) != "cpu"
 
     def _enter_device_call(self, kind: str) -> list[Any] | None:
         return self._spans.enter(kind) if self.rows is not None and self._here() else None
@@ -480,8 +479,11 @@ class Watch:
 
 
 def _has_weights(module: Any) -> bool:
+    import torch
+
     try:
-        return any(parameter.requires_grad for parameter in module.parameters())
+        with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+            return any(parameter.requires_grad for parameter in module.parameters())
     except Exception:  # a script's module may answer in any way, and is called all the same
         return False
 
