@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from flatout.levers.lever import Choice
 from flatout.statistics import Comparison, compare_paired, median
-from flatout.tune.deadline import Deadline
+from flatout.tune.deadline import TOLERANCE, Deadline
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
 from flatout.tune.windows import Arm, Pace, Pairing, compare_arms
 
@@ -53,7 +53,9 @@ def compare_in_fresh_processes(
         last, pace = _one_pair_of_processes(setup, choices, pace, deadline, pairs)
         groups.append(pairs)
         spent = deadline.elapsed_seconds - began
-        if spent + spent / len(groups) > max(seconds, deadline.seconds_left + spent):
+        few = len(groups) < LEAST_PROCESS_PAIRS  # whose interval says little: worth what a budget may be exceeded by
+        tolerated = TOLERANCE * deadline.budget_seconds if few else 0.0
+        if spent + spent / len(groups) > max(seconds, deadline.seconds_left + spent) + tolerated:
             break
         if len(groups) >= LEAST_PROCESS_PAIRS and _is_narrow(comparison_of_groups(groups, pace.least_gain)):
             break
