@@ -4,7 +4,8 @@ Two ways, the better one first. In both the process that calls `split` stays out
 a new one:
 
     namespace   caller -> init -> script: in a PID namespace the kernel kills every process when its init ends. The
-                script sees and can signal only its own processes.
+                script sees and can signal only its own processes. Init waits for all of them before it ends: the
+                kernel would forget how much processor time they used, and who measures load takes it for others'.
     reaper      caller -> script: orphans become the caller's children, which it kills when the script ends
 
 The caller leaves as the script does, with its exit code or of the same signal. SIGTERM to the caller ends all of them
@@ -47,6 +48,9 @@ def split(mode: Mode, prepare: Callable[[Mode], None], renounce: Callable[[], No
     if child:
         os.close(tell)
         _stand_by(mode, child, told, renounce)
+    if mode == "namespace":
+        for number in _ENDING:  # before one is let through: the default action does nothing to an init
+            signal.signal(number, lambda *_: _end_namespace(tell, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     os.close(told)
     prepare(mode)
@@ -67,7 +71,7 @@ def _stand_by(mode: Mode, child: int, told: int, renounce: Callable[[], None]) -
 
     def end_child(*_: object) -> None:
         with suppress(ProcessLookupError):  # it has just been waited for
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGTERM if mode == "namespace" else signal.SIGKILL)
 
     for number in _ENDING:
         signal.signal(number, end_child)
@@ -92,13 +96,28 @@ def _start_below_init(tell: int) -> None:
         os._exit(1)  # the caller died before the line above
     script = os.fork()
     if not script:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
         os.close(tell)
         return
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == script:
-            os.write(tell, str(status).encode())
-            os._exit(0)
+            _end_namespace(tell, status)
+
+
+def _end_namespace(tell: int, status: int) -> NoReturn:
+    """Init's own end, after that of all others. `status`: the script's, as `waitpid` gives it."""
+    if os.getpid() != 1:  # the next line would end everything that the user has
+        os._exit(1)
+    with suppress(ProcessLookupError):  # there is nobody else
+        os.kill(-1, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    with suppress(BrokenPipeError):  # the caller has been killed
+        os.write(tell, str(status).encode())
+    os._exit(0)
 
 
 def _reader_is_gone(pipe: int) -> bool:

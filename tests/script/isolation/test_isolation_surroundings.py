@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -90,6 +91,26 @@ def test_they_end_with_whoever_is_told_to_end_the_trial(start: Any, way: str) ->
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=200) == ("", "")
     assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_processor_time_that_they_used_is_the_trials(start: Any, way: str, told: bool) -> None:
+    """Or a tune says that others kept the machine busy."""
+
+    def used_seconds() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before = used_seconds()
+    busy = "while time.process_time() < 1.5: pass\nprint('busy', flush=True)\n"
+    process = start(busy + "time.sleep(1000)" * told, processes=way)
+    if process.stdout.readline() != "busy\n":
+        pytest.skip(process.stderr.read())
+    if told:
+        process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=200)
+    assert used_seconds() - before >= 1.5
 
 
 @pytest.mark.parametrize("way", WAYS)
