@@ -25,17 +25,17 @@ from flatout.statistics import Comparison, compare_paired, median
 from flatout.tune.tune import TuneRequest, tune
 
 SCRIPT = Path(__file__).with_name("training.py")
-# kind, width, batch, steps of one run from outside
+# kind, width, batch, steps of one run from outside: some seconds, as a machine's disturbances last about one
 CASES = (
-    ("mlp", 16, 16, 4000),
-    ("mlp", 128, 64, 3000),
-    ("mlp", 512, 128, 1200),
+    ("mlp", 16, 16, 8000),
+    ("mlp", 128, 64, 5000),
+    ("mlp", 512, 128, 1500),
     ("mlp", 1024, 512, 150),
-    ("cnn", 4, 8, 1200),
-    ("cnn", 16, 32, 150),
-    ("cnn", 32, 128, 24),
-    ("gpt", 32, 8, 600),
-    ("gpt", 128, 16, 60),
+    ("cnn", 4, 8, 2000),
+    ("cnn", 16, 32, 300),
+    ("cnn", 32, 128, 40),
+    ("gpt", 32, 8, 1000),
+    ("gpt", 128, 16, 80),
     ("gpt", 256, 64, 9),
 )
 ENDLESS = 10**9

@@ -12,7 +12,7 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.timing import LoadWatch
 from flatout.tune.deadline import Deadline
-from flatout.tune.last_comparison import LEAST_PROCESS_PAIRS, compare_in_fresh_processes
+from flatout.tune.last_comparison import WANTED_PROCESS_PAIRS, compare_in_fresh_processes
 from flatout.tune.prover import Pattern, Prover
 from flatout.tune.search import SearchState
 from flatout.tune.trial import Proof
@@ -33,7 +33,7 @@ class Verifier:
         self.setup, self.state, self._deadline, self._progress = setup, state, deadline, progress
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, COMPARISON_SHARE * deadline.seconds_left)
         self.warnings: list[str] = []
-        starts_seconds = LEAST_PROCESS_PAIRS * (state.startup_seconds or 0.0)  # both of a pair start at once
+        starts_seconds = WANTED_PROCESS_PAIRS * (state.startup_seconds or 0.0)  # both of a pair start at once
         before = deadline.reserving(self._comparison_seconds + starts_seconds)
         self._prover = Prover(setup, _pattern(state), before, progress)
         self._proved = 0
@@ -54,10 +54,6 @@ class Verifier:
         if not self.state.kept:
             return None, None
         final = self._final_comparison()
-        unclear = final is not None and final.comparison.verdict == "not significant"
-        if unclear and self._deadline.seconds_left >= self._comparison_seconds:
-            self._progress("not clear yet; measuring once more")
-            final = self._final_comparison() or final
         if final is None or final.comparison.verdict != "faster":
             self._give_back(final)
             return self._for_memory(proof, final)
