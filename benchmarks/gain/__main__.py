@@ -1,20 +1,26 @@
 """Is the gain that `flatout tune` states the one that a user gets?
 
-    python -m benchmarks.gain [--budget 60] [--rounds 7] [--out results.json]
+    python -m benchmarks.gain [--budget 120] [--rounds 5] [--out results.json]
 
-Ten scripts with steps of 0.2 ms to 1 s are tuned. Then each runs from outside, in turns: `python script` and `flatout
-run script`, both as they are, and the script itself times its steps. The ratio of these times should lie inside the
-interval that tune stated, in nine of ten; whole runs, start-up included, are told apart.
+Ten scripts with steps of 0.2 ms to 1 s are tuned. Then they are measured from outside: `python script` and `flatout
+run script`, both as they are. The scripts write down when each of their steps ended. The two run at once, but only one
+is let go on at a time (SIGSTOP, SIGCONT), for a fraction of a second, with its main thread on the same core as the
+other's: what disturbs the machine disturbs both. The ratio of their steps should lie inside the interval that tune
+stated, in nine of ten. Whole runs, start-up included, are timed apart, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +28,7 @@ from flatout.machine.detect import detect
 from flatout.plan import write_plan
 from flatout.script.entry import Target
 from flatout.statistics import Comparison, compare_paired, median
+from flatout.tune.last_comparison import comparison_of_groups
 from flatout.tune.tune import TuneRequest, tune
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -36,9 +43,11 @@ CASES = (
     ("cnn", 32, 128, 40),
     ("gpt", 32, 8, 1000),
     ("gpt", 128, 16, 80),
-    ("gpt", 256, 64, 9),
+    ("gpt", 256, 64, 18),
 )
 ENDLESS = 10**9
+LEAST_TURN_SECONDS, STEPS_A_TURN = 0.15, 4
+WHOLE_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,6 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """A ratio outside of tune's interval, its own interval included, is a wrong claim."""
         if self.stated is None or self.seen is None:
             return True
         return self.stated.low <= self.seen.ratio <= self.stated.high
@@ -90,36 +98,100 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
                 kept=(),
             )
         write_plan(folder / "plan.toml", result.plan)
-        pairs = [_one_round(folder, [*arguments, "--steps", str(steps)], turn) for turn in range(rounds)]
+        command = [*arguments, "--steps", str(steps)]
+        turn_seconds = max(LEAST_TURN_SECONDS, STEPS_A_TURN * (result.baseline_seconds or 0.0))
+        groups = [_in_turns(folder, command, turn_seconds) for _ in range(rounds)]
+        wholes = [_one_after_the_other(folder, command, turn) for turn in range(WHOLE_ROUNDS)]
     return Result(
         case=case,
-        plain_step_seconds=median([plain for (plain, _), _ in pairs]),
+        plain_step_seconds=median([plain for group in groups for plain, _ in group]),
         stated=result.final.comparison,
-        seen=compare_paired([plain[0] for plain, _ in pairs], [planned[0] for _, planned in pairs]),
-        whole_runs=compare_paired([plain[1] for plain, _ in pairs], [planned[1] for _, planned in pairs]),
+        seen=comparison_of_groups(groups, 0.01),
+        whole_runs=compare_paired([plain for plain, _ in wholes], [planned for _, planned in wholes]),
         kept=tuple(choice.label for choice in result.state.kept),
     )
 
 
-def _one_round(folder: Path, arguments: list[str], turn: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """((step, whole run) plain, the same planned), in seconds; who goes first changes from round to round."""
+def _commands(folder: Path, arguments: list[str]) -> dict[str, list[str]]:
     flatout = [sys.executable, "-m", "flatout", "run", "--quiet", "--no-report", "--plan", str(folder / "plan.toml")]
-    commands = {"plain": [sys.executable], "planned": flatout}
-    order = list(commands) if turn % 2 == 0 else list(commands)[::-1]
-    found = {}
-    for name in order:
-        times = folder / f"{name}.json"
+    starts = {"plain": [sys.executable], "planned": flatout}
+    return {
+        name: [*start, str(SCRIPT), *arguments, "--times", str(folder / f"{name}.json")]
+        for name, start in starts.items()
+    }
+
+
+def _in_turns(folder: Path, arguments: list[str], turn_seconds: float) -> list[tuple[float, float]]:
+    """Medians (plain, planned) of the steps in neighbouring turns, in seconds, once a third of the steps is over."""
+    for left in folder.glob("*.json"):
+        left.unlink()
+    processes = {
+        name: subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for name, command in _commands(folder, arguments).items()
+    }
+    turns: list[tuple[str, float, float]] = []
+    try:
+        processes["planned"].send_signal(signal.SIGSTOP)
+        while all(process.poll() is None for process in processes.values()):
+            name = "planned" if len(turns) % 4 in (1, 2) else "plain"
+            if (folder / f"{name}.json").exists():  # it has counted the cores that it may use
+                _put_on_cores(processes[name].pid)
+            processes[name].send_signal(signal.SIGCONT)
+            began = time.perf_counter()
+            time.sleep(turn_seconds)
+            ended = time.perf_counter()
+            processes[name].send_signal(signal.SIGSTOP)
+            turns.append((name, began, ended))
+    finally:
+        for process in processes.values():
+            process.send_signal(signal.SIGCONT)
+    for name, process in processes.items():
+        if process.wait() != 0:
+            raise RuntimeError(f"{name}: {process.args} left with {process.returncode}")
+    steps = {name: _steps(folder / f"{name}.json") for name in processes}
+    medians = [(name, _median_within(steps[name], began, ended)) for name, began, ended in turns]
+    pairs = []
+    for (one, first), (_, second) in zip(medians[::2], medians[1::2], strict=False):
+        if first is not None and second is not None:
+            pairs.append((first, second) if one == "plain" else (second, first))
+    return pairs
+
+
+def _put_on_cores(process: int) -> None:
+    """Its main thread on the first, the others on any: also those that it has started since, which inherit its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in map(int, os.listdir(f"/proc/{process}/task")):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, cores[:1] if thread == process else cores)
+
+
+def _steps(times: Path) -> list[tuple[float, float]]:
+    """(begin, end) of the steps after a third."""
+    ends = json.loads(times.read_text())
+    return list(itertools.pairwise(ends))[len(ends) // 3 :]
+
+
+def _median_within(steps: list[tuple[float, float]], began: float, ended: float) -> float | None:
+    """The first step of a turn, which finds its memory out of the caches, is left out."""
+    inside = [end - begin for begin, end in steps if began <= begin and end <= ended][1:]
+    return median(inside) if inside else None
+
+
+def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple[float, float]:
+    """(plain, planned) whole runs in seconds; who goes first changes from turn to turn."""
+    commands = _commands(folder, arguments)
+    seconds = {}
+    for name in list(commands)[:: 1 if turn % 2 == 0 else -1]:
         began = time.perf_counter()
-        command = [*commands[name], str(SCRIPT), *arguments, "--times", str(times)]
-        subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
-        found[name] = (json.loads(times.read_text())["step_seconds"], time.perf_counter() - began)
-    return found["plain"], found["planned"]
+        subprocess.run(commands[name], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+        seconds[name] = time.perf_counter() - began
+    return seconds["plain"], seconds["planned"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of each tune")
-    parser.add_argument("--rounds", type=int, default=7, help="from six on what is seen has an interval")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of each tune")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of processes, seen from outside")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results: list[Result] = []
