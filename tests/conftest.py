@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.prepared_python import PreparedPython
-
-pytest_plugins = ["tests.forked"]
+pytest_plugins = ["tests.processes"]
 
 TEST_SECONDS = 600
 """Many times what the slowest takes, for a machine that others keep busy."""
@@ -34,11 +32,3 @@ def _alarm() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture(scope="session")
-def prepared_python() -> Iterator[PreparedPython]:
-    """Processes that need not import torch: see tests/prepared_python.py."""
-    python = PreparedPython()
-    yield python
-    python.close()

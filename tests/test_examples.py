@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.prepared_python import Job
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 SHORT_RUNS = {
@@ -22,11 +20,7 @@ SHORT_RUNS = {
 
 def run_examples(python, folder, *runs):
     """What each (name, arguments) prints; all at once."""
-    jobs = [
-        Job(path=str(EXAMPLES / name), arguments=tuple(arguments), folder=str(folder), warnings=("error",))
-        for name, arguments in runs
-    ]
-    finished = python.run(*jobs)
+    finished = python.together(*(["-W", "error", str(EXAMPLES / name), *words] for name, words in runs), cwd=folder)
     for one in finished:
         assert one.returncode == 0, one.stderr
         assert one.stderr == ""
@@ -42,18 +36,18 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", SHORT_RUNS)
-def test_example_trains_and_leaves_nothing_behind(name, tmp_path, prepared_python):
-    (output,) = run_examples(prepared_python, tmp_path, (name, SHORT_RUNS[name]))
+def test_example_trains_and_leaves_nothing_behind(name, tmp_path, python):
+    (output,) = run_examples(python, tmp_path, (name, SHORT_RUNS[name]))
     losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) >= 2
     assert losses[-1] < losses[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_seed_decides_the_numbers(tmp_path, prepared_python):
+def test_the_seed_decides_the_numbers(tmp_path, python):
     name = "digits_mlp.py"
     runs = [(name, [*SHORT_RUNS[name], "--seed", seed]) for seed in "334"]
-    first, again, other = map(without_seconds, run_examples(prepared_python, tmp_path, *runs))
+    first, again, other = map(without_seconds, run_examples(python, tmp_path, *runs))
     assert first == again
     assert first != other
 

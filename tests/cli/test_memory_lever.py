@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Python
+from tests.processes import Python
 
 SCRIPT = """
 import torch

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from flatout.plan import Plan
-from tests.forked import Python
+from tests.processes import Python
 
 TRAIN = """
     import os
@@ -246,13 +246,13 @@ LOADING = """
 def test_what_a_planned_run_saves_is_what_a_plain_one_saves(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     plain = run(SAVING, flatout=False)
-    loaded = run(LOADING, flatout=False)
+    loaded = run(LOADING, flatout=False, forked=False)  # which has not loaded Flatout
     assert loaded.returncode == 0
     (tmp_path / "flatout.toml").write_text(Plan(compile="default", optimizer="fused").to_toml())
     planned = run(SAVING, "--trust-plan")
     assert (planned.returncode, planned.stdout) == (0, plain.stdout)
     assert document(tmp_path)["applied"] == ["fused optimizer", "torch.compile"]
-    assert run(LOADING, flatout=False).stdout == loaded.stdout
+    assert run(LOADING, flatout=False, forked=False).stdout == loaded.stdout
 
 
 def test_a_plan_for_another_script_is_left_alone(run: Run, tmp_path: Path) -> None:

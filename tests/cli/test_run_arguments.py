@@ -14,7 +14,7 @@ import pytest
 
 from flatout.machine.detect import detect
 from flatout.plan import Plan
-from tests.forked import Python
+from tests.processes import Python
 
 SET_BY_ARGUMENTS = """
     import os, sys

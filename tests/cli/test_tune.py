@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.in_process import Said, said_by
-from tests.forked import Python
+from tests.processes import Python
 
 pytestmark = pytest.mark.usefixtures("forked_trials")
 
@@ -159,7 +159,7 @@ def test_where_copy_on_write_is_refused_a_trial_stops_before_the_first_write(
 VERIFYING = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from tests.forked import fork_trials
+from tests.processes import fork_trials
 fork_trials(setattr)
 from flatout.cli.run import main
 sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flatout.script.describe import names_device
-from tests.forked import Python
+from tests.processes import Python
 
 STAND_IN = Path(__file__).parent / "standins" / "accelerator.py"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

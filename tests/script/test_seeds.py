@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.forked import Python
+from tests.processes import Python
 
 DRAWS = """
 import sys, json, random, time

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.prepared_python import Job, PreparedPython
+from tests.processes import Python
 
 BEGIN = """
 import os, sys, torch
@@ -29,7 +29,7 @@ RunRanks = Callable[..., list[tuple[int, str, str]]]
 
 
 @pytest.fixture
-def run_ranks(prepared_python: PreparedPython) -> RunRanks:
+def run_ranks(python: Python) -> RunRanks:
     """(script, ranks, *arguments) -> of each rank its exit status, stdout and stderr.
 
     The script finds `rank`, `ranks` and, from sys.argv[4] on, the arguments; it ends with leave().
@@ -40,7 +40,7 @@ def run_ranks(prepared_python: PreparedPython) -> RunRanks:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         rest = (str(ranks), port, *map(str, arguments))
-        jobs = [Job(code=BEGIN + script, arguments=(str(rank), *rest)) for rank in range(ranks)]
-        return [(ended.returncode, ended.stdout, ended.stderr) for ended in prepared_python.run(*jobs)]
+        commands = [("-c", BEGIN + script, str(rank), *rest) for rank in range(ranks)]
+        return [(ended.returncode, ended.stdout, ended.stderr) for ended in python.together(*commands)]
 
     return run

@@ -24,7 +24,7 @@ from flatout.train.evaluate import evaluate
 from flatout.train.fit import FitResult, fit
 from flatout.train.loss import supervised
 from flatout.train.step import TrainStep
-from tests.prepared_python import Job, PreparedPython
+from tests.processes import Python
 
 SAMPLES, EPOCHS = 50, 3
 
@@ -98,9 +98,7 @@ torch.save(weights(step), {out!r})
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_kills_at_any_moment_leave_the_same_weights(
-    tmp_path: Path, background: bool, prepared_python: PreparedPython
-) -> None:
+def test_kills_at_any_moment_leave_the_same_weights(tmp_path: Path, background: bool, python: Python) -> None:
     folder, out = tmp_path / "run", tmp_path / "weights.pt"
     program = PROGRAM.format(
         here=str(Path(__file__).parent),
@@ -113,12 +111,12 @@ def test_kills_at_any_moment_leave_the_same_weights(
     for _ in range(5):
         read, write = os.pipe()
         with open(read, "rb") as said, open(write, "wb") as out_of_child, tempfile.TemporaryFile() as err:
-            child = prepared_python.start(Job(code=program), out_of_child, err)
+            child = python.start("-c", program, stdout=out_of_child, stderr=err)
             assert said.readline() == b"begins\n"
             time.sleep(chance.uniform(0.0, 0.25))
-            os.kill(child, signal.SIGKILL)
-            prepared_python.wait(child)
-    (ended,) = prepared_python.run(Job(code=program))
+            child.kill()
+            child.wait()
+    ended = python("-c", program)
     assert ended.returncode == 0, ended.stderr
     for ours, expected in zip(torch.load(out), undisturbed(), strict=True):
         assert torch.equal(ours, expected)

@@ -5,30 +5,29 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.prepared_python import Job, PreparedPython
+from tests.processes import Python
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "library"
 
 
-def run(python: PreparedPython, name: str, folder: Path, *words: str) -> str:
-    arguments = ("--folder", str(folder / "run"), *words)
-    (ended,) = python.run(Job(path=str(EXAMPLES / name), arguments=arguments, warnings=("error",)))
+def run(python: Python, name: str, folder: Path, *words: str) -> str:
+    ended = python("-W", "error", str(EXAMPLES / name), "--folder", str(folder / "run"), *words)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     return ended.stdout
 
 
-def test_digits_are_learnt_resumed_and_evaluated(tmp_path: Path, prepared_python: PreparedPython) -> None:
-    first = run(prepared_python, "digits.py", tmp_path, "--epochs", "3")
+def test_digits_are_learnt_resumed_and_evaluated(tmp_path: Path, python: Python) -> None:
+    first = run(python, "digits.py", tmp_path, "--epochs", "3")
     assert "69 steps, 3 epochs in all" in first
     assert float(re.findall(r"accuracy ([\d.]+)%", first)[0]) > 85
-    again = run(prepared_python, "digits.py", tmp_path, "--epochs", "3")
+    again = run(python, "digits.py", tmp_path, "--epochs", "3")
     assert "0 steps after step 69, 3 epochs in all" in again
-    best = run(prepared_python, "digits.py", tmp_path, "--evaluate")
+    best = run(python, "digits.py", tmp_path, "--evaluate")
     assert re.match(r"step \d+: test loss", best)
 
 
-def test_characters_are_learnt_and_resumed(tmp_path: Path, prepared_python: PreparedPython) -> None:
+def test_characters_are_learnt_and_resumed(tmp_path: Path, python: Python) -> None:
     small = ("--characters", "30000", "--width", "32", "--layers", "1", "--block", "32")
-    assert run(prepared_python, "char_lm.py", tmp_path, "--steps", "20", *small).startswith("20 steps\n")
-    assert run(prepared_python, "char_lm.py", tmp_path, "--steps", "30", *small).startswith("10 steps after step 20\n")
+    assert run(python, "char_lm.py", tmp_path, "--steps", "20", *small).startswith("20 steps\n")
+    assert run(python, "char_lm.py", tmp_path, "--steps", "30", *small).startswith("10 steps after step 20\n")

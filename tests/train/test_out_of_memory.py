@@ -13,7 +13,7 @@ from flatout.errors import MachineError
 from flatout.plan import Plan
 from flatout.train.loss import supervised
 from flatout.train.step import TrainStep
-from tests.prepared_python import Job, PreparedPython
+from tests.processes import Python
 
 
 class Limited(nn.Module):
@@ -131,7 +131,7 @@ print("split into", parts)
 """
 
 
-def test_a_real_limit_is_survived(prepared_python: PreparedPython) -> None:
-    (run,) = prepared_python.run(Job(code=REAL))
+def test_a_real_limit_is_survived(python: Python) -> None:
+    run = python("-c", REAL)
     assert run.returncode == 0, run.stderr
     assert "split into" in run.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Python
+from tests.processes import Python
 
 SCRIPT = """
 import time
@@ -40,7 +40,7 @@ import accelerator
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
 from flatout.tune.tune import TuneRequest, tune
-from tests.forked import fork_trials
+from tests.processes import fork_trials
 
 accelerator.build()  # before the trials, whose file system is not the real one
 fork_trials(setattr)
