@@ -1,8 +1,9 @@
 """`python -m benchmarks.watch.processes`: what `flatout run` without a plan costs whole processes.
 
 `python loop.py` and `flatout run loop.py` train side by side on one core and take turns, a window of steps each, so
-that the machine's moods fall on both alike. Pairs of processes differ by more than their windows do, whatever they run
-(where the heap lies decides how often malloc gives memory back), so there are several; `--same` compares plain ones.
+that the machine's moods fall on both alike. Malloc keeps what is freed on both sides: otherwise chance decides how
+often it gives memory back and faults it in again, which is worth up to a quarter of a step. Processes still differ by
+more than their windows do, so there are several pairs; `--same` compares plain ones.
 Time is that of the main thread on its processor, which a neighbour's work does not add to.
 """
 
@@ -23,6 +24,12 @@ from flatout.statistics import Comparison, compare_paired, median
 
 LOOP = Path(__file__).with_name("loop.py")
 KINDS = ("tiny", "small", "mlp", "deep")
+LEAST_PAIRS = 6
+KEPT_BY_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
 WINDOWS, WARM_WINDOWS, WINDOW_SECONDS = 100, 20, 0.02
 FLATOUT = ("-m", "flatout", "run", "--no-plan", "--quiet", "--no-report")
 
@@ -75,6 +82,8 @@ def main() -> int:
     parser.add_argument("--same", action="store_true", help="compare plain processes with plain ones")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args()
+    if arguments.pairs < LEAST_PAIRS:
+        parser.error(f"--pairs {arguments.pairs}: from {LEAST_PAIRS} on there is an interval")
     results = []
     for kind in arguments.kinds:
         plain, other, found = compared(kind, arguments.pairs, () if arguments.same else FLATOUT)
