@@ -29,7 +29,7 @@ from flatout import __version__
 from flatout.errors import PlanError, UsageError
 from flatout.plan_document import RENAMED, SCHEMA, line, nearest, one_of, parse, short, toml_value
 
-Exactness = Literal["bit-same", "rounding", "reduced"]
+Exactness = Literal["bit-identical", "rounding", "reduced"]
 """What a choice does to the numbers: nothing, another order of summation, or fewer bits."""
 
 

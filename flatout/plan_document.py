@@ -25,6 +25,9 @@ In schema 1 `micro_batches` was called `accumulate`. Such files are read, and wr
 RENAMED = {"accumulate": "micro_batches"}
 """Choices of schema 1 -> their names since schema 2."""
 
+EXACTNESS_ONCE = {"bit-same": "bit-identical"}
+"""Former names of a level of exactness -> what it is called now. Files of any schema may have them."""
+
 TABLES = ("plan", "reasons", "provenance")
 
 
@@ -45,6 +48,9 @@ def parse(text: str, home: Callable[[str], str]) -> dict[str, Any]:
             raise PlanError(f"unknown key {name!r} at the top level", remedy=remedy)
         if not isinstance(table, dict):
             raise PlanError(f"{name} is {short(table)}", limit="it must be a table", remedy=f"write [{name}]")
+    provenance = document.get("provenance", {})
+    if provenance.get("exactness") in list(EXACTNESS_ONCE):  # a list: what stands there may be unhashable
+        provenance["exactness"] = EXACTNESS_ONCE[provenance["exactness"]]
     return _migrated(document) if schema == 1 else document
 
 

@@ -158,7 +158,10 @@ def test_a_plan_is_a_value() -> None:
         ({"script": 3}, "script is 3; it must be a text"),
         ({"speedup": float("nan")}, "speedup is nan; it must be a finite number above 0"),
         ({"speedup": True}, "speedup is True; it must be a finite number above 0"),
-        ({"exactness": "round"}, "exactness is 'round'; it must be 'bit-same', 'rounding' or 'reduced'; did you mean "),
+        (
+            {"exactness": "round"},
+            "exactness is 'round'; it must be 'bit-identical', 'rounding' or 'reduced'; did you mean ",
+        ),
         ({"reasons": "fast"}, "reasons is 'fast'; it must map choices to texts"),
         ({"reasons": {"treads": "x"}}, "a plan has no choice 'treads'; there are precision, "),
         ({"reasons": {"threads": "x"}}, "there is a reason for threads, which is not set; set threads or drop "),
@@ -278,6 +281,13 @@ def test_a_file_of_schema_1_is_migrated() -> None:
     assert tomllib.loads(plan.to_toml())["schema"] == 2
     assert Plan.from_toml(plan.to_toml()) == plan
     assert Plan.from_toml("schema = 1\n[plan]\nthreads = 2").threads == 2
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_former_name_of_an_exactness_is_read(schema: int) -> None:
+    plan = Plan.from_toml(f'schema = {schema}\n[provenance]\nexactness = "bit-same"')
+    assert plan.exactness == "bit-identical"
+    assert 'exactness = "bit-identical"' in plan.to_toml()
 
 
 @pytest.mark.parametrize("table", ["plan", "reasons"])

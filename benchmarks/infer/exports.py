@@ -71,7 +71,7 @@ def _rows(case: Case, formats: Sequence[str], rounds: int) -> list[dict[str, Any
     for file in report.files:
         # How each check went is in the checks; the path is gone with its folder.
         row = {"model": case.name, "expected": case.expected, **asdict(file), "speed": speeds.get(file.format)}
-        row |= {"path": None, "bit_same": file.bit_same, "largest_difference": file.largest_difference}
+        row |= {"path": None, "bit_identical": file.bit_identical, "largest_difference": file.largest_difference}
         rows.append({**row, "parameters": report.parameters})
         print(_line(case, file, speeds.get(file.format)), flush=True)
     return rows
@@ -121,7 +121,7 @@ def _line(case: Case, file: ExportedFile, speed: dict[str, Any] | None) -> str:
     if file.failure is not None:
         at = f" (at {file.failure.line})" if file.failure.line else ""
         return f"{start}{'no':<9} {file.failure.what}{at}"
-    difference = "bit-same" if file.bit_same else f"{file.largest_difference:.1e}"
+    difference = "bit-identical" if file.bit_identical else f"{file.largest_difference:.1e}"
     varies = " ".join(file.dynamic) or "nothing"
     ratio = "" if speed is None else f"x{speed['ratio']:.2f} ({speed['low']:.2f} to {speed['high']:.2f})"
     size = format_bytes(file.bytes or 0)

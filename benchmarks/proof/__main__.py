@@ -35,12 +35,12 @@ STEP_SECONDS = 1.5e-3
 EPOCH_STEPS = {"mlp_epochs": 20, "cnn_schedule": 16, "bf16_already": 15, "two_optimizers": 18}
 PROOF_SECONDS = 60.0
 CLAIMS = ("rounding", "reduced")
-"""Of wrong levers. One that claims 'bit-same' is compared bit by bit, which nothing passes that changes anything."""
+"""Of wrong levers. One that claims 'bit-identical' is compared bit by bit: nothing that changes anything passes."""
 SEEDING = (("seeded", True), ("unseeded", False))
 ACCEPTED = {
-    "bit-same": ("bit-same",),
-    "rounding": ("bit-same", "within rounding"),
-    "reduced": ("bit-same", "within rounding", "reduced"),
+    "bit-identical": ("bit-identical",),
+    "rounding": ("bit-identical", "within rounding"),
+    "reduced": ("bit-identical", "within rounding", "reduced"),
 }
 
 

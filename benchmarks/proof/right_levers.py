@@ -225,12 +225,12 @@ def seeded_aside(subject: Subject) -> contextlib.AbstractContextManager[None]:
 
 
 PLANTED: tuple[tuple[str, Exactness, Context, str], ...] = (
-    ("nothing at all", "bit-same", nothing(), "mlp_epochs"),
-    ("no garbage collection", "bit-same", without_collector, "gpt_accumulated"),
-    ("outputs copied", "bit-same", copied_outputs(), "two_optimizers"),
-    ("gradients copied", "bit-same", copied_gradients(), "cnn_schedule"),
-    ("saved tensors copied", "bit-same", saved(lambda t: t.clone(), lambda t: t), "lstm_text"),
-    ("random numbers of a generator of its own", "bit-same", seeded_aside, "mlp_epochs"),
+    ("nothing at all", "bit-identical", nothing(), "mlp_epochs"),
+    ("no garbage collection", "bit-identical", without_collector, "gpt_accumulated"),
+    ("outputs copied", "bit-identical", copied_outputs(), "two_optimizers"),
+    ("gradients copied", "bit-identical", copied_gradients(), "cnn_schedule"),
+    ("saved tensors copied", "bit-identical", saved(lambda t: t.clone(), lambda t: t), "lstm_text"),
+    ("random numbers of a generator of its own", "bit-identical", seeded_aside, "mlp_epochs"),
     ("linear in halves", "rounding", linear(in_halves), "mlp_epochs"),
     ("linear in fp64", "rounding", linear(in_fp64), "numpy_batches"),
     ("linear by einsum", "rounding", linear(by_einsum), "gpt_accumulated"),

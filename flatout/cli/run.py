@@ -362,7 +362,7 @@ class Run:
 
 
 def _check_determinism(target: Target) -> int:
-    """Exit code 0: equal bits; 1: not."""
+    """Exit code 0: bit-identical; 1: not."""
     from flatout.report.deterministic_text import determinism_text
     from flatout.script.deterministic_check import STEPS, check_determinism
     from flatout.script.memory_trial import MemoryRequest

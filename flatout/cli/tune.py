@@ -34,7 +34,8 @@ def tune(
     exactness: Annotated[
         str,
         typer.Option(
-            metavar="LEVEL", help="What may be tried: bit-same, rounding (and bit-same), reduced (everything)."
+            metavar="LEVEL",
+            help="What may be tried: bit-identical, rounding (also bit-identical), reduced (everything).",
         ),
     ] = "reduced",
     output: Annotated[
@@ -63,7 +64,7 @@ def tune(
     request = TuneRequest(
         target=Target.from_command(target),
         budget_seconds=parse_seconds(budget),
-        exactness=_one_of("--exactness", exactness, ("bit-same", "rounding", "reduced")),  # type: ignore[arg-type]
+        exactness=_one_of("--exactness", exactness, ("bit-identical", "rounding", "reduced")),  # type: ignore[arg-type]
         total_steps=_positive("--steps", steps),
         isolation=_one_of("--isolation", isolation, ("auto", "overlay", "guard")),  # type: ignore[arg-type]
         allow_network=allow_network,

@@ -32,7 +32,8 @@ def tune_inference(
     exactness: Annotated[
         str,
         typer.Option(
-            metavar="LEVEL", help="What may be tried: bit-same, rounding (and bit-same), reduced (everything)."
+            metavar="LEVEL",
+            help="What may be tried: bit-identical, rounding (also bit-identical), reduced (everything).",
         ),
     ] = "reduced",
     max_error: Annotated[

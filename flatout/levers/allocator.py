@@ -30,7 +30,7 @@ class RetainMemory(Lever):
 
     name = "memory kept by malloc"
     plan_field = "allocator"
-    exactness = "bit-same"
+    exactness = "bit-identical"
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
@@ -69,7 +69,7 @@ class PreloadedAllocator(Lever):
 
     name = "allocator"
     plan_field = "allocator"
-    exactness = "bit-same"
+    exactness = "bit-identical"
     switch = "process"
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:

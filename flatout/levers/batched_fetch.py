@@ -19,7 +19,7 @@ class BatchedFetch(Lever):
 
     name = "batched fetch"
     plan_field = "fetch"
-    exactness = "bit-same"
+    exactness = "bit-identical"
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.loaders:

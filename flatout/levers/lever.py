@@ -1,9 +1,9 @@
 """What a lever is: one reversible change of how a loop runs.
 
 `exactness` says what the change may do to the numbers:
-    bit-same   every bit of every weight stays the same
-    rounding   the same arithmetic in another order: differences of the size of fp32 rounding
-    reduced    fewer bits in some products, by intent
+    bit-identical   every bit of every weight stays the same
+    rounding        the same arithmetic in another order: differences of the size of fp32 rounding
+    reduced         fewer bits in some products, by intent
 
 `switch` says when it can be turned:
     live       between two steps of a running process
@@ -26,7 +26,7 @@ from flatout.plan import Exactness
 Switch = Literal["live", "loader", "process"]
 Aim = Literal["time", "memory"]
 
-EXACTNESS_ORDER: tuple[Exactness, ...] = ("bit-same", "rounding", "reduced")
+EXACTNESS_ORDER: tuple[Exactness, ...] = ("bit-identical", "rounding", "reduced")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ class PinnedMemory(Lever):
 
     name = "pinned memory"
     plan_field = "pin_memory"
-    exactness = "bit-same"
+    exactness = "bit-identical"
     switch = "loader"
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:

@@ -24,4 +24,4 @@ def determinism_text(found: DeterminismCheck) -> str:
         if found.cost is None
         else f"x{found.cost:.2f} the time of a plain step"
     )
-    return f"deterministic: after {horizon} two runs have equal bits in {found.tensors} tensors\ncost: {cost}"
+    return f"deterministic: after {horizon} two runs are bit-identical in {found.tensors} tensors\ncost: {cost}"

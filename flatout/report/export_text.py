@@ -67,8 +67,8 @@ def _how(file: ExportedFile) -> str:
     fresh = sum(check.inputs != "example" for check in file.checks)
     text = f"verified on the example and {fresh} {_kind(file.checks)} inputs"
     text += f" ({', '.join(sizes)})" if sizes else ""
-    if file.bit_same:
-        return f"{text}: bit-same"
+    if file.bit_identical:
+        return f"{text}: bit-identical"
     largest = max(check.largest_output for check in file.checks)
     return (
         f"{text}: largest difference {file.largest_difference:.2g} in outputs up to {largest:.3g} "

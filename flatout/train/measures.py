@@ -21,10 +21,10 @@ CHUNKED = "loss held in chunks of bytes"
 
 
 EXACTNESS_OF: dict[str, Exactness] = {
-    "activation_checkpointing": "bit-same",
-    "checkpointed_blocks": "bit-same",
-    "activation_offload": "bit-same",
-    "optimizer_in_backward": "bit-same",
+    "activation_checkpointing": "bit-identical",
+    "checkpointed_blocks": "bit-identical",
+    "activation_offload": "bit-identical",
+    "optimizer_in_backward": "bit-identical",
     "micro_batches": "rounding",
     CHUNKED: "rounding",
     "precision": "reduced",
@@ -35,7 +35,7 @@ EXACTNESS_OF: dict[str, Exactness] = {
 
 def exactness_of(choices: Choices) -> Exactness:
     """That of the least exact among them."""
-    return max((EXACTNESS_OF[name] for name in choices), key=EXACTNESS_ORDER.index, default="bit-same")
+    return max((EXACTNESS_OF[name] for name in choices), key=EXACTNESS_ORDER.index, default="bit-identical")
 
 
 def of_plan(choices: Choices) -> Choices:

@@ -53,6 +53,7 @@ def compare_in_fresh_processes(
     pace = replace(
         pace,
         least_pairs=FIRST_WINDOWS,
+        least_pairs_when_slow=FIRST_WINDOWS,  # of one pair of processes fewer would give no interval
         most_pairs=MOST_WINDOWS,
         stop_when_futile=False,
         stop_when_clear=False,
@@ -65,7 +66,7 @@ def compare_in_fresh_processes(
         pairs: Pairs = []
         wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
         last, pace = _one_pair_of_processes(setup, choices, pace, deadline, left, wanted, pairs)
-        pace = replace(pace, least_pairs=LEAST_WINDOWS)
+        pace = replace(pace, least_pairs=LEAST_WINDOWS, least_pairs_when_slow=LEAST_WINDOWS)
         groups.append(pairs)
         spent = deadline.elapsed_seconds - began
         if spent + spent / len(groups) > available:

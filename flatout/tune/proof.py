@@ -1,6 +1,7 @@
 """Are the numbers still right? Each claim has its own test, and each must be passed by the levers that make it.
 
-    bit-same   every loss, every gradient norm, all weights, buffers and generators equal to the last bit
+    bit-identical
+               every loss, every gradient norm, all weights, buffers and RNG states match bit for bit
     rounding   no farther from the plain run than a plain run whose weights were moved by one rounding error, within a
                factor: the gradient of each parameter and each update of it from the same state, each loss and each
                parameter between two check steps (after which both go on from the same state again)
@@ -63,7 +64,7 @@ STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45}
 """Two-sided 95 % points of Student's t."""
 
 
-def not_bit_same(plain: Numerics, other: Numerics) -> str | None:
+def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:
     """The first difference, or None."""
     if structure := unlike_structure(plain, other):
         return structure

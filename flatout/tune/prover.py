@@ -27,7 +27,7 @@ from flatout.tune.numerics import Numerics
 from flatout.tune.trial import Claim, Proof, ProofVerdict
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
 
-WANTED_STEPS = {"bit-same": 300, "rounding": 300, "reduced": 500}
+WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
 """What a script does once an epoch is seen only by a run of more than two; 'more', as a first step has passed."""
 LEAST_STEPS = 8
@@ -114,8 +114,8 @@ class Prover:
 
     def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> tuple[ProofVerdict, str, dict[str, Any]]:
         plain = self._plain(choices)
-        if claimed == "bit-same":
-            return self._bit_same(plain, choices)
+        if claimed == "bit-identical":
+            return self._bit_identical(plain, choices)
         if not self._repeatable():
             return "statistical", "", {}
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding")
@@ -129,21 +129,23 @@ class Prover:
         }
         beyond = judge.not_within_rounding(plain, nudged, checked)
         if beyond is None:
-            reason = "each gradient, update and loss as close as one rounding error in the weights leads"
+            reason = (
+                "differences are of the size that one rounding error in the weights causes"
+            )
             return "within rounding", reason, evidence
         if claimed == "rounding":
             return "rejected", beyond, evidence
         return self._reduced(plain, nudged, checked, choices, evidence)
 
-    def _bit_same(self, plain: Numerics, choices: Sequence[Choice]) -> tuple[ProofVerdict, str, dict[str, Any]]:
+    def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> tuple[ProofVerdict, str, dict[str, Any]]:
         candidate = self._record(choices)
-        difference = judge.not_bit_same(plain, candidate)
+        difference = judge.not_bit_identical(plain, candidate)
         if difference is None:
             self._repeats = True  # it would be odd if two plain runs differed
-            reason = "losses, gradient norms, weights and random numbers equal to the last bit"
-            return "bit-same", reason, {"candidate_losses": candidate.mean_losses()}
+            reason = "losses, gradient norms, weights and RNG states match bit for bit"
+            return "bit-identical", reason, {"candidate_losses": candidate.mean_losses()}
         if self._repeatable():
-            return "rejected", f"it should change no bit, but {difference}", {}
+            return "rejected", f"it should be bit-identical, but {difference}", {}
         return "statistical", "", {}
 
     def _reduced(
@@ -219,7 +221,7 @@ class Prover:
     def _repeatable(self) -> bool:
         if self._repeats is None:
             self._plains.append(self._record([]))
-            self._repeats = judge.not_bit_same(self._plains[0], self._plains[1]) is None
+            self._repeats = judge.not_bit_identical(self._plains[0], self._plains[1]) is None
         return self._repeats
 
     def _record(self, choices: Sequence[Choice], *, role: Role = "free", nudge: Nudge = "none") -> Numerics:

@@ -55,7 +55,7 @@ class NotTried:
         return asdict(self)
 
 
-ProofVerdict = Literal["bit-same", "within rounding", "reduced", "statistical", "rejected"]
+ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistical", "rejected"]
 
 
 @dataclass(frozen=True, kw_only=True)

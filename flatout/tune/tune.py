@@ -170,7 +170,11 @@ def _weaker(proof: Proof | None) -> list[str]:
 
 
 def _plan_exactness(proof: Proof | None) -> Exactness | None:
-    names: dict[str, Exactness] = {"bit-same": "bit-same", "within rounding": "rounding", "reduced": "reduced"}
+    names: dict[str, Exactness] = {
+        "bit-identical": "bit-identical",
+        "within rounding": "rounding",
+        "reduced": "reduced",
+    }
     return names.get(proof.verdict) if proof is not None else None
 
 

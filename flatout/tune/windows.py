@@ -39,6 +39,8 @@ class Pace:
     most_pairs: int = 15
     seconds: float = 60.0
     """A comparison stops after this time, if it has its least number of pairs."""
+    least_pairs_when_slow: int = 3
+    """That do where steps are far slower than planned for."""
     least_gain: float = 0.01
     stop_when_futile: bool = True
     stop_when_clear: bool = True
@@ -156,8 +158,8 @@ def _compare(pairs: Sequence[tuple[float, float]], least_gain: float, confidence
 def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -> bool:
     if len(pairs) >= pace.most_pairs or (seconds > pace.seconds and len(pairs) >= pace.least_pairs):
         return True
-    if seconds > 3 * pace.seconds and len(pairs) >= 3:
-        return True  # steps far slower than planned for: what there is must do
+    if seconds > 3 * pace.seconds and len(pairs) >= pace.least_pairs_when_slow:
+        return True
     if len(pairs) >= FUTILE_PAIRS and pace.stop_when_futile:
         low, high = FUTILE_RATIOS
         if low < _compare(pairs, pace.least_gain, CONFIDENCE).ratio < high:

@@ -43,7 +43,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["missing.py"], 2, "no such script: missing.py"),
         (["-m", "no.such.module"], 1, "No module named"),
         (["--budget", "soon", "train.py"], 2, "soon"),
-        (["--exactness", "perhaps", "train.py"], 2, "bit-same, rounding, reduced"),
+        (["--exactness", "perhaps", "train.py"], 2, "bit-identical, rounding, reduced"),
         (["--steps", "0", "train.py"], 2, "at least 1"),
         (["--output", "nowhere", "train.py"], 2, "cannot write to"),
         (["syntax.py"], 1, "syntax.py, line 2: SyntaxError"),
@@ -75,12 +75,14 @@ def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_pa
     body = "line = sys.stdin.readline() if step < 2 else ''; open('log.txt', 'a').write('x'); open('new.txt', 'w')"
     (tmp_path / "my train.py").write_text(LOOP.format(steps=10_000_000, body=body))
     (tmp_path / "log.txt").write_text("mine")
-    result = tune(tmp_path, "--exactness", "bit-same", "--json", "my train.py", "--name", "two words", stdin="a\nb\n")
+    result = tune(
+        tmp_path, "--exactness", "bit-identical", "--json", "my train.py", "--name", "two words", stdin="a\nb\n"
+    )
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["flatout"]["document"] == "tune"
     assert report["script"]["arguments"] == ["--name", "two words"]
-    assert {trial["exactness"] for trial in report["trials"]} <= {"bit-same"}
+    assert {trial["exactness"] for trial in report["trials"]} <= {"bit-identical"}
     assert (tmp_path / "log.txt").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "flatout-report.json",
@@ -133,7 +135,7 @@ def test_a_module_of_a_package_is_tuned_and_then_run_by_its_plan(tmp_path: Path,
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "train.py").write_text(LOOP.format(steps=4000, body="pass") + "print('done', sys.argv[1:])")
-    result = tune(tmp_path, "--exactness", "bit-same", "-m", "package.train", "--help", "-x")
+    result = tune(tmp_path, "--exactness", "bit-identical", "-m", "package.train", "--help", "-x")
     assert result.returncode == 0, result.stderr
     assert "next: flatout run -m package.train --help -x" in result.stdout
     ran = python("-m", "flatout", "run", "-m", "package.train", "--help", "-x", cwd=tmp_path)

@@ -37,10 +37,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_shows_the_table_and_writes_a_plan(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune-inference", "served.py:net", "x.npy", "--exactness", "bit-same", "--items", "9"]) == 0
+    assert main(["tune-inference", "served.py:net", "x.npy", "--exactness", "bit-identical", "--items", "9"]) == 0
     shown = capsys.readouterr().out
     assert "Linear · predict: guessed" in shown
-    assert "bf16: it is reduced, and exactness is bit-same" in shown
+    assert "bf16: it is reduced, and exactness is bit-identical" in shown
     assert "next: flatout predict served.py:net x.npy --out RESULTS.jsonl --plan flatout-inference.toml" in shown
     plan = read_plan(place / "flatout-inference.toml")
     assert plan.choices() == {}
@@ -49,7 +49,15 @@ def test_it_shows_the_table_and_writes_a_plan(place: Path, capsys: pytest.Captur
 
 
 def test_one_document_and_nothing_else(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune-inference", "served.py:gpt", "prompts.jsonl", "--exactness", "bit-same", "--max-new-tokens", "4"]
+    words = [
+        "tune-inference",
+        "served.py:gpt",
+        "prompts.jsonl",
+        "--exactness",
+        "bit-identical",
+        "--max-new-tokens",
+        "4",
+    ]
     assert main([*words, "--json", "--out", "p.toml"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["flatout"]["document"] == "tune-inference"

@@ -29,7 +29,7 @@ class Thing:
 class Marks(Lever):
     """Marks each module; `value` 'raises' fails at once, 'half' after the first module."""
 
-    exactness = "bit-same"
+    exactness = "bit-identical"
 
     def __init__(self, name: str) -> None:
         self.name = self.plan_field = name  # type: ignore[misc]

@@ -52,7 +52,7 @@ def test_two_runs_print_the_same_and_the_scripts_own_seed_wins(tmp_path: Path) -
 def test_a_check_proves_equal_bits_and_leaves_nothing(tmp_path: Path) -> None:
     done = flatout_run(tmp_path, "--check-deterministic", "open('written.txt', 'w').close()")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("deterministic: after 6 steps two runs have equal bits in 2 tensors\ncost: ")
+    assert done.stdout.startswith("deterministic: after 6 steps two runs are bit-identical in 2 tensors\ncost: ")
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
 
 

@@ -36,7 +36,7 @@ def no_sleep() -> Iterator[None]:
 class Helps(Planted):
     name = "helps"
     plan_field = "cudnn_benchmark"
-    exactness = "bit-same"
+    exactness = "bit-identical"
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:

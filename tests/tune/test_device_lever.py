@@ -75,6 +75,6 @@ def test_a_script_is_moved_by_a_plan(tmp_path: Path, python: Python) -> None:
     assert all(on_top_of == ["moved to the GPU"] for *_, on_top_of in others)
     assert found["planned"] == "cuda"
     assert found["proof"] is not None
-    assert found["proof"][0] in ("within rounding", "bit-same"), found["proof"]
+    assert found["proof"][0] in ("within rounding", "bit-identical"), found["proof"]
     assert found["comparison"] == "faster"
     assert not found["in the parent"]

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.script.entry import Target
 from flatout.tune.deadline import Deadline
-from flatout.tune.last_comparison import LEAST_WINDOWS, compare_in_fresh_processes, comparison_of_groups
+from flatout.tune.last_comparison import FIRST_WINDOWS, LEAST_WINDOWS, compare_in_fresh_processes, comparison_of_groups
 from flatout.tune.trial_process import TrialEnded, TrialSetup
 from flatout.tune.windows import Pace
 
@@ -42,6 +42,10 @@ def test_too_few_pairs_have_no_interval() -> None:
     assert not comparison_of_groups([group(1.3, 1)] * 3, 0.01).has_interval
 
 
+def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:
+    assert compared(tmp_path, 100_000, seconds=0.001, budget_seconds=0.001) >= FIRST_WINDOWS
+
+
 SHORT = """
 import torch
 torch.manual_seed(0)
@@ -54,12 +58,12 @@ for step in range({steps}):
 """
 
 
-def compared(tmp_path: Path, steps: int) -> int:
+def compared(tmp_path: Path, steps: int, seconds: float = 0.3, budget_seconds: float = 3.0) -> int:
     script = tmp_path / "short.py"
     script.write_text(SHORT.format(steps=steps))
     setup = TrialSetup(target=Target(path=str(script)), work_folder=tmp_path)
-    pace = Pace.for_step(1e-3, seconds=0.3)
-    return compare_in_fresh_processes(setup, [], pace, Deadline(3.0), 0.3).comparison.pairs
+    pace = Pace.for_step(1e-3, seconds=seconds)
+    return compare_in_fresh_processes(setup, [], pace, Deadline(budget_seconds), seconds).comparison.pairs
 
 
 def test_a_script_that_ends_early_is_started_again(tmp_path: Path) -> None:

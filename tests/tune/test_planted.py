@@ -52,7 +52,7 @@ def test_each_planted_lever_goes_for_its_own_reason(tmp_path: Path, monkeypatch:
     for label, outcome, reason in REASONS:
         assert (trials[label].outcome, reason in trials[label].reason) == (outcome, True), trials[label].reason
     assert result.proof is not None
-    assert result.proof.verdict == "bit-same"
+    assert result.proof.verdict == "bit-identical"
     assert result.final is not None
     assert result.final.comparison.verdict == "faster"
     assert list(result.plan.choices()) == ["cudnn_benchmark"]

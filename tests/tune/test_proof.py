@@ -73,7 +73,7 @@ def with_gradient(base: Numerics, name: str, error: float, product: float) -> Nu
 
 
 def test_equal_bits() -> None:
-    assert judge.not_bit_same(PLAIN, PLAIN) is None
+    assert judge.not_bit_identical(PLAIN, PLAIN) is None
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_equal_bits() -> None:
         ({"losses": ((1.0, 1.0), *PLAIN.losses[1:])}, "2 backward passes in step 1; plainly 1"),
     ],
 )
-def test_what_bit_same_does_not_let_pass(change: dict[str, object], reason: str) -> None:
-    assert reason in str(judge.not_bit_same(PLAIN, replace(PLAIN, **change)))  # type: ignore[arg-type]
+def test_what_bit_identical_does_not_let_pass(change: dict[str, object], reason: str) -> None:
+    assert reason in str(judge.not_bit_identical(PLAIN, replace(PLAIN, **change)))  # type: ignore[arg-type]
 
 
 def test_rounding() -> None:
@@ -194,7 +194,7 @@ BROKEN: dict[str, Callable[[Numerics], Numerics]] = {
 @pytest.mark.parametrize("where", BROKEN)
 def test_nan_passes_nowhere(where: str) -> None:
     broken = BROKEN[where](PLAIN)
-    assert judge.not_bit_same(PLAIN, broken)
+    assert judge.not_bit_identical(PLAIN, broken)
     assert judge.not_within_rounding(PLAIN, NUDGED, broken)
     assert judge.not_reduced(PLAIN, NUDGED, broken)
     assert judge.drifts(PLAIN, PLAIN, broken)
@@ -203,7 +203,7 @@ def test_nan_passes_nowhere(where: str) -> None:
 
 def test_a_script_that_is_nan_itself_may_stay_so() -> None:
     plain = BROKEN["loss"](PLAIN)
-    assert judge.not_bit_same(plain, plain) is None
+    assert judge.not_bit_identical(plain, plain) is None
     assert judge.not_within_rounding(plain, NUDGED, replace(plain, weight_digest="other")) is None
 
 
@@ -242,7 +242,7 @@ def test_nothing_is_shown_by_runs_that_differ_too_much() -> None:
 
 def test_nothing_recorded() -> None:
     nothing = Numerics(losses=((),) * 5, norms=(None,) * 5)
-    assert judge.not_bit_same(nothing, nothing) is None
+    assert judge.not_bit_identical(nothing, nothing) is None
     assert judge.largest_loss_difference(nothing, nothing) is None
     assert "no gradient" in str(judge.not_reduced(nothing, nothing, nothing))
     assert "no losses" in str(judge.drifts(nothing, nothing, nothing))

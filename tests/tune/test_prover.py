@@ -28,7 +28,7 @@ class Claiming(Lever):
 
 BITS, ROUNDS, REDUCES = (
     Choice(Claiming(name, claim), True)
-    for name, claim in (("bits", "bit-same"), ("rounds", "rounding"), ("reduces", "reduced"))
+    for name, claim in (("bits", "bit-identical"), ("rounds", "rounding"), ("reduces", "reduced"))
 )
 ROUNDED = run(seed=2, noise=2e-7, gradient=3e-7, drift=5e-7)
 
@@ -62,13 +62,13 @@ def test_claims_are_proved_strictest_first_on_top_of_each_other(tmp_path: Path) 
     prover = Recorded(tmp_path, {("bits",): PLAIN, ("rounds", "bits"): ROUNDED, ("reduces", "rounds", "bits"): NOISY})
     proof = prover.prove([REDUCES, ROUNDS, BITS])
     assert [(claim.levers, claim.verdict) for claim in proof.claims] == [
-        (("bits",), "bit-same"),
+        (("bits",), "bit-identical"),
         (("rounds",), "within rounding"),
         (("reduces",), "reduced"),
     ]
     assert proof.verdict == "reduced"
     assert proof.repeatable
-    # the bit-same run has shown that the script repeats itself: no second plain run
+    # the bit-identical run has shown that the script repeats itself: no second plain run
     assert prover.made == [
         ("reference", "none"),
         ("bits", "free", "none"),
@@ -84,7 +84,7 @@ def test_the_first_claim_that_fails_ends_the_proof(tmp_path: Path) -> None:
     proof = Recorded(tmp_path, {("bits",): ROUNDED}).prove([BITS, REDUCES])
     assert proof.verdict == "rejected"
     assert [claim.levers for claim in proof.claims] == [("bits",)]
-    assert "should change no bit, but the losses differ" in proof.reason
+    assert "should be bit-identical, but the losses differ" in proof.reason
 
 
 def test_a_reduced_lever_may_turn_out_better_than_it_claims(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_run_that_ends_early_is_another_run(tmp_path: Path) -> None:
 
 def test_the_plain_script_ends_before_the_proof_does(tmp_path: Path) -> None:
     prover = Recorded(tmp_path, {("bits",): PLAIN}, plain=[replace(PLAIN, ended=True), PLAIN])
-    assert prover.prove([BITS]).verdict == "bit-same"
+    assert prover.prove([BITS]).verdict == "bit-identical"
     assert prover.made[:2] == [("reference", "none"), ("reference", "none")]
     assert prover._steps == PLAIN.steps - 1
 

@@ -14,7 +14,7 @@ from flatout.tune.windows import Arm, Pace, RolledBackInside, compare_arms, warm
 
 
 class Faster(Lever):
-    name, plan_field, exactness = "faster", "threads", "bit-same"
+    name, plan_field, exactness = "faster", "threads", "bit-identical"
 
 
 CHOICE = Choice(Faster(), 1)

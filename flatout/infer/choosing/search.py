@@ -27,7 +27,7 @@ from flatout.plan import Exactness, Plan
 from flatout.timing import Clock
 from flatout.units import format_seconds
 
-LEAST_GAIN: dict[Exactness, float] = {"bit-same": 0.01, "rounding": 0.01, "reduced": 0.03}
+LEAST_GAIN: dict[Exactness, float] = {"bit-identical": 0.01, "rounding": 0.01, "reduced": 0.03}
 """Fewer bits must bring more than a trifle."""
 FAR_SLOWER = 2.5
 """A run that takes so many times as long as the one before it is not worth windows; twice, as one may be unlucky."""
@@ -251,9 +251,9 @@ class InferenceSearch:
     def _seen(self, option: Option, made: Made) -> Exactness:
         """What it does to the numbers: as declared, unless the sample shows worse."""
         now, before = made.accuracy, self.current.accuracy
-        seen: Exactness = "bit-same" if now.same_bits else "rounding"
+        seen: Exactness = "bit-identical" if now.same_bits else "rounding"
         if not before.same_bits and now.error <= 1.5 * before.error:
-            seen = "bit-same"  # beside what is on already nothing can be seen
+            seen = "bit-identical"  # beside what is on already nothing can be seen
         elif now.error > ROUNDING_ERROR:
             seen = "reduced"
         return max(option.exactness, seen, key=EXACTNESS_ORDER.index)

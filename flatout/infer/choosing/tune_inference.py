@@ -62,7 +62,8 @@ def tune_inference(
     are made already; the others are tried on top.
 
     items: how many inputs (or prompts) will be served; a choice whose start-up costs more than it saves on so many is
-    dropped. exactness: what may be tried: "bit-same", "rounding" (another order of summation), "reduced" (fewer bits).
+    dropped. exactness: what may be tried: "bit-identical", "rounding" (another order of summation), "reduced" (fewer
+    bits).
     max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 % of the
     outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes, tokens);
     None: guessed. budget_seconds: for all of it; what did not get its turn is

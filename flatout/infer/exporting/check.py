@@ -274,7 +274,7 @@ def _checked(run: Runner, sample: Sample, tolerance: float | None) -> ExportChec
         inputs=sample.kind,
         batch=sample.example.batch,
         length=sample.example.length,
-        bit_same=same,
+        bit_identical=same,
         largest_difference=largest_difference,
         largest_output=largest_output,
     )

@@ -24,9 +24,9 @@ class ExportCheck:
     """Samples; None where no size of the inputs is a batch."""
     length: int | None
     """Positions of a sequence; None where the inputs have none that were asked to vary."""
-    bit_same: bool
+    bit_identical: bool
     largest_difference: float
-    """Largest absolute difference of all outputs; 0.0 where they are bit-same."""
+    """Largest absolute difference of all outputs; 0.0 where they are bit-identical."""
     largest_output: float
     """Largest absolute value of the module's own outputs."""
 
@@ -89,9 +89,9 @@ class ExportedFile:
     """To write, load and verify it; the first format's hold the trace, which all share."""
 
     @property
-    def bit_same(self) -> bool:
+    def bit_identical(self) -> bool:
         """Every output of every check has the very bits of the module's."""
-        return bool(self.checks) and all(check.bit_same for check in self.checks)
+        return bool(self.checks) and all(check.bit_identical for check in self.checks)
 
     @property
     def largest_difference(self) -> float | None:
@@ -124,6 +124,6 @@ class ExportReport:
         """Bytes and seconds; unknown is None."""
         files = []
         for file in self.files:
-            found = {"bit_same": file.bit_same, "largest_difference": file.largest_difference}
+            found = {"bit_identical": file.bit_identical, "largest_difference": file.largest_difference}
             files.append({**asdict(file), **found})
         return {**asdict(self), "files": files, "ok": self.ok}

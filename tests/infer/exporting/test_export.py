@@ -72,7 +72,7 @@ def test_our_models_in_every_format_but_the_compiled(name: str, tmp_path: Path) 
         assert {1, 2} < batches
         assert max(batch or 0 for batch in batches) > (file.checks[0].batch or 0)
         assert [check.inputs for check in file.checks[:2]] == ["example", "fresh"]
-    assert report.files[0].bit_same
+    assert report.files[0].bit_identical
     assert report.files[1].largest_difference < 1e-5  # type: ignore[operator]
     assert "legacy" in report.files[2].notes[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "net.pt2", "net.torchscript.pt"]
@@ -150,7 +150,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
 def test_a_counting_buffer_is_part_of_the_file_and_keeps_its_count(tmp_path: Path) -> None:
     model = CountingBuffer()
     report = export(model, torch.randn(3, 4), tmp_path / "net", format=("pt2", "onnx"))
-    assert report.files[0].bit_same
+    assert report.files[0].bit_identical
     assert report.files[1].failure is not None  # an ONNX graph has no state
     assert float(model.count) == 0
 
@@ -224,10 +224,10 @@ def test_a_report_is_frozen_and_reads_as_text_and_json(tmp_path: Path) -> None:
     document = json.loads(json.dumps(export_document(report), allow_nan=False))
     assert document["flatout"]["document"] == "export"
     assert document["ok"]
-    assert document["files"][0]["bit_same"]
+    assert document["files"][0]["bit_identical"]
     text = export_text(report)
     assert "dynamic batch" in text
-    assert "verified on the example and 6 fresh inputs (batch 1, 2, 3, 4, 7, 27): bit-same" in text
+    assert "verified on the example and 6 fresh inputs (batch 1, 2, 3, 4, 7, 27): bit-identical" in text
     assert "batch tested from 1 to 27; no bound was found" in text
     assert "2 of 2 exported and verified in" in text
     with pytest.raises(AttributeError):
