@@ -89,17 +89,21 @@ def main() -> int:
         for name in SCRIPTS:
             runs.append(timed(name, budget_seconds))
             print(runs[-1].line(), flush=True)
+            if arguments.out:
+                _write(arguments.out, runs)
     kept = sum(run.keeps for run in runs)
     explained = sum(run.explained for run in runs if not run.keeps)
     print(f"{kept} of {len(runs)} kept to their budget; of the others {explained} said what took the time")
-    if arguments.out:
-        machine = detect()
-        document = {
-            "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
-            "runs": [{**asdict(run), "keeps": run.keeps} for run in runs],
-        }
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
+
+
+def _write(path: Path, runs: list[Run]) -> None:
+    machine = detect()
+    document = {
+        "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+        "runs": [{**asdict(run), "keeps": run.keeps} for run in runs],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def _result(result: TuneResult) -> str:
         return "kept levers were faster one by one, but the whole could not be measured afresh"
     final = result.final.comparison
     times = f"{format_seconds(result.final.baseline_seconds)} -> {format_seconds(result.final.candidate_seconds)}"
-    speed = f"{ratio_text(final)} ({times}, fresh processes, {final.pairs} pairs)"
+    speed = f"{ratio_text(final)} ({times}, fresh processes, {final.pairs} window pairs)"
     if final.verdict != "faster":
         speed += f", {final.verdict}"
     return f"{speed} · {_share(result, result.final.candidate_seconds)}"

@@ -1,19 +1,20 @@
 """Plain against planned in fresh processes: the gain that a tune reports.
 
 Several pairs of processes are started one after the other, each pair runs in alternating windows, and nothing but
-what `flatout run` watches between its looks is on. What disturbs a machine comes and goes within seconds, so the
-windows of one pair go on for as long as its start took. The interval covers what windows of one pair of processes
-differ by and what pairs of processes differ by (where memory happens to lie costs some per cent for a whole run, in
-scripts with large temporary tensors far more).
+what `flatout run` watches between its looks is on. Disturbances on a shared machine last a second or so, so each pair
+is measured for as long as it took to start. The interval covers the variation between windows of one pair of processes
+and the variation between pairs: memory placement costs a few per cent for a whole run, and far more in scripts with
+large temporary tensors.
 
-With two or three pairs that difference can hardly be estimated, so what is known from other scripts weighs in: their
-variance is averaged with a usual one, as in a moderated t-test (Smyth 2004, doi:10.2202/1544-6115.1027).
+Two or three pairs are too few to estimate that variance, so it is shrunk towards a typical one, as in a moderated
+t-test (Smyth 2004, doi:10.2202/1544-6115.1027), unless they contradict it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flatout.levers.lever import Choice
@@ -31,11 +32,12 @@ FIRST_WINDOWS, LEAST_WINDOWS, MOST_WINDOWS = 6, 4, 400
 """Pairs of windows in the first pair of processes at the least, in a later one, and in any at the most."""
 MOST_STARTS = 40
 """A short script is started again until there are enough windows."""
-USUAL_DEVIATION, USUAL_WEIGHT = 0.04, 2
-"""Of the logarithm of a process pair's ratio, and for how many pairs of processes it counts. Of five scripts (seven
-pairs each, 9 s of windows, Zen 5) the deviations were 1, 1, 3, 6.5 and 20 %; so averaged, intervals held the ratio of
-all seven pairs in at least 93 % of draws of two or three pairs."""
-STUDENT = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20}
+USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
+"""The typical standard deviation of the log ratio between pairs of processes, and the degrees of freedom it counts for.
+`python -m benchmarks.gain.processes` measures it, and how often intervals from few pairs hold the ratio of all."""
+MOST_USUAL = 1.5
+"""Times the typical deviation: pairs that differ by more are not typical, and only their own deviation counts."""
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
 """Two-sided 95 % points of Student's t, by degrees of freedom."""
 
 Pairs = list[tuple[float, float]]
@@ -91,13 +93,35 @@ def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparis
     whole = _compared(every, least_gain)
     if not whole.has_interval:
         return whole
-    logs = [math.log(_compared(group, least_gain).ratio) for group in groups]
-    mean = sum(logs) / len(logs)
-    freedom = USUAL_WEIGHT + len(logs) - 1
-    variance = (USUAL_WEIGHT * USUAL_DEVIATION**2 + sum((x - mean) ** 2 for x in logs)) / freedom
-    half = STUDENT[freedom] * math.sqrt(variance / len(logs))
+    half = _half_width([math.log(_compared(group, least_gain).ratio) for group in groups])
     low, high = (min(whole.low, whole.ratio * math.exp(-half)), max(whole.high, whole.ratio * math.exp(half)))
     return whole.with_interval(low, high, least_gain)
+
+
+def _half_width(logs: Sequence[float]) -> float:
+    """Of the 95 % interval of the log ratio, given that of each pair of processes."""
+    mean, freedom = sum(logs) / len(logs), len(logs) - 1
+    squares = sum((x - mean) ** 2 for x in logs)
+    if squares <= freedom * (MOST_USUAL * USUAL_DEVIATION) ** 2:
+        freedom += USUAL_FREEDOM
+        squares += USUAL_FREEDOM * USUAL_DEVIATION**2
+    return STUDENT[freedom] * math.sqrt(squares / freedom / len(logs))
+
+
+@contextlib.contextmanager
+def fresh_arms(setup: TrialSetup, choices: Sequence[Choice]) -> Iterator[tuple[Arm, Arm]]:
+    """(plain, planned), both at their first step, watched as `flatout run` watches between its looks."""
+    live = [choice for choice in choices if choice.lever.switch == "live"]
+    from_start = [choice for choice in choices if choice.lever.switch != "live"]
+    with (
+        TrialProcess(setup, label="plain") as plain,
+        TrialProcess(setup, from_start, label="planned") as planned,
+    ):
+        plain.spawn()  # both start at once, each on a core of its own
+        planned.spawn()
+        plain.start()
+        planned.start()
+        yield Arm(plain, resting=True), Arm(planned, live, resting=True)
 
 
 def _is_narrow(found: Comparison) -> bool:
@@ -121,25 +145,14 @@ def _one_pair_of_processes(
 
     Started again where the script ends before there are enough windows; then with shorter ones.
     """
-    live = [choice for choice in choices if choice.lever.switch == "live"]
-    from_start = [choice for choice in choices if choice.lever.switch != "live"]
     for start in range(MOST_STARTS):
         before, began = len(pairs), deadline.elapsed_seconds
         try:
-            with (
-                deadline.stage("the last comparison"),
-                TrialProcess(setup, label="plain") as plain,
-                TrialProcess(setup, from_start, label="planned") as planned,
-            ):
-                plain.spawn()
-                planned.spawn()
-                plain.start()
-                planned.start()
+            with deadline.stage("the last comparison"), fresh_arms(setup, choices) as (plain, planned):
                 starting = deadline.elapsed_seconds - began
                 fitting = max(1, min(wanted, int(seconds / (starting + LEAST_SECONDS))))
                 windows_seconds = min(seconds / fitting - starting, max(starting, MOST_SECONDS))
-                baseline, candidate = Arm(plain, resting=True), Arm(planned, live, resting=True)
-                return compare_arms(baseline, candidate, replace(pace, seconds=windows_seconds), collected=pairs), pace
+                return compare_arms(plain, planned, replace(pace, seconds=windows_seconds), collected=pairs), pace
         except TrialEnded as end:
             shorter = pace.within(end.steps)
             stuck = len(pairs) == before and shorter == pace

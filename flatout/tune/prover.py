@@ -130,7 +130,8 @@ class Prover:
         beyond = judge.not_within_rounding(plain, nudged, checked)
         if beyond is None:
             reason = (
-                "differences are of the size that one rounding error in the weights causes"
+                f"gradients, updates and losses differ by at most {judge.ROUNDING_FACTOR:.0f} times what one rounding "
+                f"error in the weights causes, or {judge.LOSS_ROUNDING_FLOOR:.0e} of their size"
             )
             return "within rounding", reason, evidence
         if claimed == "rounding":

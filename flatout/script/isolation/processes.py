@@ -4,8 +4,8 @@ Two ways, the better one first. In both the process that calls `split` stays out
 a new one:
 
     namespace   caller -> init -> script: in a PID namespace the kernel kills every process when its init ends. The
-                script sees and can signal only its own processes. Init waits for all of them before it ends: the
-                kernel would forget how much processor time they used, and who measures load takes it for others'.
+                script sees and can signal only its own processes. Init reaps all of them before it ends: otherwise
+                the kernel drops their CPU time, and a load measurement attributes it to other users.
     reaper      caller -> script: orphans become the caller's children, which it kills when the script ends
 
 The caller leaves as the script does, with its exit code or of the same signal. SIGTERM to the caller ends all of them
