@@ -108,10 +108,10 @@ def load_ceilings(machine: Machine, device: str | None = None) -> Ceilings | Non
 def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
     """Keep them for the next time; a reader sees the old file or the new one, never half of one.
 
-    Those of a busy minute are too low: they only raise what was kept before, and do not replace it.
+    Those of a busy minute, or of fewer threads, are too low: they only raise what was kept before.
     """
     path, before = _cache_file(machine, ceilings.device), load_ceilings(machine, ceilings.device)
-    if ceilings.contended and before is not None:
+    if before is not None and (ceilings.contended or ceilings.threads < before.threads):
         ceilings = before.raised_by(ceilings)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

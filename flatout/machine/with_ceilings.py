@@ -8,13 +8,13 @@ from collections.abc import Callable
 from flatout.errors import MachineError
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
-from flatout.machine.measured_peaks import measure_ceilings, save_ceilings
+from flatout.machine.measured_peaks import load_ceilings, measure_ceilings, save_ceilings
 
 
 def machine_with_ceilings(progress: Callable[[str], None]) -> Machine:
-    """The machine, its ceilings measured quickly if they are not known yet (a few seconds)."""
+    """The machine, its ceilings measured quickly (a few seconds) if none are known, or only those of a busy minute."""
     machine = detect()
-    if machine.ceilings is not None:
+    if machine.ceilings is not None and not machine.ceilings.contended:
         return machine
     try:
         ceilings = measure_ceilings(machine, quick=True, progress=lambda what: progress(f"ceilings: {what}"))
@@ -22,4 +22,5 @@ def machine_with_ceilings(progress: Callable[[str], None]) -> Machine:
         return machine
     with contextlib.suppress(MachineError):
         save_ceilings(machine, ceilings)
+        ceilings = load_ceilings(machine) or ceilings  # with what an earlier minute reached
     return machine.with_ceilings(ceilings)

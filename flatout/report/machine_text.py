@@ -37,7 +37,7 @@ def _ceilings_line(ceilings: Ceilings) -> str:
     parts = [f"{d} {format_rate(p.value, p.unit)}" for d, p in ceilings.gemm_flops_per_second.items() if d in shown]
     if (read := ceilings.memory_read_bytes_per_second) is not None:
         parts.append(f"memory {format_rate(read.value, read.unit)}")
-    return ", ".join(parts)
+    return ", ".join(parts) + (" (too low: others used the processor)" if ceilings.contended else "")
 
 
 def check_text(machine: Machine, findings: Sequence[Finding]) -> str:

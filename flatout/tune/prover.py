@@ -5,6 +5,7 @@ proof = prover.prove(choices)              # verdict, reason, horizon, one Claim
 prover.close()
 
 The plain script's runs are kept from one call to the next, so that proving a part of the levers costs one or two runs.
+While one run is recorded the next one already starts, where they cannot get in each other's way.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ LEAST_SHARE = 0.05
 """Of the whole budget, for the steps themselves: starting the runs may have taken all that was meant for the proof, and
 a few hundred quick steps more cost little beside that."""
 RECORDING_FACTOR = 1.5
+SHARED_START = 0.6
+"""Of a start: what each of two costs that start at once."""
 STATISTICAL_RUNS = 3
 
 Progress = Callable[[str], None]
@@ -70,6 +73,8 @@ class Prover:
         self._nudged: Numerics | None = None
         self._coarse: Numerics | None = None
         self._repeats: bool | None = None
+        self._ahead: tuple[list[Choice], TrialProcess] | None = None
+        """(levers from its start, a process that starts while another one is recorded)"""
 
     def __enter__(self) -> Prover:
         return self
@@ -85,6 +90,7 @@ class Prover:
         return run_seconds <= self._deadline.seconds_left
 
     def close(self) -> None:
+        self._drop_the_one_ahead()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def prove(self, choices: Sequence[Choice]) -> Proof:
@@ -118,7 +124,7 @@ class Prover:
             return self._bit_identical(plain, choices)
         if not self._repeatable():
             return "statistical", "", {}
-        nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding")
+        nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
         checked = self._record(choices, role="checked")
         evidence = {
             "loss_difference": judge.largest_loss_difference(plain, checked),
@@ -129,10 +135,8 @@ class Prover:
         }
         beyond = judge.not_within_rounding(plain, nudged, checked)
         if beyond is None:
-            reason = (
-                f"gradients, updates and losses differ by at most {judge.ROUNDING_FACTOR:.0f} times what one rounding "
-                f"error in the weights causes, or {judge.LOSS_ROUNDING_FLOOR:.0e} of their size"
-            )
+            factor, floor = judge.ROUNDING_FACTOR, judge.LOSS_ROUNDING_FLOOR
+            reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
             return "within rounding", reason, evidence
         if claimed == "rounding":
             return "rejected", beyond, evidence
@@ -154,7 +158,7 @@ class Prover:
     ) -> tuple[ProofVerdict, str, dict[str, Any]]:
         if reason := judge.not_reduced(plain, nudged, checked):
             return "rejected", reason, evidence
-        coarse = self._coarse = self._coarse or self._record([], nudge="16-bit")
+        coarse = self._coarse = self._coarse or self._record([], nudge="16-bit", then=choices)
         free = self._record(choices)
         if reason := judge.drifts(plain, coarse, free):
             return "rejected", reason, evidence
@@ -210,7 +214,7 @@ class Prover:
         if not self._plains:
             self._steps = self._wanted_steps(choices)
             self._progress(f"proof: the plain script, {self._steps} steps")
-            first = self._record([], role="reference")
+            first = self._record([], role="reference", then=_bit_identical_ones(choices))
             if first.ended and first.steps > 1:  # all runs stop within the script, before its end can change anything
                 for old in self._folder.glob("*.pt"):
                     old.unlink()
@@ -221,20 +225,53 @@ class Prover:
 
     def _repeatable(self) -> bool:
         if self._repeats is None:
-            self._plains.append(self._record([]))
+            self._plains.append(self._record([], then=[]))
             self._repeats = judge.not_bit_identical(self._plains[0], self._plains[1]) is None
         return self._repeats
 
-    def _record(self, choices: Sequence[Choice], *, role: Role = "free", nudge: Nudge = "none") -> Numerics:
+    def _record(
+        self,
+        choices: Sequence[Choice],
+        *,
+        role: Role = "free",
+        nudge: Nudge = "none",
+        then: Sequence[Choice] | None = None,
+    ) -> Numerics:
+        """`then`: the levers of the run that will probably be recorded next; None: not known."""
         assert self._steps is not None
         count = max(1, min(CHECKS, self._steps // STEPS_A_CHECK))
         checks = tuple(i * self._steps // count for i in range(count))
         request = NumericsRequest(steps=self._steps, role=role, folder=str(self._folder), checks=checks, nudge=nudge)
-        from_start = [choice for choice in choices if choice.lever.switch != "live"]
         live = [choice for choice in choices if choice.lever.switch == "live"]
-        with self._deadline.stage("the proof"), TrialProcess(self._setup, from_start, label="proof") as process:
-            process.start()
-            return Numerics.from_answer(process.numerics(live, request))
+        process, alone = self._spawned(_from_start(choices), then)
+        with self._deadline.stage("the proof"), process:
+            try:
+                process.start()
+                return Numerics.from_answer(process.numerics(live, request))
+            except TrialError:
+                if alone:
+                    raise
+        self._drop_the_one_ahead()
+        return self._record(choices, role=role, nudge=nudge)  # two at once may need more memory than there is
+
+    def _spawned(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[TrialProcess, bool]:
+        """(the process for a run, whether no other one runs beside it)"""
+        process, was_ahead = None, False
+        if self._ahead is not None and self._ahead[0] == from_start:
+            process, was_ahead, self._ahead = self._ahead[1], True, None
+        self._drop_the_one_ahead()
+        if process is None:
+            process = TrialProcess(self._setup, from_start, label="proof")
+            process.spawn()
+        if then is not None and not self._setup.allow_network:  # each needs the ports of the script for itself
+            self._ahead = _from_start(then), TrialProcess(self._setup, _from_start(then), label="proof")
+            self._ahead[1].spawn()
+        return process, not was_ahead and self._ahead is None
+
+    def _drop_the_one_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead[1].close()
+            self._ahead = None
 
     def _wanted_steps(self, choices: Sequence[Choice]) -> int:
         """As many as the claims want and the time affords; two epochs where that is possible."""
@@ -245,10 +282,19 @@ class Prover:
             wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
         # plain and again; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
         runs = 2 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
-        available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - runs * pattern.startup_seconds)
+        starting = pattern.startup_seconds * (1.0 if self._setup.allow_network else SHARED_START)
+        available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - runs * starting)
         least = LEAST_SHARE * self._deadline.budget_seconds
         affordable = int(max(available, least) / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
         return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
+
+
+def _from_start(choices: Sequence[Choice]) -> list[Choice]:
+    return [choice for choice in choices if choice.lever.switch != "live"]
+
+
+def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:
+    return [choice for choice in choices if choice.lever.exactness == "bit-identical"]
 
 
 def _failure(error: TrialError) -> str:

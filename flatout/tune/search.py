@@ -210,9 +210,9 @@ class Search:
         return format_seconds(self._deadline.budget_seconds)
 
     def _keep_back(self, startup_seconds: float) -> None:
-        """More for the proof, where a slow start makes it long; half of what is left stays with the search."""
+        """More for the proof, where a slow start makes it long: a search that leaves no time for it is for nothing."""
         missing = STARTS_OF_PROOF * startup_seconds - self.limits.deadline.reserved_seconds
-        self._deadline = self.limits.deadline.reserving(max(0.0, min(missing, self.limits.deadline.seconds_left / 2)))
+        self._deadline = self.limits.deadline.reserving(max(0.0, missing))
 
     def _affordable_steps(self, step_seconds: float) -> int:
         """How many plain steps may be watched; ScriptError where the budget is too short to compare anything."""
@@ -280,11 +280,11 @@ class Search:
     def _try(self, *choices: Choice) -> bool:
         """Try `choices` together on top of what is kept; True if they were kept."""
         label = " + ".join(choice.label for choice in choices)
-        if self._remaining() <= 0:
+        wanted = self._with(choices)
+        if self._remaining() <= self._starting_seconds(wanted):
             self._skip(label, self._spent())
             return False
         self._progress(f"trying {label}")
-        wanted = self._with(choices)
         began = time.monotonic()
         try:
             pairing = self._compare(wanted, choices[-1])
@@ -308,6 +308,11 @@ class Search:
         if outcome == "kept":
             self._keep(wanted)
         return outcome == "kept"
+
+    def _starting_seconds(self, wanted: Sequence[Choice]) -> float:
+        """Until the first step of a trial: a start is not broken off."""
+        fresh = self._process is None or self._from_start(wanted) != self._from_start()
+        return (self.state.startup_seconds or 0.0) if fresh else 0.0
 
     def _spent(self) -> str:
         return f"the search's share of the budget of {self._budget()} was spent"

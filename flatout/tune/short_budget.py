@@ -8,11 +8,13 @@ from flatout.errors import ScriptError
 from flatout.tune.deadline import Deadline
 from flatout.units import format_seconds
 
-STARTS_OF_PROOF = 6
-"""How often a script is started until a plan is proved and compared, as a rule."""
+STARTS_OF_PROOF = 5
+"""Until a plan is proved and compared, as a rule; two that start at once count as one."""
 SEARCH_SHARE = 0.5
 """Of a budget that would do: what trials get, at the least."""
 TRIALS_WANTED = 4
+LEAST_INCREASE = 1.5
+"""Of the budget that did not do: what was measured of the script was perhaps measured in a quieter moment."""
 
 
 def no_step(name: str, waited_seconds: float, startup_seconds: float | None, deadline: Deadline) -> ScriptError:
@@ -35,10 +37,16 @@ def too_slow(
     left = format_seconds(deadline.seconds_left) if deadline.seconds_left else "nothing"
     wanted_seconds = STARTS_OF_PROOF * startup_seconds
     wanted_seconds += (startup_seconds + TRIALS_WANTED * trial_seconds) / SEARCH_SHARE
+    wanted_seconds = max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds)
     smaller = ", or give the script smaller steps" if trial_seconds > startup_seconds else ""
     return ScriptError(
         f"{name}: starting it takes {format_seconds(startup_seconds)}, and a step {format_seconds(step_seconds)}",
         limit=f"trying one lever takes about {steps_a_trial} steps, and {left} of the budget of "
         f"{format_seconds(deadline.budget_seconds)} is left for that beside the proof",
-        remedy=f"try --budget {math.ceil(wanted_seconds / 60)}m{smaller}",
+        remedy=f"try --budget {_round_up(wanted_seconds)}{smaller}",
     )
+
+
+def _round_up(seconds: float) -> str:
+    """'40' (seconds) or '3m'."""
+    return str(10 * math.ceil(seconds / 10)) if seconds <= 60 else f"{math.ceil(seconds / 60)}m"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import MachineError
-from flatout.machine import bandwidth_peak, gemm_peak, measured_peaks, probe
+from flatout.machine import bandwidth_peak, gemm_peak, measured_peaks, probe, with_ceilings
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.machine.disk_peak import disk_peak, file_system_of
@@ -130,6 +130,34 @@ def test_a_busy_minute_lowers_nothing(machine: Machine) -> None:
     assert kept.contended is False
     save_ceilings(machine, replace(busy, contended=False))  # a quiet one replaces all
     assert load_ceilings(machine) == replace(busy, contended=False)
+
+
+def test_fewer_threads_lower_nothing(machine: Machine) -> None:
+    assert machine.ceilings is not None
+    before = replace(machine.ceilings, contended=False, threads=4)
+    fp32 = before.gemm_flops_per_second["fp32"]
+    save_ceilings(machine, before)
+    save_ceilings(machine, replace(before, threads=1, gemm_flops_per_second={"fp32": replace(fp32, value=1.0)}))
+    assert load_ceilings(machine) == before
+
+
+def test_what_was_measured_in_a_busy_minute_is_measured_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert machine.ceilings is not None
+    quiet = replace(machine.ceilings, contended=False)
+    measured: list[Ceilings] = []
+
+    def measure(*_: object, **__: object) -> Ceilings:
+        measured.append(quiet)
+        return quiet
+
+    monkeypatch.setattr(with_ceilings, "detect", lambda: machine.with_ceilings(load_ceilings(machine)))
+    monkeypatch.setattr(with_ceilings, "measure_ceilings", measure)
+    save_ceilings(machine, replace(quiet, contended=True))
+    assert with_ceilings.machine_with_ceilings(lambda _: None).ceilings == quiet
+    assert with_ceilings.machine_with_ceilings(lambda _: None).ceilings == quiet
+    assert len(measured) == 1
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "3", '{"device": "cpu"}', '{"gemm_flops_per_second": 1}', "\x00"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from flatout.errors import TrialError
 from flatout.levers.lever import Choice, Lever
 from flatout.plan import Exactness
 from flatout.script.entry import Target
+from flatout.tune import prover as prover_module
 from flatout.tune.deadline import Deadline
 from flatout.tune.numerics import Numerics
 from flatout.tune.prover import Pattern, Prover
@@ -43,7 +45,7 @@ class Recorded(Prover):
         super().__init__(setup, Pattern(step_seconds=1e-3, **pattern), Deadline(100.0))
         self.results, self.plain, self.made = results, list(plain), []
 
-    def _record(self, choices: Any, *, role: Any = "free", nudge: Any = "none") -> Numerics:
+    def _record(self, choices: Any, *, role: Any = "free", nudge: Any = "none", then: Any = None) -> Numerics:
         labels = tuple(choice.label for choice in choices)
         self.made.append((*labels, role, nudge))
         if nudge == "rounding":
@@ -146,3 +148,89 @@ def test_what_was_left_unseeded_is_told(tmp_path: Path) -> None:
     unseeded = replace(PLAIN, unseeded=("numpy.random.default_rng at train.py:3",))
     proof = Recorded(tmp_path, {("bits",): unseeded}, plain=[unseeded]).prove([BITS])
     assert "train.py:3" in proof.notes[0]
+
+
+class FromStart(Claiming):
+    switch = "process"
+
+
+FROM_START = Choice(FromStart("allocator", "bit-identical"), True)
+
+
+class Started:
+    """In place of a trial; `log` has what was done in which order, `failing` the starts that fail."""
+
+    log: ClassVar[list[str]] = []
+    failing: ClassVar[list[int]] = []
+    count: ClassVar[int] = 0
+
+    def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "") -> None:
+        type(self).count += 1
+        self.name = f"{self.count}{'+' if choices else ''}"
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def spawn(self) -> None:
+        self.log.append(f"spawn {self.name}")
+
+    def start(self) -> None:
+        if int(self.name.strip("+")) in self.failing:
+            raise TrialError("no memory")
+
+    def numerics(self, choices: Sequence[Choice], request: Any) -> dict[str, Any]:
+        self.log.append(f"record {self.name}")
+        return {}
+
+    def close(self) -> None:
+        self.log.append(f"close {self.name}")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
+    monkeypatch.setattr(prover_module, "TrialProcess", Started)
+    monkeypatch.setattr(Numerics, "from_answer", lambda answer: PLAIN)
+    monkeypatch.setattr(Started, "log", [])
+    monkeypatch.setattr(Started, "failing", [])
+    monkeypatch.setattr(Started, "count", 0)
+    return Started
+
+
+def unrecorded(folder: Path, **setup: Any) -> Prover:
+    trials = TrialSetup(target=Target(path="train.py"), work_folder=folder, **setup)
+    prover = Prover(trials, Pattern(step_seconds=1e-3), Deadline(100.0))
+    prover._steps = 10
+    return prover
+
+
+def test_the_next_run_starts_while_one_is_recorded(tmp_path: Path, started: type[Started]) -> None:
+    with unrecorded(tmp_path) as prover:
+        prover._record([], then=[FROM_START])
+        prover._record([FROM_START])
+        prover._record([], then=[])
+        prover._record([FROM_START])  # another one than was expected
+    assert started.log == [
+        *("spawn 1", "spawn 2+", "record 1", "close 1", "record 2+", "close 2+"),
+        *("spawn 3", "spawn 4", "record 3", "close 3", "close 4", "spawn 5+", "record 5+", "close 5+"),
+    ]
+
+
+def test_with_the_network_of_the_machine_one_runs_after_the_other(tmp_path: Path, started: type[Started]) -> None:
+    with unrecorded(tmp_path, allow_network=True) as prover:
+        prover._record([], then=[FROM_START])
+        prover._record([FROM_START])
+    assert started.log == ["spawn 1", "record 1", "close 1", "spawn 2+", "record 2+", "close 2+"]
+
+
+def test_what_fails_beside_another_run_is_tried_alone(tmp_path: Path, started: type[Started]) -> None:
+    started.failing = [1, 5]
+    with unrecorded(tmp_path) as prover:
+        prover._record([], then=[FROM_START])
+        assert started.log == ["spawn 1", "spawn 2+", "close 1", "close 2+", "spawn 3", "record 3", "close 3"]
+        prover._record([], then=[FROM_START])
+        started.failing = [5, 6]
+        with pytest.raises(TrialError, match="no memory"):
+            prover._record([FROM_START])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flatout.errors import ScriptError
+from flatout.levers.allocator import PreloadedAllocator
 from flatout.levers.compile import Compile
 from flatout.levers.lever import Choice
 from flatout.levers.observed import ModuleSeen, Observed
@@ -52,6 +53,29 @@ def test_long_steps_are_blamed_where_they_are_long(tmp_path: Path) -> None:
     asked.state.startup_seconds = clock.now = 2.0
     with pytest.raises(ScriptError, match=r"a step 1 s; .* 4 s of the budget of 10 s is .* give the script smaller"):
         asked._affordable_steps(1.0)
+
+
+def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    clock.now = 1.8
+    asked._keep_back(1.5)
+    assert asked._remaining() == pytest.approx(10 - 1.8 - 5 * 1.5)
+    asked.state.startup_seconds = 2.0
+    asked._keep_back(2.0)
+    with pytest.raises(ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 20$"):
+        asked._affordable_steps(0.001)
+
+
+def test_no_start_is_begun_that_ends_after_the_time(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked.state.startup_seconds = 2.0
+    clock.now = 4.5
+    lever = PreloadedAllocator()
+    assert lever.switch != "live"
+    assert not asked._try(Choice(lever, "jemalloc"))
+    assert [one.label for one in asked.state.not_tried] == [lever.label("jemalloc")]
 
 
 def test_silence_is_told_with_the_budget_that_was_given() -> None:
