@@ -121,7 +121,8 @@ def _epoch_starts(facts: RunFacts) -> Finding | None:
         "asking for an iterator to the end of its first step, less a step's usual time",
         cost_seconds=epochs.cost_seconds,
         cost_share=share,
-        remedy=f"DataLoader(..., persistent_workers=True) keeps its {epochs.workers} workers between epochs "
+        remedy=f"DataLoader(..., persistent_workers=True) keeps its {epochs.workers} "
+        f"worker{'s' if epochs.workers > 1 else ''} between epochs "
         "(random numbers drawn in workers then go on instead of being seeded anew)",
     )
 

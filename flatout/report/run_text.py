@@ -12,7 +12,7 @@ from flatout.machine.ceilings import Ceilings
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.report.document import document
-from flatout.report.tune_text import breakdown_text, percent, share_of_ceiling
+from flatout.report.tune_text import breakdown_text, counted_by, percent, share_of_ceiling
 from flatout.script.memory_death import MemoryDeath
 from flatout.script.run_record import RunRecord
 from flatout.script.step_memory import MemorySample
@@ -78,8 +78,9 @@ def live_text(
 def run_text(summary: RunSummary, report_path: str | None) -> str:
     """One screen."""
     record = summary.record
-    rows = [("script", f"{summary.name} · {format_seconds(summary.wall_seconds)} · {_steps(summary)}")]
     seen = summary.observed
+    parts = [summary.name, format_seconds(summary.wall_seconds), _steps(summary), counted_by(seen)]
+    rows = [("script", " · ".join(filter(None, parts)))]
     if seen is not None and seen.step_seconds:
         rows.append(("step", breakdown_text(seen.breakdown_seconds, seen.step_seconds)))
         if outside := _outside_text(summary):

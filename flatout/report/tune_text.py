@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from flatout.levers.observed import Observed
 from flatout.machine.ceilings import Ceilings
 from flatout.report.document import document
 from flatout.report.machine_text import machine_line
@@ -67,7 +68,14 @@ def breakdown_text(parts: Mapping[str, float], step_seconds: float) -> str:
 def _script(result: TuneResult) -> str:
     seen = result.state.first_observed
     step = f"step {breakdown_text(seen.breakdown_seconds, seen.step_seconds)}" if seen.step_seconds else "no step timed"
-    return f"{result.request.target.name} · {step} · {_share(result, seen.step_seconds)}"
+    parts = [result.request.target.name, step, counted_by(seen), _share(result, seen.step_seconds)]
+    return " · ".join(filter(None, parts))
+
+
+def counted_by(seen: Observed | None) -> str:
+    """Which optimizer's steps are counted; '' where there is but one."""
+    optimizers = len(seen.optimizers) if seen is not None else 0
+    return f"{optimizers} optimizers: a step ends with that of the last" if optimizers > 1 else ""
 
 
 def _share(result: TuneResult, step_seconds: float | None) -> str:
@@ -76,6 +84,8 @@ def _share(result: TuneResult, step_seconds: float | None) -> str:
 
 
 def percent(share: float) -> str:
+    if 0 < share < 0.0005:
+        return "under 0.1%"
     return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
 
 
