@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.cli.command_line import Option, parse_options
+from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.errors import FlatoutError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
 from flatout.script.own_modules import own_imports
@@ -193,13 +194,14 @@ class Run:
             target=self.target, budget_seconds=VERIFICATION_SECONDS, only=tuple(self.plan.choices().items())
         )
         try:
-            result = tune(request, self._machine)
+            with signals_as_exits():
+                result = tune(request, self._machine)
         except FlatoutError as error:
             self._note(f"{mismatch}, and could not be verified here: {error}")
             self.plan = replace(self.plan, **dict.fromkeys(self.plan.choices()), reasons={})
             return
         held = ", ".join(result.plan.choices()) or "nothing"
-        self._note(f"{mismatch}; verified here: {held} holds")
+        self._note(f"{mismatch}; verified here, as in every run: {held} holds (flatout tune: a plan for this machine)")
         self.plan = result.plan
 
     def _enter_environment(self, choices: Sequence[Any]) -> None:
@@ -367,7 +369,8 @@ def _check_determinism(target: Target) -> int:
     from flatout.script.deterministic_check import STEPS, check_determinism
     from flatout.script.memory_trial import MemoryRequest
 
-    found = check_determinism(MemoryRequest(target=target, steps=STEPS))
+    with signals_as_exits():
+        found = check_determinism(MemoryRequest(target=target, steps=STEPS))
     print(determinism_text(found))
     return 0 if found.equal else 1
 

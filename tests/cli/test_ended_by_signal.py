@@ -1,4 +1,4 @@
-"""`flatout tune` and `flatout memory`, ended from outside: no process stays, and no folder for longer than needed."""
+"""Verbs that start trials, ended from outside: no process stays, and no folder for longer than needed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ for stream in (sys.stdout, sys.stderr):
     print("begun", file=stream, flush=True)
 time.sleep(1000)
 """
+FROM_ELSEWHERE = """schema = 2
+[plan]
+threads = 1
+[provenance]
+script = "train.py"
+machine_fingerprint = "elsewhere"
+"""
 PARENT = Path("/var/tmp")
 PATIENCE_SECONDS = 200.0
 
@@ -29,7 +36,8 @@ PATIENCE_SECONDS = 200.0
 def ended(folder: Path, verb: str, number: int) -> tuple[int, Path, str]:
     """(exit code, its work folder, stderr) of a verb that got the signal while its script was running."""
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "flatout", verb, "train.py"]
+    (folder / "flatout.toml").write_text(FROM_ELSEWHERE)  # `run` verifies it first
+    command = [sys.executable, "-m", "flatout", *verb.split(), "train.py"]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         try:
             work = running(process.pid)
@@ -65,7 +73,14 @@ def users_of(folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("verb", "number"),
-    [("tune", signal.SIGTERM), ("tune", signal.SIGHUP), ("tune", signal.SIGINT), ("memory", signal.SIGTERM)],
+    [
+        ("tune", signal.SIGTERM),
+        ("tune", signal.SIGHUP),
+        ("tune", signal.SIGINT),
+        ("memory", signal.SIGTERM),
+        ("run", signal.SIGTERM),
+        ("run --check-deterministic", signal.SIGTERM),
+    ],
 )
 def test_a_signal_ends_all_and_leaves_nothing(tmp_path: Path, verb: str, number: int) -> None:
     code, work, errors = ended(tmp_path, verb, number)
@@ -73,7 +88,7 @@ def test_a_signal_ends_all_and_leaves_nothing(tmp_path: Path, verb: str, number:
     assert "Traceback" not in errors
     assert not work.exists()
     assert list(users_of(work)) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flatout.toml", "train.py"]
 
 
 def test_what_a_killed_tune_leaves_is_swept(tmp_path: Path) -> None:
