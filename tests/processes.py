@@ -2,6 +2,7 @@
 
     def test_...(python):                              # python("train.py", cwd=folder), python("-m", "flatout", ...)
     @pytest.mark.usefixtures("forked_trials")          # trials are forked too
+    @pytest.mark.usefixtures("forked_trials", "brief") # and compared for no longer than a test of something else needs
 
 Everything else about them is as always: arguments, pipes, isolation, end. Not for tests of what happens before torch is
 loaded (what is set in the environment for it, a script that never loads it), nor of times.
@@ -28,7 +29,7 @@ import pytest
 
 from flatout.script import memory_trial
 from flatout.script.child_command import child_command
-from flatout.tune import trial_process
+from flatout.tune import last_comparison, search, trial_process
 from tests.fork_server import MESSAGE_BYTES, next_process
 from tests.new_process import become
 
@@ -228,6 +229,13 @@ def fork_trials(replace: Callable[[Any, str, Any], None], server: ForkServer | N
         replace(module, "subprocess", _Subprocess(server))
 
 
+def brief_comparisons(replace: Callable[[Any, str, Any], None]) -> None:
+    """A tune whose budget is long, for a busy machine, need not use it up. replace: as above."""
+    replace(search, "LEVER_SECONDS", 6.0)
+    replace(last_comparison, "NARROW_ENOUGH", float("inf"))  # as many pairs of processes as are wanted
+    replace(last_comparison, "MOST_SECONDS", 1.0)
+
+
 @pytest.fixture(scope="session")
 def python() -> Iterator[Python]:
     server = ForkServer()
@@ -238,3 +246,8 @@ def python() -> Iterator[Python]:
 @pytest.fixture
 def forked_trials(monkeypatch: pytest.MonkeyPatch, python: Python) -> None:
     fork_trials(monkeypatch.setattr, python.server)
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    brief_comparisons(monkeypatch.setattr)

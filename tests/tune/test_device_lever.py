@@ -40,11 +40,12 @@ import accelerator
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
 from flatout.tune.tune import TuneRequest, tune
-from tests.processes import fork_trials
+from tests.processes import brief_comparisons, fork_trials
 
 accelerator.build()  # before the trials, whose file system is not the real one
 fork_trials(setattr)
-result = tune(TuneRequest(target=Target(path="train.py"), budget_seconds=25, levers=sys.argv[3]), detect())
+brief_comparisons(setattr)
+result = tune(TuneRequest(target=Target(path="train.py"), budget_seconds=100, levers=sys.argv[3]), detect())
 json.dump(
     {
         "trials": [[one.label, one.outcome, one.reason, one.on_top_of] for one in result.state.trials],

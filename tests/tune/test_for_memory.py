@@ -68,10 +68,11 @@ while True:
 """
 
 
+@pytest.mark.usefixtures("forked_trials", "brief")
 def test_a_plan_that_asks_for_it_is_verified_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    request = TuneRequest(target=Target(path="train.py"), budget_seconds=40, only=(("loss", "chunked"),))
+    request = TuneRequest(target=Target(path="train.py"), budget_seconds=100, only=(("loss", "chunked"),))
     result = tune(request, detect())
     (trial,) = result.state.trials
     assert trial.outcome == "kept", trial.reason

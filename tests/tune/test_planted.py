@@ -39,13 +39,13 @@ REASONS = [
 ]
 
 
-@pytest.mark.usefixtures("forked_trials")
+@pytest.mark.usefixtures("forked_trials", "brief")
 def test_each_planted_lever_goes_for_its_own_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, because one tune gives all of it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     levers = f"{Path(__file__).parent / 'planted_levers.py'}:LEVERS"
-    request = TuneRequest(target=Target(path="train.py"), budget_seconds=60, levers=levers, hang_floor_seconds=2.0)
+    request = TuneRequest(target=Target(path="train.py"), budget_seconds=100, levers=levers, hang_floor_seconds=2.0)
     result = tune(request, detect())
     assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"]
     trials = {trial.label: trial for trial in result.state.trials}

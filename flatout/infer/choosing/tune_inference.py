@@ -63,12 +63,11 @@ def tune_inference(
 
     items: how many inputs (or prompts) will be served; a choice whose start-up costs more than it saves on so many is
     dropped. exactness: what may be tried: "bit-identical", "rounding" (another order of summation), "reduced" (fewer
-    bits).
-    max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 % of the
-    outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes, tokens);
-    None: guessed. budget_seconds: for all of it; what did not get its turn is
-    listed, and a compilation that has begun is not cut short. tokenizer, max_new_tokens: of generation. batch_size,
-    device: of `predict`. progress: called with a line.
+    bits). max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 %
+    of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes,
+    tokens); None: guessed. budget_seconds: for all of it; what did not get its turn is listed, and a compilation that
+    has begun is not cut short. tokenizer, max_new_tokens: of generation. batch_size, device: of `predict`. progress:
+    called with a line.
 
     The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
     dropped trial. Raises UsageError for an argument or a sample that cannot be used, and what the model itself raises.
