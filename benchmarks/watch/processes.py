@@ -47,6 +47,7 @@ def one_pair(kind: str, steps: int, second: Sequence[str], turn: int) -> tuple[f
             subprocess.Popen(
                 [sys.executable, *words, str(LOOP), kind, str(WINDOWS), str(steps), str(reads), str(writes), name],
                 pass_fds=(reads, writes),
+                env={**os.environ, **KEPT_BY_MALLOC},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 preexec_fn=lambda: os.sched_setaffinity(0, {core}),

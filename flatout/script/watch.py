@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
-from flatout.script.compile_seen import compile_was_asked_for
+from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name
 from flatout.script.patches import ImportWatch, Patches
 from flatout.script.spans import Spans, StepRow
@@ -324,15 +324,16 @@ class Watch:
     def _wrap_module_call(self, original: Any) -> Any:
         watch, compiling = self, self._compiling  # torch.compile sees one constant, and nothing of ours
 
-        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # torch's profiler reads the frame's `self`
             try:
                 if compiling() or watch.inside or watch.resting:
-                    return original(module, *args, **kwargs)
-                return watch._outermost(original, module, args, kwargs)
+                    return original(self, *args, **kwargs)
+                return watch._outermost(original, self, args, kwargs)
             except BaseException as error:
                 leave_no_frame(error)
                 raise
 
+        never_compiled(__call__, self._outermost, self._recomputed)
         return __call__
 
     def _outermost(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

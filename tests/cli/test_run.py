@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -87,6 +88,17 @@ def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path) -> None:
     assert 20 <= len(seen["measurement"]["samples_seconds"]) <= 39  # quick steps are timed several at a time
     assert (seen["applied"], seen["rolled_back"], seen["plan_notes"]) == ([], [], [])
     assert seen["machine"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize(("name", "status"), [("profiled", 0), ("many_compiled", 1)])
+def test_what_reads_or_compiles_frames_finds_the_scripts_own(name: str, status: int, run: Run, tmp_path: Path) -> None:
+    odd = Path(__file__).parents[2] / "benchmarks" / "scripts" / "odd"
+    shutil.copy(odd / "small.py", tmp_path)
+    plain, watched = (run((odd / f"{name}.py").read_text(), flatout=flatout) for flatout in (False, True))
+    timed = re.compile(r"^USDT:.*\n", re.MULTILINE)  # a line of the profiler's own, with the time of day
+    assert plain.returncode == watched.returncode == status
+    assert timed.sub("", watched.stdout) == timed.sub("", plain.stdout)
+    assert timed.sub("", watched.stderr) == timed.sub("", plain.stderr)
 
 
 def test_a_run_that_dies_of_memory_tells_who_held_it(run: Run, tmp_path: Path) -> None:
