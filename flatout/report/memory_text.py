@@ -92,9 +92,9 @@ def _peak(use: MemoryUse) -> list[tuple[str, str]]:
 
 def _moment(use: MemoryUse) -> str:
     peak = use.peak
-    when = f"in step {peak.step}, {peak.phase}" if peak.step is not None else "outside of the steps"
-    if peak.step is None and use.steps:
-        when = "before the first step"
+    when = f"in step {peak.step}, {peak.phase}" if peak.step is not None else "before the first step"
+    if not use.steps:
+        when = ""
     module = f"of {peak.module}" if peak.module else ""
     operation = f"({peak.operation})" if peak.operation else ""
     return " ".join(part for part in (when, module, f"at {peak.line}" if peak.line else "", operation) if part)
@@ -183,6 +183,10 @@ def _notes(watched: MemoryWatched) -> list[str]:
         notes.append("if it trains in processes that it starts, Flatout does not follow it there")
     if watched.compiled:
         notes.append("compiled code takes memory that is not seen here")
+    if watched.left_uncompiled:
+        notes.append(
+            "torch.compile compiles nothing while memory is followed: the peak is that of the uncompiled script"
+        )
     if watched.collected:
         lines = ", ".join(watched.collected[:3])
         notes.append(f"only cycles of references held tensors of {lines}: Python frees them from time to time")

@@ -127,7 +127,7 @@ def _not_tried(skipped: tuple[NotTried, ...] | list[NotTried]) -> list[str]:
 
 def _result(result: TuneResult) -> str:
     if not result.state.kept:
-        return f"nothing helps here; the script runs as it is, {_share(result, result.baseline_seconds)}"
+        return f"{_nothing_kept(result)}; the script runs as it is, {_share(result, result.baseline_seconds)}"
     if result.final is None:
         return "kept levers were faster one by one, but the whole could not be measured afresh"
     final = result.final.comparison
@@ -136,6 +136,15 @@ def _result(result: TuneResult) -> str:
     if final.verdict != "faster":
         speed += f", {final.verdict}"
     return f"{speed} · {_share(result, result.final.candidate_seconds)}"
+
+
+def _nothing_kept(result: TuneResult) -> str:
+    """What was not tried cannot be said not to help."""
+    late = sum(entry.for_lack_of_time for entry in result.state.not_tried)
+    if not late:
+        return "nothing helps here"
+    budget = format_seconds(result.request.budget_seconds)
+    return f"nothing found in the budget of {budget}, with {late} not tried for lack of time (more: --budget)"
 
 
 def _whole_run(whole: WholeRun | None) -> list[str]:

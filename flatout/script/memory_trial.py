@@ -67,6 +67,8 @@ class MemoryWatched:
     collected: tuple[str, ...]
     """Lines whose tensors only waited for the garbage collector."""
     compiled: bool
+    left_uncompiled: bool
+    """Does the script ask for torch.compile, which compiles nothing while every operation is followed?"""
     errors: str
     """What the script wrote to stderr, where it failed."""
 
@@ -110,6 +112,7 @@ def _watched(request: MemoryRequest, answer: dict[str, Any], errors: str) -> Mem
         peak_resident_bytes=answer["peak_resident_bytes"],
         collected=tuple(answer.get("collected", ())),
         compiled=answer.get("compiled", False),
+        left_uncompiled=answer.get("left_uncompiled", False),
         errors=errors if answer.get("status") else "",
     )
 

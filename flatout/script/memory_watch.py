@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
+from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
 from flatout.script.session import resident_bytes
@@ -172,7 +173,8 @@ class MemoryWatch:
             numbers=self._numbers,
             first_event=self._first_event if self._first_event is not None else self._tracker.events,
             warm_up=WARM_UP_STEPS,
-            one_backward_a_step=0.9 < per_step < 1.1,
+            # a scaler unscales all gradients first: they cannot be freed one by one
+            one_backward_a_step=0.9 < per_step < 1.1 and not self.watch.saw_scaler,
             frame=frame,
         )
 
@@ -185,6 +187,7 @@ class MemoryWatch:
             "steps": len(self._marks),
             "ended": ended,
             "compiled": self.watch.saw_compile,
+            "left_uncompiled": compile_was_asked_for() and not self.watch.saw_compile,
             "resident_bytes": self._resident,
             **self._inspection.result(traced, steps_traced),
         }

@@ -298,8 +298,8 @@ def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _failure(error: TrialError) -> str:
-    lines = error.error.strip().splitlines() if isinstance(error, TrialEnded) else []
-    return f"a fresh run with it failed: {lines[-1] if lines else error}"
+    headline = error.headline if isinstance(error, TrialEnded) else ""
+    return f"a fresh run with it failed: {headline or error}"
 
 
 def _largest_mean(streams: Sequence[Sequence[float]]) -> float:

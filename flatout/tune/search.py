@@ -271,8 +271,8 @@ class Search:
                 self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != lever.name]
                 self._try_lever(lever)
 
-    def _skip(self, label: str, reason: str) -> None:
-        self.state.not_tried.append(NotTried(label=label, reason=reason))
+    def _skip(self, label: str, reason: str, *, for_lack_of_time: bool = False) -> None:
+        self.state.not_tried.append(NotTried(label=label, reason=reason, for_lack_of_time=for_lack_of_time))
 
     def _remaining(self) -> float:
         return self._deadline.seconds_left
@@ -282,7 +282,7 @@ class Search:
         label = " + ".join(choice.label for choice in choices)
         wanted = self._with(choices)
         if self._remaining() <= self._starting_seconds(wanted):
-            self._skip(label, self._spent())
+            self._skip(label, self._spent(), for_lack_of_time=True)
             return False
         self._progress(f"trying {label}")
         began = time.monotonic()
@@ -294,7 +294,7 @@ class Search:
                 outcome, reason = self._judge_memory(gain, choices[-1])
         except BudgetSpent:
             self.close()
-            self._skip(label, f"broken off: {self._spent()}")
+            self._skip(label, f"broken off: {self._spent()}", for_lack_of_time=True)
             return False
         except (TrialError, ScriptError) as error:
             pairing, payoff, gain = None, None, None
@@ -393,8 +393,7 @@ class Search:
         if error.status == 0:
             steps = f"{error.steps} step{'s' * (error.steps != 1)}"
             return "dropped", f"not measured: the script ended after {steps}, too few to compare"
-        lines = error.error.strip().splitlines()
-        return "failed", f"the script failed under it: {lines[-1] if lines else f'code {error.status}'}"
+        return "failed", f"the script failed under it: {error.headline or f'code {error.status}'}"
 
     def _record(
         self,

@@ -50,6 +50,7 @@ class NotTried:
 
     label: str
     reason: str
+    for_lack_of_time: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -101,6 +101,14 @@ class TrialEnded(TrialError):
         self.status, self.error, self.steps, self.note = status, error, steps, note
         super().__init__(f"the script ended with code {status} after {steps} steps")
 
+    @property
+    def headline(self) -> str:
+        """The exception in one line, without the rest of a long message; '' where there was none."""
+        lines = [line for line in self.error.strip().splitlines() if line.strip()]
+        begins = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        after = lines[begins[-1] + 1 :] if begins else []
+        return next((line for line in after if not line.startswith(" ")), lines[-1] if lines else "")
+
 
 class TrialStopped(TrialError):
     """The trial was stopped before the script's first write, because nothing else protects the user's files here."""
@@ -337,7 +345,7 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
     if end.status != 0 and lines:
         trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
         note = f"\n{end.note}" if end.note else ""
-        return ScriptError(f"{name} failed by itself, without any lever: {lines[-1]}", remedy=trace + note)
+        return ScriptError(f"{name} failed by itself, without any lever: {end.headline}", remedy=trace + note)
     if end.status != 0:
         return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
     if end.steps == 0:

@@ -127,11 +127,25 @@ def test_a_script_that_fails_in_a_step_shows_its_traceback_and_what_was_seen(tmp
     assert (found["steps"], found["script"]["status"]) == (7, 1)
 
 
+def test_that_torch_compile_compiles_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.compile(torch.nn.Linear(4, 1), backend='eager')\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "while True:\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    result = memory(tmp_path, "train.py")
+    assert result.returncode == 0
+    assert "torch.compile compiles nothing while memory is followed" in result.stdout
+
+
 def test_without_steps_the_whole_run_is_told(tmp_path: Path) -> None:
     (tmp_path / "infer.py").write_text("import torch\na = torch.zeros(1024)\nb = a + 1\n")
     result = memory(tmp_path, "infer.py")
     assert "no training step found: this is the whole run" in result.stdout
-    assert "8 KiB of tensors on cpu, outside of the steps at infer.py:3 (add.Tensor)" in result.stdout
+    assert "8 KiB of tensors on cpu, at infer.py:3 (add.Tensor)" in result.stdout
 
 
 def test_without_torch_there_is_nothing_to_tell_and_none_is_loaded(tmp_path: Path) -> None:

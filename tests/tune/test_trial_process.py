@@ -102,3 +102,21 @@ def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_
     with TrialProcess(setup) as trial, pytest.raises(TrialEnded) as ended:
         trial.start(120)
     assert "pass --allow-network" in str(explain_end(ended.value, "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("error", "headline"),
+    [
+        ("", ""),
+        ("no module named train", "no module named train"),
+        (
+            "Traceback (most recent call last):\n  File 'a.py', line 3, in f\n    g()\nKeyError: 'x'\n\n"
+            "During handling of the above exception, another exception occurred:\n\n"
+            "Traceback (most recent call last):\n  File 'a.py', line 9, in <module>\n    f()\n    ~^^\n"
+            "RuntimeError: CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA\n",
+            "RuntimeError: CUDA error: out of memory",
+        ),
+    ],
+)
+def test_a_long_message_has_a_headline(error: str, headline: str) -> None:
+    assert TrialEnded(1, error, 0).headline == headline

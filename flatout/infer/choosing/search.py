@@ -162,6 +162,11 @@ class InferenceSearch:
 
     def _try(self, option: Option) -> None:
         reason = self._refusal(option)
+        if not reason and self._remaining() <= 0:
+            reason = f"the budget of {format_seconds(self.limits.seconds)} was spent"
+            self._record(option, "not tried", reason)
+            self._update(for_lack_of_time=True)
+            return
         if reason:
             self._record(option, "not tried", reason)
             return
@@ -191,8 +196,6 @@ class InferenceSearch:
         for name in (*option.choices, *option.replaces):
             if name in self._base.choices():
                 return f"the plan that was given sets {name}"
-        if self._remaining() <= 0:
-            return f"the budget of {format_seconds(self.limits.seconds)} was spent"
         return self._too_short_to_compile() if "compile" in option.choices else ""
 
     def _too_short_to_compile(self) -> str:

@@ -42,6 +42,8 @@ class InferenceTrial:
     """What was done to the model."""
     cost_seconds: float = 0.0
     """How long the trial took."""
+    for_lack_of_time: bool = False
+    """Was it not tried because the budget was spent?"""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -119,7 +121,9 @@ class InferenceTuning:
 
     def _result(self) -> list[str]:
         if self.comparison is None:
-            return [f"nothing helps here: {format_seconds(self.plain_seconds)} per {self.unit} as it is", self.share]
+            late = sum(trial.for_lack_of_time for trial in self.trials)
+            found = "nothing helps here" if not late else f"nothing found before the budget was spent, {late} not tried"
+            return [f"{found}: {format_seconds(self.plain_seconds)} per {self.unit} as it is", self.share]
         chosen = ", ".join(f"{name} = {value}" for name, value in self.plan.choices().items())
         times = f"{format_seconds(self.plain_seconds)} -> {format_seconds(self.chosen_seconds)} per {self.unit}"
         speed = f"{ratio_text(self.comparison)} ({times}, {self.comparison.pairs} pairs of windows)"
