@@ -35,8 +35,8 @@ WINDOW_LONGEST_SECONDS = 10.0
 RESIDENT_EVERY_SECONDS = 1.0
 QUICK_STEP_SECONDS = 2e-3
 QUICK_WINDOW_STEPS = 10
-GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 16e-3, 64
-"""Quick steps are timed several at a time, about this long: a boundary costs 20 us, being out of the caches."""
+GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 50e-3, 256
+"""Quick steps are timed several at a time, about this long: a boundary costs 20 to 100 us, being out of the caches."""
 
 
 class Runner:

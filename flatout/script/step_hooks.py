@@ -23,6 +23,57 @@ class StepHook:
         self._hooks.pop(self, None)
 
 
+class PassedSteps:
+    """`hook` lets as many steps of one optimizer pass as were granted, and hands all others to `otherwise`.
+
+    It runs in every step of a script, its code and data out of the processor's caches each time: a closure reads the
+    fewest objects.
+    """
+
+    def __init__(self, otherwise: Callable[[Any, Any, Any], None], compiling: Callable[[], bool]) -> None:
+        leader = granted = left = 0
+
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            nonlocal left
+            if compiling():  # torch.compile traces this call: it must see nothing but torch
+                return
+            if left and id(optimizer) == leader:
+                left -= 1
+            else:
+                otherwise(optimizer, args, kwargs)
+
+        def grant(identity: int | None, steps: int) -> None:
+            nonlocal leader, granted, left
+            leader, granted, left = identity or 0, steps, steps
+
+        def passed() -> int:
+            return granted - left
+
+        self.hook, self._grant, self._passed = hook, grant, passed
+        self._others: list[int] = []
+        self._passed_before_others = 0
+
+    def grant(self, identity: int | None, steps: int) -> None:
+        """From now on let these pass."""
+        self._grant(identity, steps)
+        self._others, self._passed_before_others = [], 0
+
+    def note_other(self, identity: int) -> int:
+        """Another optimizer has stepped; how many such steps there are since one that was let pass."""
+        self._others = [*self._others_since(), identity]
+        self._passed_before_others = self._passed()
+        return len(self._others)
+
+    def take(self) -> tuple[int, list[int]]:
+        """(steps that were let pass, the others since the last of them); nothing is granted any more."""
+        taken = self._passed(), self._others_since()
+        self.grant(None, 0)
+        return taken
+
+    def _others_since(self) -> list[int]:
+        return self._others if self._passed() == self._passed_before_others else []
+
+
 def steps_around(frame: FrameType) -> int:
     """How many optimizer steps the one that has just begun lies in; `frame` is that of torch's wrapper around it."""
     wrapper, outer, steps = frame.f_code, frame.f_back, 0

@@ -32,7 +32,7 @@ from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name
 from flatout.script.patches import ImportWatch, Patches
 from flatout.script.spans import Spans, StepRow
-from flatout.script.step_hooks import StepHook, steps_around
+from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.tracebacks import leave_no_frame
 from flatout.script.weights import WeightProbe
@@ -92,8 +92,7 @@ class Watch:
         self.resting = False
         self.glance_every = 1
         """While resting: of so many steps one is a boundary."""
-        self._granted = self._to_pass = 0
-        self._others: list[int] = []
+        self._passing = PassedSteps(self._optimizer_ends, lambda: False)
         self._dynamo_watch: ImportWatch | None = None
         self._step_starts: StepHook | None = None
         self._step_ends: StepHook | None = None
@@ -111,7 +110,8 @@ class Watch:
         self._compiling = torch.compiler.is_compiling
         self._grad_enabled = torch.is_grad_enabled
         self._autocast_enabled = torch.is_autocast_enabled
-        self._step_ends = StepHook(optimizers._global_optimizer_post_hooks, self._optimizer_ends)
+        self._passing = PassedSteps(self._optimizer_ends, self._compiling)
+        self._step_ends = StepHook(optimizers._global_optimizer_post_hooks, self._passing.hook)
         self._step_starts = StepHook(optimizers._global_optimizer_pre_hooks, self._optimizer_starts)
         self._step_ends.add()
         os.register_at_fork(after_in_child=self.disable)
@@ -165,7 +165,7 @@ class Watch:
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
-        self.resting, self._others, self.glance_every = True, [], glance_every
+        self.resting, self.glance_every = True, glance_every
         self._optimizers_open.clear()
         self._unpatch()
 
@@ -180,28 +180,25 @@ class Watch:
             assert self._step_starts is not None
             self._step_starts.add()
 
-    def count_passed(self) -> None:
-        """Add the steps that were let pass since the last boundary, and those of optimizers that took over."""
-        passed = self._granted - self._to_pass
-        self._granted = self._to_pass = 0
+    def count_passed(self, *, leader_steps: bool = False) -> None:
+        """Add the steps that were let pass since the last boundary, and, unless the leader is stepping now, those of
+        optimizers that took over."""
+        passed, others = self._passing.take()
         self.steps += passed
         self.finder.leader_passed(passed)
-        for identity in self._others:
+        for identity in [] if leader_steps else others:
             self.finder.optimizer_stepped(identity)
-        self._others = []
 
     def _count_resting(self, optimizer: Any) -> None:
         if id(optimizer) != self.finder.leader:
-            self._others.append(id(optimizer))
-            if len(self._others) > OTHERS_THAT_WAKE:  # another phase of training, with another optimizer
+            if self._passing.note_other(id(optimizer)) > OTHERS_THAT_WAKE:  # another phase, with another optimizer
                 self.wake()
             return
-        self._others = []
-        self.count_passed()
+        self.count_passed(leader_steps=True)
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
         if self.resting:
-            self._granted = self._to_pass = self.glance_every - 1
+            self._passing.grant(self.finder.leader, self.glance_every - 1)
 
     def disable(self) -> None:
         self.enabled = False
@@ -246,13 +243,6 @@ class Watch:
         self._optimizers_open.append(OpenStep(id(optimizer), span))
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._compiling():
-            return
-        if self._to_pass and id(optimizer) == self.finder.leader:
-            self._to_pass -= 1
-            if self._others:
-                self._others = []
-            return
         if not self._here():
             return
         if self.resting:
