@@ -32,6 +32,8 @@ from flatout.machine.detect import detect
 SCHEMA = "flatout-scripts-alike-1"
 HERE = Path(__file__).resolve().parent
 STDIN = "one line\nand another, without an end"
+TIMES_OF_TRAINER = r"""(['"])\w+_(?:runtime|per_second)\1: '?[\d.]+'?"""
+"""How long an evaluation took, in a line and in a file of transformers' own."""
 FRAMEWORK_PACKAGES = {
     "accelerate_loop": ("accelerate",),
     "hf_trainer": ("transformers", "accelerate"),
@@ -115,13 +117,21 @@ def run_own(script: Path, folder: Path, command: Sequence[str]) -> Outcome:
         process.kill()
         stdout, stderr = process.communicate()
         status = None
-    files = {str(path.relative_to(folder)): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    stdout = blank_times(stdout, (TIMES_OF_TRAINER,), HERE)
     return Outcome(exit_status=status, stdout=stdout, stderr=without_log_times(stderr), files=files)
 
 
+def _digest(path: Path) -> str | None:
+    if path.name == "trainer_state.json":
+        path.write_text(blank_times(path.read_text(), (TIMES_OF_TRAINER,), HERE))
+    return digest(path)
+
+
 def without_log_times(stderr: str) -> str:
-    """Lines of torch's own logs and of its profiler begin with the time and the process."""
-    return blank_times(stderr, (r"(?m)^[VIWE]\d{4} [\d:.]+ \d+", r"(?m)^\w+:[\d-]+ [\d:]+ \d+:\d+"), HERE)
+    """Lines of torch's own logs and of its profiler begin with the time and the process; progress bars have a rate."""
+    begins = (r"(?m)^[VIWE]\d{4} [\d:.]+ \d+", r"(?m)^\w+:[\d-]+ [\d:]+ \d+:\d+")
+    return blank_times(stderr, (*begins, r"\[[\d:]+<[\d:?]+, +[\d.?]+(?:it/s|s/it)\]"), HERE)
 
 
 def run_public(script: PublicScript, checkout: Path, command: Sequence[str]) -> Outcome:

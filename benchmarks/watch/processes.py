@@ -30,7 +30,7 @@ KEPT_BY_MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "MALLOC_TOP_PAD_": str(1 << 26),
 }
-WINDOWS, WARM_WINDOWS, WINDOW_SECONDS = 100, 20, 0.02
+WINDOWS, WARM_WINDOWS, WINDOW_SECONDS = 60, 12, 0.1
 FLATOUT = ("-m", "flatout", "run", "--no-plan", "--quiet", "--no-report")
 
 
