@@ -33,6 +33,8 @@ FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30
 WINDOW_EVERY_SECONDS = 30.0
 WINDOW_LONGEST_SECONDS = 10.0
 RESIDENT_EVERY_SECONDS = 1.0
+MEMORY_LEFT_EVERY_SECONDS, LESS_LEFT_BYTES = 5.0, 64 << 20
+"""What is left of the host's memory takes a millisecond to read: so often, and when this process has grown by so much."""
 QUICK_STEP_SECONDS = 2e-3
 QUICK_WINDOW_STEPS = 10
 GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 50e-3, 256
@@ -68,7 +70,8 @@ class Runner:
         self._steps_at_boundary = 0
         self._next_window = 0.0
         self._window_began = 0.0
-        self._next_resident = 0.0
+        self._next_resident = self._next_memory_left = 0.0
+        self._resident_then = 0
         self.watch.at_boundary.append(self._boundary)
         self.watch.at_iterator.append(self._iterator_made)
 
@@ -123,11 +126,18 @@ class Runner:
                 self.watch.glance_every = self._steps_a_glance()
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
-            self.record.add_resident(resident_bytes(), now)
-            if self.record.note_memory_left(*memory_left()):
-                for callback in self.at_alarm:
-                    callback()
+            self._note_memory(now)
         self._mark_boundary()
+
+    def _note_memory(self, now: float) -> None:
+        resident = resident_bytes()
+        self.record.add_resident(resident, now)
+        if now < self._next_memory_left and resident < self._resident_then + LESS_LEFT_BYTES:
+            return
+        self._next_memory_left, self._resident_then = now + MEMORY_LEFT_EVERY_SECONDS, resident
+        if self.record.note_memory_left(*memory_left()):
+            for callback in self.at_alarm:
+                callback()
 
     def _fitting(self) -> list[Choice]:
         """The plan's choices without those that do not apply to what the first step showed."""

@@ -238,7 +238,7 @@ class Session:
 
 def resident_bytes() -> int:
     """Resident memory of this process now."""
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
