@@ -34,7 +34,7 @@ WINDOW_EVERY_SECONDS = 30.0
 WINDOW_LONGEST_SECONDS = 10.0
 RESIDENT_EVERY_SECONDS = 1.0
 MEMORY_LEFT_EVERY_SECONDS, LESS_LEFT_BYTES = 5.0, 64 << 20
-"""What is left of the host's memory takes a millisecond to read: so often, and when this process has grown by so much."""
+"""What is left of the host's memory takes a millisecond to read: so often, or when this process has grown so much."""
 QUICK_STEP_SECONDS = 2e-3
 QUICK_WINDOW_STEPS = 10
 GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 50e-3, 256
