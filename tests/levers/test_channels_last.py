@@ -69,7 +69,7 @@ def test_a_buffer_that_parameters_are_views_of_stays_one() -> None:
         steps(model, subject)
         assert torch.equal(flat, nn.utils.parameters_to_vector(parameters))
         assert all(value.is_contiguous() for value in model.state_dict().values())
-        with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
             torch.jit.script(model.inside)
     assert torch.equal(flat, torch.cat([p.data.view(-1) for p in parameters]))
 

@@ -126,7 +126,7 @@ def test_evaluation_and_what_follows_training_are_plain(watch: Watch) -> None:
         model(x)
         model.a(x)  # a part by itself
         torch.func.vmap(model)(x)
-        with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"):
             torch.jit.trace(model, x)
         torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8)))(x)
         assert set(model.dtypes) <= {torch.float32}
