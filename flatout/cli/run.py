@@ -201,7 +201,7 @@ class Run:
             self.plan = replace(self.plan, **dict.fromkeys(self.plan.choices()), reasons={})
             return
         held = ", ".join(result.plan.choices()) or "nothing"
-        self._note(f"{mismatch}; verified here, as in every run: {held} holds (flatout tune: a plan for this machine)")
+        self._note(f"{mismatch}; verified here: {held} holds (again in every run; flatout tune writes a plan for here)")
         self.plan = result.plan
 
     def _enter_environment(self, choices: Sequence[Any]) -> None:

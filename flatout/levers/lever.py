@@ -102,6 +102,12 @@ class Choice:
         return [self.lever.name, self.value]
 
 
+def split_by_switch(choices: Sequence[Choice]) -> tuple[list[Choice], list[Choice]]:
+    """(those that must hold from a process's start, those that may be switched while it runs)"""
+    live = [choice for choice in choices if choice.lever.switch == "live"]
+    return [choice for choice in choices if choice not in live], live
+
+
 def choices_from_json(data: Sequence[Sequence[Any]], levers: Sequence[Lever]) -> list[Choice]:
     by_name = {lever.name: lever for lever in levers}
     return [Choice(by_name[name], value) for name, value in data]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from flatout.levers.lever import Choice
+from flatout.levers.lever import Choice, split_by_switch
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.tune.deadline import Deadline
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
@@ -111,8 +111,7 @@ def _half_width(logs: Sequence[float]) -> float:
 @contextlib.contextmanager
 def fresh_arms(setup: TrialSetup, choices: Sequence[Choice]) -> Iterator[tuple[Arm, Arm]]:
     """(plain, planned), both at their first step, watched as `flatout run` watches between its looks."""
-    live = [choice for choice in choices if choice.lever.switch == "live"]
-    from_start = [choice for choice in choices if choice.lever.switch != "live"]
+    from_start, live = split_by_switch(choices)
     with (
         TrialProcess(setup, label="plain") as plain,
         TrialProcess(setup, from_start, label="planned") as planned,

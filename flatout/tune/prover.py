@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import TrialError
-from flatout.levers.lever import EXACTNESS_ORDER, Choice
+from flatout.levers.lever import EXACTNESS_ORDER, Choice, split_by_switch
 from flatout.plan import Exactness
 from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.tune import proof as judge
@@ -193,6 +193,7 @@ class Prover:
         return self._proof([claim], plain, {"resolution": resolution, **losses})
 
     def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: dict[str, Any]) -> Proof:
+        self._drop_the_one_ahead()  # expected in vain: it would hold memory beside what is measured next
         last = claims[-1]
         repeats = self._repeats is not False
         return Proof(
@@ -242,8 +243,8 @@ class Prover:
         count = max(1, min(CHECKS, self._steps // STEPS_A_CHECK))
         checks = tuple(i * self._steps // count for i in range(count))
         request = NumericsRequest(steps=self._steps, role=role, folder=str(self._folder), checks=checks, nudge=nudge)
-        live = [choice for choice in choices if choice.lever.switch == "live"]
-        process, alone = self._spawned(_from_start(choices), then)
+        from_start, live = split_by_switch(choices)
+        process, alone = self._spawned(from_start, then)
         with self._deadline.stage("the proof"), process:
             try:
                 process.start()
@@ -264,7 +265,8 @@ class Prover:
             process = TrialProcess(self._setup, from_start, label="proof")
             process.spawn()
         if then is not None and not self._setup.allow_network:  # each needs the ports of the script for itself
-            self._ahead = _from_start(then), TrialProcess(self._setup, _from_start(then), label="proof")
+            next_from_start, _ = split_by_switch(then)
+            self._ahead = next_from_start, TrialProcess(self._setup, next_from_start, label="proof")
             self._ahead[1].spawn()
         return process, not was_ahead and self._ahead is None
 
@@ -287,10 +289,6 @@ class Prover:
         least = LEAST_SHARE * self._deadline.budget_seconds
         affordable = int(max(available, least) / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
         return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
-
-
-def _from_start(choices: Sequence[Choice]) -> list[Choice]:
-    return [choice for choice in choices if choice.lever.switch != "live"]
 
 
 def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:

@@ -15,7 +15,7 @@ from typing import Any
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.break_even import describe, payoff_steps, pays
 from flatout.levers.catalogue import INTERACTING
-from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever
+from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan import Exactness
@@ -130,10 +130,10 @@ class Search:
     # the process
 
     def _live(self, choices: Sequence[Choice] | None = None) -> list[Choice]:
-        return [c for c in (self.state.kept if choices is None else choices) if c.lever.switch == "live"]
+        return split_by_switch(self.state.kept if choices is None else choices)[1]
 
     def _from_start(self, choices: Sequence[Choice] | None = None) -> list[Choice]:
-        return [c for c in (self.state.kept if choices is None else choices) if c.lever.switch != "live"]
+        return split_by_switch(self.state.kept if choices is None else choices)[0]
 
     def _started(self, choices: Sequence[Choice]) -> TrialProcess:
         process = TrialProcess(self.setup, choices)

@@ -127,6 +127,24 @@ def test_a_script_that_fails_in_a_step_shows_its_traceback_and_what_was_seen(tmp
     assert (found["steps"], found["script"]["status"]) == (7, 1)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_scaler_needs_all_gradients_at_once(tmp_path: Path, scaled: bool) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        f"scaler = torch.amp.GradScaler('cpu', enabled={scaled})\n"
+        "while True:\n"
+        "    optimizer.zero_grad()\n"
+        "    scaler.scale(model(torch.ones(2, 64)).sum()).backward()\n"
+        "    scaler.step(optimizer)\n"
+        "    scaler.update()\n"
+    )
+    result = memory(tmp_path, "train.py")
+    assert result.returncode == 0
+    assert ("gradients freed in the backward pass" in result.stdout) is not scaled
+
+
 def test_that_torch_compile_compiles_nothing_is_said(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch\n"
