@@ -3,7 +3,7 @@
 Weights are random: speed does not depend on them. Contenders take turns in one process, in another order every round;
 ratios are those of paired rounds (exact signed-rank interval, 95 %). The memory's read rate is measured in every round
 beside them, and a share of the ceiling is against the best of that round's readings: on a shared machine the ceiling
-moves.
+moves. `--device cuda`: on a GPU, where generate has fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.infer.surroundings import read_rate, surroundings
+from benchmarks.infer.surroundings import read_rate, surroundings, wait_for
 from flatout.infer.generation.self_check import check_against_model
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import GPT2, GPT2Config
@@ -41,9 +41,10 @@ Run = Callable[[], float]
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.infer.generation", description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
-    theirs, ours = _models()
+    theirs, ours = _models(arguments.device)
     results = [
         _preparing(ours, arguments.rounds),
         _beside_transformers(theirs, ours, 1, arguments.rounds),
@@ -58,22 +59,32 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _models() -> tuple[Any, Any]:
-    """transformers' GPT-2 (None if it is not installed) and a model with the same weights."""
+def _models(device: str) -> tuple[Any, Any]:
+    """transformers' GPT-2 (None if it is not installed) and a model with the same weights, on this device."""
     torch.manual_seed(0)
     try:
         import transformers
     except ImportError:
         print("transformers: not installed")
-        return None, GPT2().eval()
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+        return None, GPT2().eval().to(device)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval().to(device)
     config = GPT2Config.from_hugging_face(theirs.config.to_dict())
-    return theirs, GPT2.from_hugging_face(theirs.state_dict(), config).eval()
+    return theirs, GPT2.from_hugging_face(theirs.state_dict(), config).eval().to(device)
+
+
+def _device(ours: Any) -> str:
+    return str(next(ours.parameters()).device.type)
+
+
+def _storages(ours: Any) -> dict[str, Plan]:
+    """Fewer bits need kernels that a GPU does not have here."""
+    return {name: plan for name, plan in STORAGES.items() if _device(ours) == "cpu" or plan.weights is None}
 
 
 def _beside_transformers(theirs: Any, ours: Any, batch: int, rounds: int) -> dict[str, Any]:
     prompts = torch.randint(0, 50257, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
-    generators = {name: TokenGenerator(ours, plan, slots=batch) for name, plan in STORAGES.items()}
+    prompts = prompts.to(_device(ours))
+    generators = {name: TokenGenerator(ours, plan, slots=batch) for name, plan in _storages(ours).items()}
     contenders: dict[str, Run] = {}
     if theirs is not None:
         contenders |= _transformers(theirs, prompts)
@@ -81,13 +92,15 @@ def _beside_transformers(theirs: Any, ours: Any, batch: int, rounds: int) -> dic
     for name, generator in generators.items():
 
         def run(name: str = name, generator: TokenGenerator = generator) -> float:
+            wait_for(_device(ours))
             began = time.perf_counter()
             made = generator.generate(prompts, max_new_tokens=NEW, ignore_end=True)
+            wait_for(_device(ours))
             decoding[name].append(made.decode_seconds)
             return time.perf_counter() - began
 
         contenders[f"flatout {name}"] = run
-    seconds, rates = _in_turns(contenders, rounds)
+    seconds, rates = _in_turns(contenders, rounds, _device(ours))
     print(f"batch {batch}: {PROMPT} tokens read, {NEW} generated ({rounds} rounds)")
     rows = {}
     for name, found in seconds.items():
@@ -148,25 +161,27 @@ def _transformers(model: Any, prompts: torch.Tensor) -> dict[str, Run]:
     return runs
 
 
-def _in_turns(contenders: dict[str, Run], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def _in_turns(
+    contenders: dict[str, Run], rounds: int, device: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of each contender, and the best read rate before and after each of its runs."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name in random.sample(list(contenders), len(contenders)):
             gc.collect()
-            before = read_rate()
+            before = read_rate(device)
             took = contenders[name]()
             if turn:  # the first round warms up
                 seconds[name].append(took)
-                rates[name].append(max(before, read_rate()))
+                rates[name].append(max(before, read_rate(device)))
     return seconds, rates
 
 
 def _preparing(ours: Any, rounds: int) -> dict[str, Any]:
     """From a model to a generator: its weights packed, and checked against the model. Wall and CPU seconds."""
     rows: dict[str, dict[str, list[float]]] = {}
-    for name, plan in STORAGES.items():
+    for name, plan in _storages(ours).items():
         rows[name] = {"seconds": [], "cpu_seconds": [], "of_which_check_seconds": [], "looking_for_changes_seconds": []}
         for turn in range(rounds + 1):
             gc.collect()
@@ -189,17 +204,18 @@ def _preparing(ours: Any, rounds: int) -> dict[str, Any]:
 def _reading_prompts(theirs: Any, ours: Any, rounds: int) -> dict[str, Any]:
     """Time to the first token of a prompt of 512 tokens."""
     prompts = torch.randint(0, 50257, (1, 512), generator=torch.Generator().manual_seed(2))
+    prompts = prompts.to(_device(ours))
     contenders: dict[str, Run] = {}
     if theirs is not None:
         halved = __import__("copy").deepcopy(theirs).bfloat16()
         for name, model in (("transformers fp32", theirs), ("transformers bf16", halved)):
             contenders[name] = lambda model=model: _first_token(model, prompts)
-    for name, plan in STORAGES.items():
+    for name, plan in _storages(ours).items():
         generator = TokenGenerator(ours, plan)
         contenders[f"flatout {name}"] = lambda generator=generator: _timed(
             lambda: generator.generate(prompts, max_new_tokens=1)
         )
-    seconds, _ = _in_turns(contenders, rounds)
+    seconds, _ = _in_turns(contenders, rounds, _device(ours))
     print(f"first token after 512 ({rounds} rounds)")
     flops = 2 * 512 * 123.5e6
     for name, found in seconds.items():
@@ -233,7 +249,7 @@ def _guessing(ours: Any, rounds: int) -> dict[str, Any]:
             "plain": lambda run=run: run("plain", plain),
             "lookup": lambda run=run: run("lookup", guessing),
         }
-        seconds, _ = _in_turns(contenders, rounds)
+        seconds, _ = _in_turns(contenders, rounds, _device(ours))
         ratio = compare_paired(seconds["plain"], seconds["lookup"])
         spoken = made["lookup"].speculation
         same = made["plain"].tokens == made["lookup"].tokens
@@ -259,10 +275,10 @@ def _exactness(ours: Any) -> dict[str, Any]:
 
     tokens = torch.randint(0, 50257, (128,), generator=torch.Generator().manual_seed(4))
     found = {}
-    for name, plan in STORAGES.items():
+    for name, plan in _storages(ours).items():
         generator = TokenGenerator(ours, plan)
         passes = generator._prepared.lease(128, 1)
-        found[name] = passes.advance(tokens, [Span(slot=0, start=0, length=128)], every=True).double()
+        found[name] = passes.advance(tokens.to(_device(ours)), [Span(slot=0, start=0, length=128)], every=True).double()
     rows = {}
     for name, logits in found.items():
         exact = found["fp32"]
@@ -281,8 +297,11 @@ def _exactness(ours: Any) -> dict[str, Any]:
 
 
 def _timed(function: Callable[[], Any]) -> float:
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    wait_for(device)
     began = time.perf_counter()
     function()
+    wait_for(device)
     return time.perf_counter() - began
 
 

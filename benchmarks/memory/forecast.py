@@ -43,6 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--compiled", action="store_true", help="the fp32 and bf16 cases under torch.compile instead")
     parser.add_argument("--cuda", action="store_true", help="against torch's CUDA allocator: see forecast_cuda.py")
+    parser.add_argument("--side-by-side", type=int, default=1, help="with --cuda: cases measured at a time")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
     all_cases = _compiled_cases() if arguments.compiled else _cases()
@@ -77,7 +78,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _on_cuda(cases: list[Case], arguments: argparse.Namespace) -> int:
-    made = forecast_cuda.document(forecast_cuda.measure(cases, _in_child, arguments.threads), _versions(), _spread)
+    rows = forecast_cuda.measure(cases, _in_child, arguments.threads, arguments.side_by_side)
+    made = forecast_cuda.document(rows, _versions(), _spread)
     forecast_cuda.print_summary(made["summary"])
     if arguments.out:
         arguments.out.write_text(json.dumps(made, indent=1) + "\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ InChild = Callable[[Callable[[Case, int], Any], Case, int, int], Any]
 COUNTERS = ("allocated", "reserved")
 
 
-def measure(cases: list[Case], in_child: InChild, threads: int) -> list[dict[str, Any]]:
-    """A row for each case and batch size."""
+def measure(cases: list[Case], in_child: InChild, threads: int, side_by_side: int) -> list[dict[str, Any]]:
+    """A row for each case and batch size. The counters are a process's own, so several can run at a time."""
+    subjects = [(case, size) for case in cases for size in case.subject.sizes]
     rows = []
-    for case in cases:
-        for size in case.subject.sizes:
-            rows.append(_row(case, size, in_child, threads))
-            print(_line(rows[-1]), flush=True)
+    with ThreadPoolExecutor(side_by_side) as pool:
+        for row in pool.map(lambda subject: _row(*subject, in_child, threads), subjects):
+            rows.append(row)
+            print(_line(row), flush=True)
     return rows
 
 

@@ -71,7 +71,7 @@ def measured(plan: Plan) -> int:
     return peak
 
 
-@pytest.mark.parametrize(("plan", "miss"), [(COMPILED, 0.05), (Plan(compile="regional", precision="bf16"), 0.15)])
+@pytest.mark.parametrize(("plan", "miss"), [(COMPILED, 0.08), (Plan(compile="regional", precision="bf16"), 0.15)])
 def test_the_allocator_agrees(plan: Plan, miss: float) -> None:
     model, optimizer, batch = training()
     made = flatout.forecast(model, optimizer, LOSS, batch, plan)

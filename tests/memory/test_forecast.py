@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout import Plan, TrainStep, forecast, supervised
 from flatout.errors import UsageError
+from flatout.memory.cuda_workspaces import keeps_blas_workspace
 from flatout.memory.forecast import Target, forecast_of
 from flatout.memory.timeline import Allocation, Timeline
 from flatout.train.target import find_target
@@ -164,7 +165,8 @@ def test_a_device_of_the_catalogue_need_not_be_here() -> None:
     found = forecast(model, torch.optim.Adam(model.parameters()), LOSS, batch(), device="RTX 4090")
     assert found.device == "rtx-4090"
     assert found.fits is True
-    assert found.workspace_bytes > 0
+    # since torch 2.15 a product gives its workspace back, and this peak falls outside of the products
+    assert (found.workspace_bytes > 0) is keeps_blas_workspace()
     assert found.peak_bytes >= found.tensor_bytes + found.workspace_bytes
     assert any("CUDA context" in one for one in found.not_covered)
 

@@ -1,0 +1,171 @@
+"""`python -m benchmarks.gpu --out FOLDER`: everything that only a GPU can show, in one command and one document.
+
+Each stage is a command of the project with a limit of its own. Those whose figures are times run alone; then the others
+run side by side. FOLDER/gpu.json holds the machine, the versions and each stage's command, exit code, seconds, last
+lines and figures; FOLDER/NAME.txt its whole output.
+
+    python -m benchmarks.gpu --out results --only tests check
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.infer.surroundings import surroundings
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
+LAST_LINES = 40
+GPT = ("examples/char_lm.py", "--width", "512", "--layers", "8", "--heads", "8", "--block-size", "256")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """`{folder}` in the command is where files go."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_seconds: float
+    document: str | None = None
+    """The file of figures that the command writes into the folder."""
+    alone: bool = True
+
+
+def tuned(name: str, *script: str, budget: int = 60) -> Stage:
+    """`flatout tune` of this script."""
+    options = ("--budget", str(budget), "--json", "--plan", f"{{folder}}/{name}.toml")
+    command = (PYTHON, "-m", "flatout", "tune", *options, *script)
+    return Stage(name=name, command=command, limit_seconds=2 * budget + 30)
+
+
+STAGES = (
+    Stage(name="tests", command=(PYTHON, "-m", "pytest", "-q", "-rfE", "tests/gpu"), limit_seconds=240),
+    Stage(name="check", command=(PYTHON, "-m", "flatout", "check", "--measure"), limit_seconds=180),
+    Stage(
+        name="training",
+        command=(PYTHON, "-m", "benchmarks.gpu.training", "--out", "{folder}/training.json"),
+        limit_seconds=300,
+        document="training.json",
+    ),
+    Stage(
+        name="generation",
+        command=(
+            *(PYTHON, "-m", "benchmarks.infer.generation", "--device", "cuda", "--rounds", "6"),
+            *("--out", "{folder}/generation.json"),
+        ),
+        limit_seconds=240,
+        document="generation.json",
+    ),
+    tuned("tune_gpt", *GPT, "--batch-size", "64"),
+    tuned("tune_digits_mlp", "examples/digits_mlp.py"),
+    tuned("tune_digits_cnn", "examples/digits_cnn.py", "--epochs", "400"),
+    tuned("tune_no_device", "benchmarks/gain/training.py", "gpt", "--width", "256", "--batch", "64"),
+    Stage(
+        name="memory",
+        command=(PYTHON, "-m", "flatout", "memory", *GPT),
+        limit_seconds=120,
+        alone=False,
+    ),
+    Stage(
+        name="forecast",
+        command=(
+            *(PYTHON, "-m", "benchmarks.memory.forecast", "--cuda", "--side-by-side", "6"),
+            *("--out", "{folder}/forecast.json"),
+        ),
+        limit_seconds=540,
+        document="forecast.json",
+        alone=False,
+    ),
+    Stage(
+        name="whole_suite",
+        command=(PYTHON, "-m", "pytest", "-q", "-rfE", "-n", "8", "--dist", "worksteal", "tests"),
+        limit_seconds=540,
+        alone=False,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    name: str
+    command: str
+    exit_code: int | None
+    """None: stopped at its limit."""
+    seconds: float
+    last_lines: tuple[str, ...]
+    figures: Any
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    names = [stage.name for stage in STAGES]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the folder for everything written")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
+    arguments = parser.parse_args(words)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    chosen = [stage for stage in STAGES if stage.name in arguments.only]
+    results: list[Result] = []
+    for stage in chosen:
+        if stage.alone:
+            results.append(_run(stage, arguments.out))
+            _write(arguments.out, results)
+    beside = [stage for stage in chosen if not stage.alone]
+    with ThreadPoolExecutor(max(1, len(beside))) as pool:
+        for result in pool.map(lambda stage: _run(stage, arguments.out), beside):
+            results.append(result)
+            _write(arguments.out, results)
+    return 0 if all(result.exit_code == 0 for result in results) else 1
+
+
+def _run(stage: Stage, folder: Path) -> Result:
+    command = [word.format(folder=folder.resolve()) for word in stage.command]
+    log = folder / f"{stage.name}.txt"
+    began = time.perf_counter()
+    with log.open("w") as out:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=stage.limit_seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    seconds = time.perf_counter() - began
+    lines = log.read_text(errors="replace").splitlines()
+    result = Result(
+        name=stage.name,
+        command=" ".join(stage.command),
+        exit_code=code,
+        seconds=seconds,
+        last_lines=tuple(lines[-LAST_LINES:]),
+        figures=_figures(stage, folder),
+    )
+    ended = "stopped at its limit" if code is None else f"exit code {code}"
+    print(f"{stage.name}: {ended} after {seconds:.0f} s", flush=True)
+    return result
+
+
+def _figures(stage: Stage, folder: Path) -> Any:
+    """What the stage wrote, if it came so far."""
+    path = folder / stage.document if stage.document else None
+    return json.loads(path.read_text()) if path is not None and path.exists() else None
+
+
+def _write(folder: Path, results: list[Result]) -> None:
+    document = {
+        "benchmark": "gpu",
+        **surroundings("triton", "transformers"),
+        "stages": [asdict(result) for result in results],
+    }
+    (folder / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
