@@ -42,9 +42,10 @@ class Stage:
 
 def tuned(name: str, *script: str, budget: int = 60) -> Stage:
     """`flatout tune` of this script."""
-    options = ("--budget", str(budget), "--json", "--plan", f"{{folder}}/{name}.toml")
+    options = ("--budget", str(budget), "--output", f"{{folder}}/{name}")
     command = (PYTHON, "-m", "flatout", "tune", *options, *script)
-    return Stage(name=name, command=command, limit_seconds=2 * budget + 30)
+    document = f"{name}/flatout-report.json"
+    return Stage(name=name, command=command, limit_seconds=2 * budget + 30, document=document)
 
 
 STAGES = (
@@ -129,6 +130,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(stage: Stage, folder: Path) -> Result:
     command = [word.format(folder=folder.resolve()) for word in stage.command]
     log = folder / f"{stage.name}.txt"
+    if stage.document:
+        (folder / stage.document).parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with log.open("w") as out:
         try:

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ from flatout.units import format_bytes
 
 NOT_COMPILED = ("LSTM", "GRU", "RNN")
 """torch.compile leaves recurrent layers as they are."""
+_STARTING = threading.Lock()
+"""Libraries count on it that a process is forked by one thread at a time."""
 TARGETS = "median <= 3 %, 95th percentile <= 8 %, more than 2 % below in at most 5 % of cases, each in under 10 s"
 
 
@@ -159,7 +162,8 @@ def _in_child(function: Callable[[Case, int], Any], case: Case, size: int, threa
             queue.put(traceback.format_exception_only(error)[-1].strip()[:300])
 
     child = context.Process(target=work)
-    child.start()
+    with _STARTING:
+        child.start()
     found = queue.get()
     child.join()
     return found
