@@ -40,12 +40,12 @@ class Stage:
     alone: bool = True
 
 
-def tuned(name: str, *script: str, budget: int = 60) -> Stage:
+def tuned(name: str, *script: str, budget: int = 90) -> Stage:
     """`flatout tune` of this script."""
     options = ("--budget", str(budget), "--output", f"{{folder}}/{name}")
     command = (PYTHON, "-m", "flatout", "tune", *options, *script)
     document = f"{name}/flatout-report.json"
-    return Stage(name=name, command=command, limit_seconds=2 * budget + 30, document=document)
+    return Stage(name=name, command=command, limit_seconds=1.3 * budget + 30, document=document)
 
 
 STAGES = (
@@ -66,10 +66,10 @@ STAGES = (
         limit_seconds=240,
         document="generation.json",
     ),
-    tuned("tune_gpt", *GPT, "--batch-size", "64"),
+    tuned("tune_gpt", *GPT, "--batch-size", "64", budget=120),
     tuned("tune_digits_mlp", "examples/digits_mlp.py"),
     tuned("tune_digits_cnn", "examples/digits_cnn.py", "--epochs", "400"),
-    tuned("tune_no_device", "benchmarks/gain/training.py", "gpt", "--width", "256", "--batch", "64"),
+    tuned("tune_no_device", "benchmarks/gain/training.py", "gpt", "--width", "256", "--batch", "64", "--steps", "100000"),
     Stage(
         name="memory",
         command=(PYTHON, "-m", "flatout", "memory", *GPT),

@@ -1,7 +1,8 @@
 """What kernels on CUDA hold beside their results, operation by operation: buffers of reductions, cuBLAS's workspaces.
 
-The counterpart of `kernel_workspaces`, which is about the CPU. cuDNN's workspaces are not known. Until torch 2.14 the
-first product takes cuBLAS's workspace for good; since 2.15 each product takes one and gives it back.
+The counterpart of `kernel_workspaces`, which is about the CPU. cuDNN's workspaces are not known. Until torch 2.14 each
+thread's first product takes cuBLAS's workspace for good, and backward passes have a thread of their own (seen with
+torch 2.11 on an H100: 32 MiB each); since 2.15 each product takes one and gives it back.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def blas_workspace_bytes(capability: tuple[int, int] | None) -> int:
 
 
 def keeps_blas_workspace() -> bool:
-    """Does this torch hold cuBLAS's workspace from the first product on?"""
+    """Does this torch hold cuBLAS's workspaces from the first product on?"""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return (major, minor) < (2, 15)
 
@@ -52,14 +53,16 @@ def cuda_workspaces(
     multiprocessors: int | None, capability: tuple[int, int] | None
 ) -> Callable[[Any, Any, Any, Any], Workspace | None]:
     """Rules for a GPU of so many multiprocessors and that compute capability; of an unknown GPU, as far as they go."""
-    product_bytes = 0 if keeps_blas_workspace() else blas_workspace_bytes(capability)
+    product_bytes, kept = blas_workspace_bytes(capability), keeps_blas_workspace()
     threads_each = threads_of_a_multiprocessor(capability) if capability is not None else 0
 
     def workspace(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
         name = operation._schema.name
         if name in PRODUCTS:
-            held = min(product_bytes, WORKSPACE_WITH_BIAS_BYTES) if _with_bias(name, args) else product_bytes
-            return Workspace(inside_bytes=held) if held else None
+            with_bias = {"cuBLASLt": WORKSPACE_WITH_BIAS_BYTES} if _with_bias(name, args) else {}
+            if kept:
+                return Workspace(kept_bytes={"cuBLAS": product_bytes, **with_bias})
+            return Workspace(inside_bytes=min([product_bytes, *with_bias.values()]))
         rule = _RULES.get(name)
         found = rule(args, kwargs, out) if rule is not None and multiprocessors is not None and threads_each else None
         if found is None or multiprocessors is None:

@@ -45,13 +45,11 @@ class MemoryForecast:
     tensor_bytes: int
     """Tensors alive at the peak."""
     categories: Mapping[str, int]
-    """Bytes at the peak: weights, gradients, optimizer, inputs, activations, temporaries."""
+    """Bytes at the peak: weights, gradients, optimizer, inputs, activations, temporaries, workspaces."""
     rounding_bytes: int = 0
     """CUDA: blocks are multiples of 512 bytes."""
     cached_bytes: int = 0
     """CUDA: reserved and in no block, at the peak of what is reserved: free pieces between blocks."""
-    workspace_bytes: int = 0
-    """CUDA: cuBLAS's workspace, where it stays (until torch 2.14)."""
     offloaded_bytes: int = 0
     """CUDA: activations that a step moves to the host's memory, where there must be as much, and back."""
     phase: str
@@ -83,7 +81,7 @@ class MemoryForecast:
 
     def __str__(self) -> str:
         parts = [f"{name} {format_bytes(size)}" for name, size in self.categories.items() if size]
-        extra = [("rounding", self.rounding_bytes), ("cached", self.cached_bytes), ("workspace", self.workspace_bytes)]
+        extra = [("rounding", self.rounding_bytes), ("cached", self.cached_bytes)]
         parts += [f"{name} {format_bytes(size)}" for name, size in extra if size]
         where = " ".join(
             part for part in (f"in the {self.phase}", self.module and f"of {self.module}", self.line) if part
@@ -113,13 +111,6 @@ class Target:
     """CUDA: how wide reductions are spread depends on it; None: not known."""
     settings: AllocatorSettings | None = None
 
-    @property
-    def workspace_bytes(self) -> int:
-        """That stays from the first product on."""
-        from flatout.memory.cuda_workspaces import blas_workspace_bytes, keeps_blas_workspace
-
-        return blas_workspace_bytes(self.compute_capability) if self.cuda and keeps_blas_workspace() else 0
-
 
 def forecast_of(
     timeline: Timeline,
@@ -140,7 +131,7 @@ def forecast_of(
     rounding = cached = 0
     if reserved is not None:
         rounding = sum(-(-one.size_bytes // 512) * 512 - one.size_bytes for one in alive)
-        cached = max(0, reserved - peak.size_bytes - rounding - target.workspace_bytes)
+        cached = max(0, reserved - peak.size_bytes - rounding)
     cause = peak.allocation
     return MemoryForecast(
         device=target.name,
@@ -150,7 +141,6 @@ def forecast_of(
         categories={name: sums[name] for name in CATEGORIES},
         rounding_bytes=rounding,
         cached_bytes=cached,
-        workspace_bytes=target.workspace_bytes,
         phase=cause.phase if cause else "forward",
         module=cause.module if cause else "",
         line=cause.line if cause else "",
@@ -181,7 +171,6 @@ def _reserved(timeline: Timeline, target: Target, device: str | None) -> int:
     """The peak of what the caching allocator reserves for these events, without a limit."""
     allocator = CachingAllocator(settings=target.settings)
     handles: dict[int, int] = {}
-    allocator.allocate(target.workspace_bytes)
     for index, born in timeline.events:
         one = timeline.allocations[index]
         if not one.size_bytes or (device is not None and one.device != device):

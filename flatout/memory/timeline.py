@@ -9,16 +9,17 @@ peak, categories and holders are computed afterwards, for any part of the run.
     inputs       the batch
     activations  born in a forward and alive when it ended: kept for the backward pass
     temporaries  everything else: born and freed within a forward, a backward or an optimizer's step
+    workspaces   what libraries of kernels took and keep (cuBLAS)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Category = Literal["weights", "gradients", "optimizer", "inputs", "activations", "temporaries"]
-CATEGORIES: tuple[Category, ...] = ("weights", "gradients", "optimizer", "inputs", "activations", "temporaries")
+Category = Literal["weights", "gradients", "optimizer", "inputs", "activations", "temporaries", "workspaces"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 Phase = Literal["before", "forward", "backward", "optimizer"]
 
 

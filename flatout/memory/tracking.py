@@ -74,6 +74,8 @@ class Tracker:
         self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         """Storage -> (allocation's index, bytes that the storage shows, the storage)."""
         self._held_bytes = self._peak_bytes = 0
+        self._kept: set[tuple[str, bool]] = set()
+        """Workspaces that stay: their name, and whether the thread that runs backward passes took them."""
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
         self._in_optimizer = 0
@@ -188,10 +190,16 @@ class Tracker:
             for one in results:
                 self.see(one, name)
             return
+        device = _device_of(results, args)
+        for kept, size_bytes in workspace.kept_bytes.items():
+            key = kept, self._phase == "backward"
+            if key not in self._kept:
+                self._kept.add(key)
+                self._allocations[self._born(kept, size_bytes, (), "", device)].category = "workspaces"
         for number, one in enumerate(results):
             self.see(one, name, workspace.returned_bytes.get(number, 0))
         if workspace.inside_bytes > 0:
-            self._dies(self._born(name, workspace.inside_bytes, (), "", _device_of(results, args)))
+            self._dies(self._born(name, workspace.inside_bytes, (), "", device))
 
     def _see_plain(self, tensor: Tensor, operation: str, size_bytes: int) -> int | None:
         try:

@@ -14,3 +14,5 @@ class Workspace:
     """Taken and given back within the operation: its peak, less what it returns."""
     returned_bytes: Mapping[int, int] = field(default_factory=dict)
     """Result's number -> bytes of its storage, where that is more than its shape needs."""
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Name -> bytes that a thread takes for the first such operation and never gives back."""

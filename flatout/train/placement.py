@@ -27,6 +27,16 @@ def device(index: int | None = None) -> Any:
     return torch.device("cuda", index or 0) if count else torch.device("cpu")
 
 
+def join_recurrent_weights(model: Any) -> None:
+    """Lay each recurrent layer's weights into one block again, which a deep copy takes apart: without it cuDNN copies
+    them together in every call, and torch warns."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()
+
+
 def explain_batch(model: Any, batch: Any, error: Exception) -> None:
     """Raise a UsageError for a batch that cannot meet the model: of another device, in float64, of numpy arrays."""
     explain_devices(model, batch, error)

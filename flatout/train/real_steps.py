@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
 
 from flatout.data.nested import map_tensors, slice_batch
 from flatout.errors import UsageError
@@ -18,6 +20,7 @@ from flatout.memory.extension import Sizes, extended
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, WorkspaceOf
+from flatout.train.placement import join_recurrent_weights
 from flatout.train.tracked_steps import carried_out, never_captured, take_steps
 from flatout.train.training import Training
 
@@ -28,7 +31,7 @@ SIZES = 3
 SMALLEST_SHARE = 6
 """The smallest is that part of the size asked for, so that the largest is half of it."""
 
-_FIXED = ("weights", "gradients", "optimizer")
+_FIXED = ("weights", "gradients", "optimizer", "workspaces")
 """As large in a batch of any size; where two runs differ in them, one of them left out a part of the model."""
 
 
@@ -44,7 +47,8 @@ def forecast_from_real_steps(
 ) -> MemoryForecast:
     """`error`: why there was no fake run. `uncertainty`: of a fake run. UsageError for a batch of one sample."""
     sizes = _sizes(training, batch_size, error)
-    timelines = [_timeline(training, size, workspace_of) for size in sizes]
+    steps = [_real_steps(training, size, workspace_of) for size in sizes]
+    timelines = [one.timeline for one in steps]
 
     def of(timeline: Timeline) -> MemoryForecast:
         return forecast_of(timeline, target, batch_size=batch_size, uncertainty=uncertainty, not_covered=not_covered)
@@ -57,6 +61,7 @@ def forecast_from_real_steps(
         made, high = _extended_by_sums([of(one) for one in timelines], sizes, batch_size)
         least = UNCERTAINTY_OTHER_COURSE
     apart = high / made.peak_bytes - 1
+    made = _with_unseen(made, [one.unseen_bytes for one in steps], sizes, batch_size)
     return replace(
         made,
         uncertainty=max(least, uncertainty, apart),
@@ -83,8 +88,19 @@ def _sizes(training: Training, batch_size: int, error: Exception) -> list[int]:
     return [small * number for number in range(1, count + 1)]
 
 
-def _timeline(training: Training, size: int, workspace_of: WorkspaceOf | None) -> Timeline:
+@dataclass(frozen=True, kw_only=True)
+class RealSteps:
+    """What steps of one size held."""
+
+    timeline: Timeline
+    unseen_bytes: int
+    """CUDA: how much more the allocator held at its peak than the timeline knows: inside cuDNN's recurrent layers."""
+
+
+def _real_steps(training: Training, size: int, workspace_of: WorkspaceOf | None) -> RealSteps:
+    counter = _AllocatorPeak(next(training.model.parameters()).device) if training.device_type == "cuda" else None
     model, optimizer, loss_fn = copy.deepcopy((training.model, training.optimizer, training.loss_fn))
+    join_recurrent_weights(model)
     never_captured(optimizer)
     batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds it all
     small = replace(
@@ -96,7 +112,38 @@ def _timeline(training: Training, size: int, workspace_of: WorkspaceOf | None) -
         Tracker(workspace_of=workspace_of) as tracker,
     ):
         take_steps(tracker, small, closing)
-    return tracker.timeline()
+        timeline = tracker.timeline()
+        held = counter.peak_bytes() if counter is not None else 0
+    return RealSteps(timeline=timeline, unseen_bytes=max(0, held - timeline.peak("cuda").size_bytes))
+
+
+class _AllocatorPeak:
+    """The most that torch's CUDA allocator holds from now on, beyond what it holds now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Those of earlier products are taken anew, so that they are on both sides: in the timeline and in this peak.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.reset_peak_memory_stats(device)
+        self._before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.peak"]) - self._before
+
+
+def _with_unseen(made: MemoryForecast, unseen: list[int], sizes: list[int], wanted: int) -> MemoryForecast:
+    """Extended on a line, and at least as much as was seen: what a library takes for itself may not grow at all."""
+    slope = (unseen[-1] - unseen[0]) / (sizes[-1] - sizes[0])
+    extra = max(*unseen, round(unseen[-1] + slope * (wanted - sizes[-1])))
+    if not extra:
+        return made
+    return replace(
+        made,
+        peak_bytes=made.peak_bytes + extra,
+        tensor_bytes=made.tensor_bytes + extra,
+        categories={**made.categories, "workspaces": made.categories["workspaces"] + extra},
+    )
 
 
 def _extended_by_sums(ones: list[MemoryForecast], sizes: list[int], wanted: int) -> tuple[MemoryForecast, int]:

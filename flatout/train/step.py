@@ -47,6 +47,8 @@ from flatout.train.placement import explain_batch
 from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
+_DURING_CALLS = ("matmul_precision", "cudnn_benchmark")
+"""Settings of the whole process, cheap to change: they hold during calls, so that other models keep their numbers."""
 _OF_THE_LOADER = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
 """Choices that `batches` carries out."""
 _OF_INFERENCE = ("weights", "activations", "batching", "batch_tokens", "fold_batch_norm", "speculation")
@@ -135,9 +137,12 @@ class TrainStep:
                 "the model is in evaluation mode", limit="a step trains", remedy="call model.train() first"
             )
         self._update.check(wait=False)
-        loss = self._backward_in_parts(batch)
-        if self._in_backward is None:
-            self._update.take(self.steps)
+        with contextlib.ExitStack() as settings:
+            for choice in self._during_calls:
+                settings.enter_context(choice.lever.apply(self._subject, choice.value))
+            loss = self._backward_in_parts(batch)
+            if self._in_backward is None:
+                self._update.take(self.steps)
         if self.scheduler is not None:
             self.scheduler.step()
         self.steps += 1
@@ -223,7 +228,9 @@ class TrainStep:
         if "activation_checkpointing" in wanted:
             self._levers.enter_context(without_key_value_cache(self.model))
         checkpointing = ActivationCheckpointing(self.plan.checkpointed_blocks)
-        self._applied.set(choices_of_plan(wanted, (*LEVERS, ActivationOffload(), checkpointing)))
+        choices = choices_of_plan(wanted, (*LEVERS, ActivationOffload(), checkpointing))
+        self._during_calls = [one for one in choices if one.lever.plan_field in _DURING_CALLS]
+        self._applied.set([one for one in choices if one not in self._during_calls])
 
     def _backward_in_parts(self, batch: Any) -> Any:
         """Gradients of the whole batch's mean loss; with smaller parts again where the memory ended."""

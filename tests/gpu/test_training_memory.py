@@ -33,6 +33,7 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, to
 def run(plan: Plan) -> tuple[list[torch.Tensor], int]:
     """Weights after some steps, on the host; bytes at the peak of the last two, of what these steps hold alone."""
     gc.collect()  # an earlier step in a cycle, freed in between, would make this one look smaller
+    torch._C._cuda_clearCublasWorkspaces()  # those of this run count, not of an earlier one
     before = torch.cuda.memory_allocated()
     model, optimizer, batch = training()
     step = TrainStep(model, optimizer, LOSS, plan)
@@ -74,6 +75,37 @@ def test_a_forecast_is_what_the_allocator_then_holds() -> None:
     del model, optimizer, batch
     _, peak_bytes = run(Plan())
     assert made.tensor_bytes - ABSENT_BYTES == pytest.approx(peak_bytes, rel=0.1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(64, 256, num_layers=2, batch_first=True), nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.lstm(x)[0][:, -1])
+        return found
+
+
+@pytest.mark.skipif(STAND_IN, reason="cuDNN does not start there")
+def test_what_cudnn_takes_for_recurrent_layers_is_measured() -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = Recurrent().cuda()
+        batch = torch.randn(96, 100, 64, device="cuda"), torch.randint(0, 10, (96,), device="cuda")
+        return model, torch.optim.AdamW(model.parameters(), 1e-3), batch
+
+    found = flatout.forecast(*made()[:2], LOSS, made()[2])
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    model, optimizer, batch = made()
+    step = TrainStep(model, optimizer, LOSS)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        step(batch)
+    torch.cuda.synchronize()
+    assert found.tensor_bytes == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.08)
 
 
 def test_the_largest_batch_under_a_limit_is_found_and_the_limit_taken_back() -> None:

@@ -100,7 +100,7 @@ def test_no_precision_is_lost_where_none_may_be() -> None:
 
 def test_another_gpu_is_timed_by_operations() -> None:
     model, optimizer, batch = training()
-    given = flatout.forecast(model, optimizer, LOSS, batch, device="rtx-4090", batch_size=512)
+    given = flatout.forecast(model, optimizer, LOSS, batch, device="rtx-4090", batch_size=4096)
     found = fit_into(
         given.peak_bytes * 2 // 3,
         model,
@@ -109,7 +109,7 @@ def test_another_gpu_is_timed_by_operations() -> None:
         batch,
         Plan(micro_batches=1),
         device="rtx-4090",
-        batch_size=512,
+        batch_size=4096,
         progress=lambda line: None,
     )
     assert found.forecast.device == "rtx-4090"
@@ -200,6 +200,8 @@ def test_activations_may_wait_on_the_host_of_a_gpu() -> None:
     operations = 6 * 65536 * 256 * 256 * 6  # three products a layer, all but the first layer's by its input
     expected = 1 + 2 * found.forecast.offloaded_bytes / 31.5e9 / (operations / 82.6e12)
     assert one.predicted_ratio == pytest.approx(expected, rel=0.1)
+    given = flatout.forecast(model, optimizer, LOSS, batch, plan, device="gh200-96gb", batch_size=65536)
+    budget = int(0.7 * given.peak_bytes)
     unknown = fit_into(budget, model, optimizer, LOSS, batch, plan, device="gh200-96gb", **words)
     assert unknown.plan.activation_offload
     assert "time unknown" in str(unknown)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout import forecast, supervised
+from flatout import Plan, forecast, predict, supervised
 from flatout.errors import UsageError
 from flatout.memory.real_run import LimitedRun
 from flatout.train.step import TrainStep
@@ -95,3 +95,27 @@ def test_two_sizes_promise_less_than_three() -> None:
     assert three.uncertainty == 0.15
     with pytest.raises(UsageError, match="at least 2 samples"):
         forecast(model, optimizer, LOSS, data(1, 0))
+
+
+def test_copies_keep_recurrent_weights_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN copied them together in every call, and torch warned. On the CPU only the asking can be seen."""
+    model = Recurrent()
+    asked = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: asked.append(self))
+    batch = torch.randn(12, 6, 8), torch.randint(0, 5, (12,))
+    forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, batch)
+    predict(model, batch[0], Plan(precision="bf16"))
+    assert {id(one) for one in asked} - {id(model.lstm)}
+    assert len({id(one) for one in asked} - {id(model.lstm)}) >= 2
+
+
+class Recurrent(nn.Module):
+    """Of as many rows as the data decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x: Any) -> Any:
+        scores = self.head(self.lstm(x)[0][:, -1])
+        return scores * 2 if scores.sum() > 1e9 else scores

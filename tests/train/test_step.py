@@ -336,3 +336,27 @@ def test_a_plan_that_moves_a_script_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(PlanError, match=r"device is 'cuda'; it moves scripts that name no device; move the model with"):
         TrainStep(model, optimizer, lambda *_: torch.zeros(()), Plan(device="cuda"))
+
+
+def test_settings_of_the_process_hold_during_calls_alone() -> None:
+    """Found on a GPU: one step's TF32 made the products of every other model TF32."""
+    seen = []
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+        if len(seen) == 3:
+            raise RuntimeError("a batch that is broken")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    model, before = net(), (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss, Plan(matmul_precision="high", cudnn_benchmark=True)
+    )
+    for batch in data(2):
+        step(batch)
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
+    with pytest.raises(RuntimeError, match="a batch that is broken"):
+        step(data(1)[0])
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
+    assert seen == [("high", True)] * 3
+    assert step.rolled_back == []

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes import Python
 
@@ -61,6 +62,7 @@ json.dump(
 """In a process of its own, because autograd learns of devices once, in the first backward pass."""
 
 
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has the stand-in's device or CUDA, not both")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_script_is_moved_by_a_plan(tmp_path: Path, python: Python) -> None:
     tests = Path(__file__).parents[1]

@@ -20,6 +20,7 @@ from flatout.errors import PlanError, UsageError
 from flatout.infer.prediction.linear import Int8Linear, PackedLinear, RoundedLinear, packs, swap_linears
 from flatout.plan import Plan
 from flatout.precision.quantize import INT4_GROUP
+from flatout.train.placement import join_recurrent_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -137,6 +138,7 @@ def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
         remedy = "keep files, locks and generators out of the model"
         what = f"the model cannot be copied: {type(error).__name__}: {error}"
         raise UsageError(what, limit="predict works on a copy of it", remedy=remedy) from error
+    join_recurrent_weights(made)
     config = getattr(made, "config", None)
     if hasattr(model, "main_input_name") and hasattr(config, "dtype"):  # Hugging Face models may ask their config
         config.dtype = dtype  # type: ignore[union-attr]
