@@ -110,7 +110,8 @@ class Watch:
         self._compiling = torch.compiler.is_compiling
         self._grad_enabled = torch.is_grad_enabled
         self._autocast_enabled = torch.is_autocast_enabled
-        self._passing = PassedSteps(self._optimizer_ends, self._compiling)
+        # Of torch's two questions the one that reads nothing: this is asked in every step.
+        self._passing = PassedSteps(self._optimizer_ends, torch.compiler.is_dynamo_compiling)
         self._step_ends = StepHook(optimizers._global_optimizer_post_hooks, self._passing.hook)
         self._step_starts = StepHook(optimizers._global_optimizer_pre_hooks, self._optimizer_starts)
         self._step_ends.add()

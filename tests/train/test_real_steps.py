@@ -11,6 +11,7 @@ from torch import nn
 from flatout import Plan, forecast, predict, supervised
 from flatout.errors import UsageError
 from flatout.memory.real_run import LimitedRun
+from flatout.train.real_steps import _with_unseen
 from flatout.train.step import TrainStep
 
 LOSS = supervised(nn.CrossEntropyLoss())
@@ -107,6 +108,19 @@ def test_copies_keep_recurrent_weights_in_one_block(monkeypatch: pytest.MonkeyPa
     predict(model, batch[0], Plan(precision="bf16"))
     assert {id(one) for one in asked} - {id(model.lstm)}
     assert len({id(one) for one in asked} - {id(model.lstm)}) >= 2
+
+
+@pytest.mark.parametrize(
+    ("unseen", "extra"), [([0, 0, 0], 0), ([10, 20, 30], 60), ([30, 30, 30], 30), ([30, 20, 10], 30)]
+)
+def test_what_a_library_takes_for_itself_is_extended(unseen: list[int], extra: int) -> None:
+    """On CUDA it is what the allocator held beyond the tensors that were seen."""
+    model = nn.Linear(32, 5)
+    batch = torch.randn(8, 32), torch.randint(0, 5, (8,))
+    made = forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, batch)
+    found = _with_unseen(made, unseen, [1, 2, 3], 6)
+    assert found.tensor_bytes - made.tensor_bytes == found.peak_bytes - made.peak_bytes == extra
+    assert found.tensor_bytes == sum(found.categories.values())
 
 
 class Recurrent(nn.Module):

@@ -78,7 +78,8 @@ class TokenGenerator:
     `generate` goes before, and what cannot be carried out here is refused by name.
 
     Threads may share a generator, and streams may be read in turns: each run has a cache of its own, and its text is
-    the one that it would have alone.
+    the one that it would have alone. On a GPU that holds up to rounding: its kernels depend on the number of sequences
+    and on the length of the cache, and so may the choice between tokens that are nearly as likely.
 
     plan: precision (fp32 unless it says bf16), weights (int8, int4), speculation, threads. tokenizer: anything with
     `encode` and `decode`, where prompts or stops are texts. draft: a smaller model of the same vocabulary that guesses
