@@ -1,6 +1,7 @@
 import json
 import math
 import random
+import statistics
 
 import pytest
 
@@ -52,12 +53,34 @@ def test_exactly_equal_ratios_give_a_point() -> None:
 
 
 def test_too_few_pairs_are_never_significant() -> None:
-    found = compare_paired([2.0, 2.1, 2.2, 2.0, 2.4], [1.0] * 5)
+    found = compare_paired([2.0, 2.1], [1.0] * 2)
     assert found.verdict == "not significant"
     assert (found.low, found.high) == (0.0, math.inf)
     assert not found.has_interval
     assert Comparison.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
-    assert found.reason == "5 samples are too few for 95% confidence"
+    assert found.reason == "2 samples are too few for 95% confidence"
+
+
+def test_three_to_five_pairs_get_students_interval() -> None:
+    """Steps of half a second leave no time for more; ranks of five give no 95 % interval."""
+    found = compare_paired([2.0, 2.1, 2.2, 2.0, 2.4], [1.0] * 5)
+    assert found.verdict == "faster"
+    logs = [math.log(value) for value in (2.0, 2.1, 2.2, 2.0, 2.4)]
+    half = 2.776 * statistics.stdev(logs) / 5**0.5
+    assert (math.log(found.low), math.log(found.high)) == pytest.approx(
+        (sum(logs) / 5 - half, sum(logs) / 5 + half), abs=1e-3
+    )
+    assert compare_paired([2.0, 2.1, 19.0], [1.0] * 3).verdict == "not significant"
+
+
+def test_students_interval_holds_as_often_as_it_says() -> None:
+    source = random.Random(3)
+    for pairs in (3, 4, 5):
+        wrong = 0
+        for _ in range(2000):
+            found = compare_paired([math.exp(source.gauss(0, 0.1)) for _ in range(pairs)], [1.0] * pairs)
+            wrong += not found.low <= 1 <= found.high
+        assert 0.03 < wrong / 2000 < 0.07
 
 
 def test_a_gain_below_the_least_that_counts_is_not_called_faster() -> None:

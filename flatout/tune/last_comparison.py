@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flatout.levers.lever import Choice, split_by_switch
-from flatout.statistics import Comparison, compare_paired, median
+from flatout.statistics import STUDENT_95, Comparison, compare_paired, median
 from flatout.tune.deadline import Deadline
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
 from flatout.tune.windows import Arm, Pace, Pairing, compare_arms
@@ -37,8 +37,6 @@ USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
 `python -m benchmarks.gain.processes` measures it, and how often intervals from few pairs hold the ratio of all."""
 MOST_USUAL = 1.5
 """Times the typical deviation: pairs that differ by more are not typical, and only their own deviation counts."""
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
-"""Two-sided 95 % points of Student's t, by degrees of freedom."""
 
 Pairs = list[tuple[float, float]]
 
@@ -105,7 +103,7 @@ def _half_width(logs: Sequence[float]) -> float:
     if squares <= freedom * (MOST_USUAL * USUAL_DEVIATION) ** 2:
         freedom += USUAL_FREEDOM
         squares += USUAL_FREEDOM * USUAL_DEVIATION**2
-    return STUDENT[freedom] * math.sqrt(squares / freedom / len(logs))
+    return STUDENT_95[freedom] * math.sqrt(squares / freedom / len(logs))
 
 
 @contextlib.contextmanager

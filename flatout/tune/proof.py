@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from flatout.statistics import median
+from flatout.statistics import STUDENT_95, median
 from flatout.tune.numerics import Check, GradientDifference, Numerics, TensorDifference
 
 ROUNDING_FACTOR = 40.0
@@ -60,8 +60,6 @@ WAY_FACTOR, WAY_LEAST = 6.0, 0.05
 STATISTICAL_RESOLUTION = 0.25
 """Where not even a difference of so much would have been seen, nothing was shown."""
 STATISTICAL_GRADIENT_FACTOR = 1.5
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45}
-"""Two-sided 95 % points of Student's t."""
 
 
 def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:
@@ -376,7 +374,7 @@ def _half_width(ours: Sequence[float], theirs: Sequence[float]) -> float:
     if freedom < 1:
         return math.inf
     squares = sum(sum((x - sum(side) / len(side)) ** 2 for x in side) for side in (ours, theirs))
-    t = STUDENT.get(freedom, 2.4)
+    t = STUDENT_95[min(freedom, max(STUDENT_95))]
     return t * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
 
 
