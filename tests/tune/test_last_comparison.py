@@ -44,7 +44,7 @@ def test_two_pairs_of_processes_that_contradict_what_is_usual_count_by_themselve
 
 
 def test_too_few_pairs_have_no_interval() -> None:
-    assert not comparison_of_groups([group(1.3, 1)] * 3, 0.01).has_interval
+    assert not comparison_of_groups([group(1.3, 1)] * 2, 0.01).has_interval
 
 
 def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:
