@@ -31,6 +31,9 @@ LOSS_ROUNDING_FLOOR = 1e-4
 none. What a lever does wrong in every step is found by gradients and updates, at the check steps, far below that."""
 UPDATE_ROUNDING, UPDATE_ULPS = 1e-4, 4.0
 """From equal gradients an optimizer's update is equal to so many parts of it, or rounding errors of the weights."""
+OWN_GRADIENTS_FACTOR = 3.0
+"""Where a script updates its weights itself, or in a closure, the gradients cannot be replaced: the noise of 16 bits in
+them, with that of the norm by which they may be clipped, goes on into the updates."""
 DRIFT_ROUNDING, DRIFT_ULPS = 1e-3, 8.0
 """The same between check steps; a single update that is lost is some per cent of the way."""
 
@@ -112,7 +115,7 @@ def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics) -> str | N
         or _not_finite(plain, checked)
         or _other_random_numbers(nudged, checked)
         or _gradients_beyond_16_bits(nudged, checked)
-        or _updates_beyond_rounding(nudged, checked)
+        or _updates_beyond_rounding(nudged, checked, noise_factor=OWN_GRADIENTS_FACTOR)
         or _step_stands_out(plain, checked)
         or _stretch_stands_out(checked)
         or _way_beyond_gradients(checked)
@@ -213,12 +216,17 @@ def _gradients_beyond_rounding(nudged: Numerics, candidate: Numerics) -> str | N
     return None
 
 
-def _updates_beyond_rounding(nudged: Numerics, candidate: Numerics) -> str | None:
-    """Where the optimizer got its own gradients, these explain differences as far as they do in the nudged run."""
+def _updates_beyond_rounding(nudged: Numerics, candidate: Numerics, *, noise_factor: float = 0.0) -> str | None:
+    """Where the optimizer got its own gradients, these explain differences as far as they do in the nudged run, and
+    `noise_factor` times as far as they are off themselves."""
     for check, floor in _beside(candidate, nudged):
         own = {} if floor is None or check.replaced else _errors(floor.updates)
+        noisy = check.gradients if noise_factor and not check.replaced else ()
+        noise = {gradient.name: noise_factor * gradient.relative for gradient in noisy}
+        whole = noise_factor * _whole(noisy)
         for update in check.updates:
-            limit = max(UPDATE_ROUNDING * update.moved, UPDATE_ULPS * update.rounding)
+            share = max(UPDATE_ROUNDING, whole, noise.get(update.name, 0.0))
+            limit = max(share * update.moved, UPDATE_ULPS * update.rounding)
             if update.error > max(limit, ROUNDING_FACTOR * own.get(update.name, 0.0)) and (check.replaced or own):
                 share = update.error / update.moved if update.moved else math.inf
                 gradients = "from the same gradients " if check.replaced else ""
