@@ -69,7 +69,7 @@ STAGES = (
     tuned("tune_gpt", *GPT, "--batch-size", "64", budget=120),
     tuned("tune_digits_mlp", "examples/digits_mlp.py"),
     tuned("tune_digits_cnn", "examples/digits_cnn.py", "--epochs", "400"),
-    tuned("tune_no_device", "benchmarks/gain/training.py", "gpt", "--width", "256", "--batch", "64", "--steps", "100000"),
+    tuned("tune_no_device", "benchmarks/gain/training.py", "gpt", "--width=256", "--batch=64", "--steps=100000"),
     Stage(
         name="memory",
         command=(PYTHON, "-m", "flatout", "memory", *GPT),

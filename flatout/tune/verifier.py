@@ -77,8 +77,10 @@ class Verifier:
         reason = "faster in the search, but the whole could not be measured in fresh processes"
         if final is not None:
             found = final.comparison
+            between = f", {found.low:.2f} to {found.high:.2f}" if found.has_interval else ""
             reason = (
-                f"faster in the search, but the whole was not in fresh processes (x{found.ratio:.2f}, {found.verdict})"
+                "faster in the search, but the whole was not in fresh processes "
+                f"(x{found.ratio:.2f}{between}, {found.verdict})"
             )
         lasting = {choice.field for choice in self.state.for_memory}
         self._proved = len(self.state.kept)
