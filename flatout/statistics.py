@@ -37,8 +37,6 @@ _EXACT_PAIRS = 50
 _EXACT_UNPAIRED = 20
 STUDENT_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
 """Two-sided 95 % points of Student's t, by degrees of freedom."""
-STUDENT_90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81}
-"""Two-sided 90 % points: one-sided, 95 %."""
 _LEAST_PAIRS = 3
 """Two that happen to agree would be believed too often."""
 

@@ -6,9 +6,6 @@ is measured for as long as it took to start. The interval covers the variation b
 and the variation between pairs: memory placement costs a few per cent for a whole run, and far more in scripts with
 large temporary tensors.
 
-The interval that is stated is the usual one, two-sided at 95 %. Whether the plan is kept is a question with one side,
-is it faster, and answered at 95 % too: each lever was already faster in the search, within one process.
-
 Two or three pairs are too few to estimate that variance, so it is shrunk towards a typical one, as in a moderated
 t-test (Smyth 2004, doi:10.2202/1544-6115.1027), unless they contradict it.
 """
@@ -21,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flatout.levers.lever import Choice, split_by_switch
-from flatout.statistics import STUDENT_90, STUDENT_95, Comparison, compare_paired, median
+from flatout.statistics import STUDENT_95, Comparison, compare_paired, median
 from flatout.tune.deadline import Deadline
 from flatout.tune.trial_process import TrialEnded, TrialProcess, TrialSetup
 from flatout.tune.windows import Arm, Pace, Pairing, compare_arms
@@ -89,29 +86,24 @@ def compare_in_fresh_processes(
 
 
 def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparison:
-    """Of all pairs, with a 95 % interval that is at least as wide as the groups' own ratios say; the verdict is
-    one-sided at 95 %."""
-    stated, decided = (_of_groups(groups, least_gain, confidence) for confidence in (0.95, 0.9))
-    return replace(stated, verdict=decided.verdict, reason=decided.reason)
-
-
-def _of_groups(groups: Sequence[Pairs], least_gain: float, confidence: float) -> Comparison:
-    whole = _compared([pair for group in groups for pair in group], least_gain, confidence)
+    """Of all pairs, with an interval that is at least as wide as the groups' own ratios say."""
+    every = [pair for group in groups for pair in group]
+    whole = _compared(every, least_gain)
     if not whole.has_interval:
         return whole
-    half = _half_width([math.log(_compared(group, least_gain).ratio) for group in groups], confidence)
+    half = _half_width([math.log(_compared(group, least_gain).ratio) for group in groups])
     low, high = (min(whole.low, whole.ratio * math.exp(-half)), max(whole.high, whole.ratio * math.exp(half)))
     return whole.with_interval(low, high, least_gain)
 
 
-def _half_width(logs: Sequence[float], confidence: float) -> float:
-    """Of the interval of the log ratio, given that of each pair of processes."""
+def _half_width(logs: Sequence[float]) -> float:
+    """Of the 95 % interval of the log ratio, given that of each pair of processes."""
     mean, freedom = sum(logs) / len(logs), len(logs) - 1
     squares = sum((x - mean) ** 2 for x in logs)
     if squares <= freedom * (MOST_USUAL * USUAL_DEVIATION) ** 2:
         freedom += USUAL_FREEDOM
         squares += USUAL_FREEDOM * USUAL_DEVIATION**2
-    return (STUDENT_95 if confidence == 0.95 else STUDENT_90)[freedom] * math.sqrt(squares / freedom / len(logs))
+    return STUDENT_95[freedom] * math.sqrt(squares / freedom / len(logs))
 
 
 @contextlib.contextmanager
@@ -133,9 +125,8 @@ def _is_narrow(found: Comparison) -> bool:
     return found.has_interval and (found.high - found.low) / 2 <= NARROW_ENOUGH * found.ratio
 
 
-def _compared(pairs: Pairs, least_gain: float, confidence: float = 0.95) -> Comparison:
-    ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return compare_paired(ours, theirs, least_gain=least_gain, confidence=confidence)
+def _compared(pairs: Pairs, least_gain: float) -> Comparison:
+    return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=least_gain)
 
 
 def _one_pair_of_processes(

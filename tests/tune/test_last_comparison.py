@@ -34,21 +34,13 @@ def test_processes_that_disagree_show_no_gain() -> None:
 
 def test_one_pair_of_processes_shows_only_what_no_other_is_likely_to_undo() -> None:
     """However much its windows agree: where its memory lies may be worth some per cent."""
-    assert comparison_of_groups([group(1.25)], 0.01).verdict == "not significant"
+    assert comparison_of_groups([group(1.3)], 0.01).verdict == "not significant"
     assert comparison_of_groups([group(2.0)], 0.01).verdict == "faster"
 
 
 def test_two_pairs_of_processes_that_contradict_what_is_usual_count_by_themselves() -> None:
     assert comparison_of_groups([group(1.3), group(1.35)], 0.01).verdict == "faster"
     assert comparison_of_groups([group(1.3), group(1.6)], 0.01).verdict == "not significant"
-
-
-def test_the_interval_has_two_sides_and_the_verdict_one() -> None:
-    """A gain of 30 %, seen in two pairs of processes and lever by lever before, was called nothing."""
-    found = comparison_of_groups([group(1.08), group(1.14)], 0.01)
-    assert found.low < 1.01 < found.high
-    assert found.verdict == "faster"
-    assert comparison_of_groups([group(1.02), group(1.08)], 0.01).verdict == "not significant"
 
 
 def test_too_few_pairs_have_no_interval() -> None:
