@@ -57,13 +57,24 @@ def in_words(gpus: Any) -> str:
 
 
 def summary_of(rows: list[dict[str, Any]], spread: Callable[[list[Any]], Any]) -> dict[str, Any]:
-    measured = [row for row in rows if isinstance(row["measured"], dict)]
-    found: dict[str, Any] = {name: spread([row["errors"].get(name) for row in measured]) for name in COUNTERS}
-    found["reserved, beyond its uncertainty"] = sum(
-        row["errors"]["reserved"] < -row["forecast"]["uncertainty"] for row in measured if row["errors"]
-    )
+    """Of all cases, and by what of cuDNN they need: its workspaces are not known."""
+    measured = [row for row in rows if row["errors"]]
+    kinds = {"all": measured}
+    for row in measured:
+        kinds.setdefault(_needs(row), []).append(row)
+    found: dict[str, Any] = {}
+    for kind, some in kinds.items():
+        found[kind] = {name: spread([row["errors"][name] for row in some]) for name in COUNTERS}
+        beyond = sum(row["errors"]["reserved"] < -row["forecast"]["uncertainty"] for row in some)
+        found[kind]["reserved, beyond its uncertainty"] = beyond
     found["set aside: cuDNN does not start here"] = len(rows) - len(measured)
     return found
+
+
+def _needs(row: dict[str, Any]) -> str:
+    said = " ".join(row["forecast"]["not_covered"])
+    kinds = ("recurrent layers", "convolutions")
+    return next((kind for kind in kinds if kind in said), "without cuDNN")
 
 
 def print_summary(summary: dict[str, Any]) -> None:

@@ -225,8 +225,8 @@ def _updates_beyond_rounding(nudged: Numerics, candidate: Numerics, *, noise_fac
         noise = {gradient.name: noise_factor * gradient.relative for gradient in noisy}
         whole = noise_factor * _whole(noisy)
         for update in check.updates:
-            share = max(UPDATE_ROUNDING, whole, noise.get(update.name, 0.0))
-            limit = max(share * update.moved, UPDATE_ULPS * update.rounding)
+            allowed = max(UPDATE_ROUNDING, whole, noise.get(update.name, 0.0))
+            limit = max(allowed * update.moved, UPDATE_ULPS * update.rounding)
             if update.error > max(limit, ROUNDING_FACTOR * own.get(update.name, 0.0)) and (check.replaced or own):
                 share = update.error / update.moved if update.moved else math.inf
                 gradients = "from the same gradients " if check.replaced else ""

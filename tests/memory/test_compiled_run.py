@@ -17,6 +17,8 @@ from flatout.train.forecast import LARGE_SEGMENT_BYTES
 from flatout.train.step import TrainStep
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
+MISS = 0.05 if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13) else 0.08
+"""The rules were made with torch 2.13; 2.11 fuses one pair of operations otherwise."""
 COMPILED = Plan(compile="default")
 
 
@@ -71,7 +73,7 @@ def measured(plan: Plan) -> int:
     return peak
 
 
-@pytest.mark.parametrize(("plan", "miss"), [(COMPILED, 0.08), (Plan(compile="regional", precision="bf16"), 0.15)])
+@pytest.mark.parametrize(("plan", "miss"), [(COMPILED, MISS), (Plan(compile="regional", precision="bf16"), 0.15)])
 def test_the_allocator_agrees(plan: Plan, miss: float) -> None:
     model, optimizer, batch = training()
     made = flatout.forecast(model, optimizer, LOSS, batch, plan)
