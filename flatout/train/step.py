@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of, wrong
@@ -49,6 +49,7 @@ from flatout.train.split import Attempt, batch_coupled_layers, release
 
 _DURING_CALLS = ("matmul_precision", "cudnn_benchmark")
 """Settings of the whole process, cheap to change: they hold during calls, so that other models keep their numbers."""
+_NOTHING = contextlib.nullcontext()
 _OF_THE_LOADER = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
 """Choices that `batches` carries out."""
 _OF_INFERENCE = ("weights", "activations", "batching", "batch_tokens", "fold_batch_norm", "speculation")
@@ -137,9 +138,7 @@ class TrainStep:
                 "the model is in evaluation mode", limit="a step trains", remedy="call model.train() first"
             )
         self._update.check(wait=False)
-        with contextlib.ExitStack() as settings:
-            for choice in self._during_calls:
-                settings.enter_context(choice.lever.apply(self._subject, choice.value))
+        with self._settings() if self._during_calls else _NOTHING:
             loss = self._backward_in_parts(batch)
             if self._in_backward is None:
                 self._update.take(self.steps)
@@ -231,6 +230,13 @@ class TrainStep:
         choices = choices_of_plan(wanted, (*LEVERS, ActivationOffload(), checkpointing))
         self._during_calls = [one for one in choices if one.lever.plan_field in _DURING_CALLS]
         self._applied.set([one for one in choices if one not in self._during_calls])
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for choice in self._during_calls:
+                stack.enter_context(choice.lever.apply(self._subject, choice.value))
+            yield
 
     def _backward_in_parts(self, batch: Any) -> Any:
         """Gradients of the whole batch's mean loss; with smaller parts again where the memory ended."""
