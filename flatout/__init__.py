@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from flatout.infer.prediction.predict import predict
     from flatout.machine.description import Machine
     from flatout.plan import Plan
-    from flatout.timing import Measurement
     from flatout.train.evaluate import evaluate
     from flatout.train.fit import fit
     from flatout.train.fit_into import fit_into
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from flatout.train.loss import supervised
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
+    from flatout.tuning.tune import tune
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,6 @@ __all__ = [
     "Finding",
     "FlatoutError",
     "Machine",
-    "Measurement",
     "Plan",
     "TokenGenerator",
     "TrainStep",
@@ -59,6 +58,7 @@ __all__ = [
     "restore",
     "supervised",
     "to_device",
+    "tune",
     "tune_inference",
 ]
 
@@ -67,7 +67,6 @@ _HOMES = {
     "Finding": "flatout.diagnose.finding",
     "FlatoutError": "flatout.errors",
     "Machine": "flatout.machine.description",
-    "Measurement": "flatout.timing",
     "Plan": "flatout.plan",
     "TokenGenerator": "flatout.infer.generation.token_generator",
     "TrainStep": "flatout.train.step",
@@ -86,6 +85,7 @@ _HOMES = {
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
+    "tune": "flatout.tuning.tune",
     "tune_inference": "flatout.infer.choosing.tune_inference",
 }
 

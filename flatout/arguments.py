@@ -10,10 +10,10 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_args
 
 from flatout.errors import PlanError, UsageError
-from flatout.plan import Plan
+from flatout.plan import Exactness, Plan
 from flatout.plan_document import short
 
 _SHOWN = (str, bytes, int, float, type(None), PurePath)
@@ -141,6 +141,20 @@ def as_plan(value: Any) -> Plan:
 def as_whole_number(value: Any, name: str, *, least: int = 1, remedy: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise wrong(name, value, f"it is a whole number of at least {least}", remedy)
+    return value
+
+
+def as_exactness(value: Any) -> Exactness:
+    """What may be done to the numbers."""
+    words = get_args(Exactness)
+    if value not in words:
+        raise UsageError(f"exactness is {value!r}", limit=f"it is one of {', '.join(words)}")
+    return value
+
+
+def as_budget_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UsageError(f"budget_seconds is {value!r}", limit="it is above 0", remedy="300 are five minutes")
     return value
 
 

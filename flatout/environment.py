@@ -20,6 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
+def variables() -> dict[str, str]:
+    """All of them as they stand, to be compared with later."""
+    return dict(os.environ)
+
+
 def cache_dir() -> Path:
     """Where Flatout keeps what it measured. It may not exist yet."""
     own = os.environ.get("FLATOUT_CACHE_DIR")
@@ -47,6 +52,12 @@ def cuda_allocator_settings() -> str:
 def cublas_workspace_config() -> str:
     """What torch gives to cuBLAS as its workspace (':4096:8'); '' if nothing is said."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+
+
+def onednn_is_limited() -> bool:
+    """Is oneDNN told to use fewer instructions than the processor has?"""
+    told = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
+    return told.upper() not in ("DEFAULT", "ALL")
 
 
 def thread_variables() -> tuple[str | None, ...]:

@@ -146,6 +146,8 @@ class Plan:
     """The Flatout that made the plan; None if a file does not say."""
     exactness: Exactness | None = None
     """What the choices together do to the numbers, as proved; None if nothing was proved."""
+    proved_reduced: tuple[str, ...] = ()
+    """Choices whose kind changes rounding only, as a rule, and which changed the numbers of this script by more."""
     speedup: float | None = None
     """Measured: time of a plain step over time of a step under the plan; None if not measured."""
     flops_per_step: float | None = None
@@ -216,6 +218,7 @@ class Plan:
 PROVENANCE = tuple(one.name for one in fields(Plan) if "meaning" not in one.metadata and one.name != "reasons")
 """The keys of [provenance]: everything that is neither a choice nor a reason."""
 
+_LISTS = ("argv", "warnings", "proved_reduced")
 _TEXTS = ("script", "loop", "machine_fingerprint", "machine_name", "torch_version", "flatout_version")
 
 
@@ -345,7 +348,7 @@ def _check_provenance(plan: Plan) -> None:
     for name in _TEXTS:
         if not isinstance(value := getattr(plan, name), str | None):
             raise PlanError(f"{name} is {short(value)}", limit="it must be a text")
-    for name in ("argv", "warnings"):
+    for name in _LISTS:
         value = getattr(plan, name)
         if not isinstance(value, tuple) or not all(isinstance(part, str) for part in value):
             raise PlanError(f"{name} is {short(value)}", limit="it must be a sequence of texts")
@@ -392,7 +395,7 @@ def _keywords(document: dict[str, Any]) -> dict[str, Any]:
     lists = {
         name: tuple(value)
         for name, value in document.get("provenance", {}).items()
-        if name in ("argv", "warnings") and isinstance(value, list)
+        if name in _LISTS and isinstance(value, list)
     }
     provenance = {"flatout_version": None, **document.get("provenance", {}), **lists}
     return {**document.get("plan", {}), "reasons": document.get("reasons", {}), **provenance}

@@ -120,9 +120,8 @@ def _busy_seconds_of_own() -> float:
             times = process.cpu_times()
         except psutil.Error:  # a child that has just ended
             continue
-        total += times.user + times.system
-    ended = me.cpu_times()
-    return float(total + ended.children_user + ended.children_system)
+        total += times.user + times.system + times.children_user + times.children_system
+    return float(total)
 
 
 def measurement(

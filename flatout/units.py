@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from flatout.errors import UsageError
 
@@ -84,6 +85,11 @@ def format_rate(per_second: float, unit: str) -> str:
         value, power = value / 1000, power + 1
     short = unit in ("B/s", "FLOP/s", "OP/s")  # a symbol takes its prefix directly, a word after a space
     return f"{_three_figures(value)} {_DECIMAL[power]}{'' if short or not power else ' '}{unit}"
+
+
+def labelled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Rows of a table of which only the first shows the label."""
+    return [(label if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def parse_bytes(text: str) -> int:

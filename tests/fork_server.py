@@ -41,7 +41,8 @@ def load() -> None:
 def next_process(connection: socket.socket) -> dict[str, Any]:
     """Serve until the other end is closed; returns in forked processes only, each with what it is to become."""
     gc.collect()
-    gc.freeze()  # no collection of a forked process walks through what was there before
+    if "triton" not in sys.modules:  # it tells at the end of what was not collected
+        gc.freeze()  # no collection of a forked process walks through what was there before
     python_path()
     while True:
         message, given, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, MOST_DESCRIPTORS)

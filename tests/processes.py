@@ -14,12 +14,10 @@ import atexit
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,40 +27,13 @@ import pytest
 
 from flatout.script import memory_trial
 from flatout.script.child_command import child_command
-from flatout.tune import last_comparison, search, trial_process
+from flatout.tuning import fork_server, last_comparison, prover, search, trial_process
+from flatout.tuning.fork_server import Forked
 from tests.fork_server import MESSAGE_BYTES, next_process
 from tests.new_process import become
 
 ROOT = Path(__file__).parents[1]
 POLL_SECONDS = 0.002
-
-
-class Forked:
-    """As much of `subprocess.Popen` as tests and the parents of trials use."""
-
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server, self.pid = server, pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = json.loads(self._server.ask({"poll": self.pid}))
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            time.sleep(POLL_SECONDS)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -85,7 +56,12 @@ class ForkServer:
         """`python WORDS`, see `become`; streams: descriptors of its stdin, stdout and stderr."""
         asked = {"words": list(words), "folder": str(folder), "environment": dict(environment)}
         asked["descriptors"] = [0, 1, 2, *pass_fds]
-        return Forked(self, int(self.ask(asked, [*streams, *pass_fds])))
+        return Forked(int(self.ask(asked, [*streams, *pass_fds])), self.exit_code)
+
+    def exit_code(self, pid: int) -> int | None:
+        """None while it runs."""
+        code: int | None = json.loads(self.ask({"poll": pid}))
+        return code
 
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> bytes:
         message = json.dumps(request).encode()
@@ -212,11 +188,16 @@ class _Subprocess:
     ) -> Forked:
         assert list(command[:3]) == child_command("")[:3], command
         assert start_new_session
-        out = stdout.fileno()
-        streams = [stdin.fileno(), out, out if stderr == subprocess.STDOUT else stderr.fileno()]
-        config = Path(command[-1])
-        config.write_text(json.dumps({**json.loads(config.read_text()), "parent": self._server.pid}))
-        return self._server.start(command[1:], streams=streams, folder=Path.cwd(), environment=env, pass_fds=pass_fds)
+        words = list(command[1:])
+        if words[-1] == str(os.getpid()):  # a fork server, told whose child it is
+            words[-1] = str(self._server.pid)
+        else:
+            config = Path(words[-1])
+            config.write_text(json.dumps({**json.loads(config.read_text()), "parent": self._server.pid}))
+        with open(os.devnull, "r+b") as nothing:
+            given = [nothing if stream == subprocess.DEVNULL else stream for stream in (stdin, stdout, stderr)]
+            streams = [given[1].fileno() if stream == subprocess.STDOUT else stream.fileno() for stream in given]
+            return self._server.start(words, streams=streams, folder=Path.cwd(), environment=env, pass_fds=pass_fds)
 
 
 def fork_trials(replace: Callable[[Any, str, Any], None], server: ForkServer | None = None) -> None:
@@ -225,15 +206,17 @@ def fork_trials(replace: Callable[[Any, str, Any], None], server: ForkServer | N
         server = ForkServer(of_this_process=True)
         atexit.register(server.close)
     assert server.pid  # it has started, before there are pipes of trials that it would hold open
-    for module in (trial_process, memory_trial):
+    for module in (trial_process, memory_trial, fork_server):
         replace(module, "subprocess", _Subprocess(server))
 
 
 def brief_comparisons(replace: Callable[[Any, str, Any], None]) -> None:
     """A tune whose budget is long, for a busy machine, need not use it up. replace: as above."""
-    replace(search, "LEVER_SECONDS", 6.0)
+    replace(search, "COMPARISON_SECONDS", 6.0)
     replace(last_comparison, "NARROW_ENOUGH", float("inf"))  # as many pairs of processes as are wanted
     replace(last_comparison, "MOST_SECONDS", 1.0)
+    replace(last_comparison, "WANTED_PROCESS_PAIRS", 2)
+    replace(prover, "WANTED_STEPS", dict.fromkeys(prover.WANTED_STEPS, 100))
 
 
 @pytest.fixture(scope="session")

@@ -225,12 +225,23 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         },
     ),
     "to_device": (lambda **given: flatout.to_device(**({"nested": X} | given)), {"device": DEVICES}),
+    "tune": (
+        lambda **given: flatout.tune(**({"subject": step(), "batches": [(X, Y)]} | given)),
+        {
+            "subject": {"None": None, "model": MODEL, "no script": "nowhere.py"},
+            "batches": {**ITERABLES, "nothing": [], "dict": {"x": X}},
+            "arguments": {"of a step": ["--lr", "0.1"]},
+            "exactness": {"unknown": "exact", "None": None},
+            "budget_seconds": {"0": 0, "text": "1m", "flag": True},
+            "steps": {"0": 0, "text": "3"},
+        },
+    ),
     "tune_inference": (
         lambda **given: flatout.tune_inference(**({"model": MODEL, "sample_inputs": X} | given)),
         {"model": MODELS, "sample_inputs": {"None": None, "none": []}, "plan": PLANS, "items": {"0": 0}},
     ),
 }
-RECORDS = {"Finding", "Machine", "Measurement"}
+RECORDS = {"Finding", "Machine"}
 """What others return, and nobody makes."""
 
 CASES = [

@@ -44,6 +44,7 @@ FULL = Plan(
     speedup=1.6,
     flops_per_step=2e9,
     warnings=("the clock varied by 8 %",),
+    proved_reduced=("memory_format",),
 )
 
 
@@ -72,6 +73,7 @@ def _plans() -> st.SearchStrategy[Plan]:
     provenance = dict.fromkeys(PROVENANCE, texts) | {
         "argv": st.lists(st.text()).map(tuple),
         "warnings": st.lists(st.text()).map(tuple),
+        "proved_reduced": st.lists(st.text()).map(tuple),
         "speedup": numbers,
         "flops_per_step": numbers,
         "exactness": st.sampled_from((None, *get_args(Exactness))),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import flatout
+from tests.processes import Python
 
 FRESH = """
 import json, logging, os, sys, threading, warnings
@@ -39,6 +40,23 @@ def test_each_public_name_explains_itself(name: str) -> None:
     assert doc, "no docstring"
     assert not doc.startswith(f"{name}("), "a docstring that dataclass made, not a person"
     assert value.__name__ == name
+
+
+EVERY_MODULE = """
+import importlib, pkgutil, types
+import flatout
+for found in pkgutil.walk_packages(flatout.__path__, "flatout."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+modules = [name for name in flatout.__all__ if isinstance(getattr(flatout, name), types.ModuleType)]
+assert not modules, modules
+assert callable(flatout.tune) and callable(flatout.export) and callable(flatout.predict)
+"""
+
+
+def test_no_module_of_the_package_hides_a_public_name(python: Python) -> None:
+    done = python("-c", EVERY_MODULE)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

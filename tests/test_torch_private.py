@@ -81,6 +81,7 @@ LISTED = {
     "torch.ops.aten._local_scalar_dense.default",
     "torch.ops.aten._scaled_dot_product_efficient_attention",
     "torch.ops.aten._unsafe_view.default",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     "torch.ops.mkldnn._linear_pointwise",
     "torch.ops.mkldnn._reorder_linear_weight",
     "torch.overrides._get_current_function_mode",

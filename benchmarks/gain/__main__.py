@@ -6,7 +6,8 @@ Ten scripts with steps of 0.2 ms to 1 s are tuned. Then they are measured from o
 run script`, both as they are. The scripts write down when each of their steps ended. The two run at once, but only one
 is let go on at a time (SIGSTOP, SIGCONT), for a fraction of a second, with its main thread on the same core as the
 other's: what disturbs the machine disturbs both. The ratio of their steps should lie inside the interval that tune
-stated, in nine of ten. Whole runs, start-up included, are timed apart, one after the other.
+stated, in nine of ten. Whole runs, start-up included, are timed apart, one after the other. What --out holds already
+is not measured again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from flatout.machine.detect import detect
 from flatout.plan import write_plan
 from flatout.script.entry import Target
 from flatout.statistics import Comparison, compare_paired, median
-from flatout.tune.last_comparison import comparison_of_groups
-from flatout.tune.tune import TuneRequest, tune
+from flatout.tuning.last_comparison import comparison_of_groups
+from flatout.tuning.script_tuning import TuneRequest, tune_script
 
 SCRIPT = Path(__file__).with_name("training.py")
 # kind, width, batch, steps of one run from outside: some seconds, as a machine's disturbances last about one
@@ -43,7 +45,7 @@ CASES = (
     ("cnn", 32, 128, 40),
     ("gpt", 32, 8, 1000),
     ("gpt", 128, 16, 80),
-    ("gpt", 256, 64, 18),
+    ("gpt", 256, 64, 40),
 )
 ENDLESS = 10**9
 LEAST_TURN_SECONDS, STEPS_A_TURN = 0.15, 4
@@ -79,15 +81,15 @@ class Result:
 
 
 def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: float, rounds: int) -> Result:
-    arguments = [kind, "--width", str(width), "--batch", str(batch)]
-    case = " ".join(arguments)
+    case = _case(kind, width, batch)
+    arguments = case.split()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         endless = (*arguments, "--steps", str(ENDLESS))
         request = TuneRequest(
             target=Target(path=str(SCRIPT), arguments=endless), budget_seconds=budget_seconds, total_steps=ENDLESS
         )
-        result = tune(request, detect())
+        result = tune_script(request, detect())
         if result.final is None or not result.plan.choices():
             return Result(
                 case=case,
@@ -98,9 +100,9 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
                 kept=(),
             )
         write_plan(folder / "plan.toml", result.plan)
-        command = [*arguments, "--steps", str(steps)]
         turn_seconds = max(LEAST_TURN_SECONDS, STEPS_A_TURN * (result.baseline_seconds or 0.0))
-        groups = [_in_turns(folder, command, turn_seconds) for _ in range(rounds)]
+        groups = [_side_by_side(folder, arguments, steps, turn_seconds) for _ in range(rounds)]
+        command = [*arguments, "--steps", str(steps)]
         wholes = [_one_after_the_other(folder, command, turn) for turn in range(WHOLE_ROUNDS)]
     return Result(
         case=case,
@@ -119,6 +121,15 @@ def _commands(folder: Path, arguments: list[str]) -> dict[str, list[str]]:
         name: [*start, str(SCRIPT), *arguments, "--times", str(folder / f"{name}.json")]
         for name, start in starts.items()
     }
+
+
+def _side_by_side(folder: Path, arguments: list[str], steps: int, turn_seconds: float) -> list[tuple[float, float]]:
+    """The turns of a pair of processes; with more steps where one had ended before the other was warm."""
+    for times in (1, 2, 4, 8):
+        pairs = _in_turns(folder, [*arguments, "--steps", str(times * steps)], turn_seconds)
+        if pairs:
+            return pairs
+    raise RuntimeError(f"{8 * steps} steps of {arguments} are too few to have both in turns")
 
 
 def _in_turns(folder: Path, arguments: list[str], turn_seconds: float) -> list[tuple[float, float]]:
@@ -194,8 +205,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="pairs of processes, seen from outside")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results: list[Result] = []
+    results = _results_in(arguments.out) if arguments.out and arguments.out.exists() else []
+    known = {result.case for result in results}
     for kind, width, batch, steps in CASES:
+        if _case(kind, width, batch) in known:
+            continue
         results.append(measured(kind, width, batch, steps, arguments.budget, arguments.rounds))
         print(results[-1].line(), flush=True)
         if arguments.out:
@@ -204,6 +218,23 @@ def main() -> int:
     right = sum(result.right for result in claimed)
     print(f"{right} of {len(claimed)} gains as stated; {len(results) - len(claimed)} scripts without one")
     return 0
+
+
+def _case(kind: str, width: int, batch: int) -> str:
+    return f"{kind} --width {width} --batch {batch}"
+
+
+def _results_in(path: Path) -> list[Result]:
+    def result(found: dict[str, Any]) -> Result:
+        compared = {
+            name: None if found[name] is None else Comparison(**found[name])
+            for name in ("stated", "seen", "whole_runs")
+        }
+        return Result(
+            case=found["case"], plain_step_seconds=found["plain_step_seconds"], kept=tuple(found["kept"]), **compared
+        )
+
+    return [result(found) for found in json.loads(path.read_text())["results"]]
 
 
 def _write(path: Path, results: list[Result], budget_seconds: float) -> None:

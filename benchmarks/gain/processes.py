@@ -5,7 +5,7 @@
 Five scripts run plain and under a fixed plan, in pairs of fresh processes with alternating windows, as in the last
 comparison of `flatout tune`. From what was recorded, few pairs with short stretches of windows are drawn many times:
 the share of draws whose interval holds the median of all pairs is the coverage. USUAL_DEVIATION in
-flatout/tune/last_comparison.py comes from here.
+flatout/tuning/last_comparison.py comes from here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from flatout.levers.lever import choices_of_plan
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
 from flatout.statistics import compare_paired
-from flatout.tune.last_comparison import Pairs, comparison_of_groups, fresh_arms
-from flatout.tune.trial_process import TrialSetup
-from flatout.tune.windows import Pace, compare_arms
+from flatout.tuning.last_comparison import Pairs, comparison_of_groups, fresh_arms
+from flatout.tuning.trial_process import TrialSetup
+from flatout.tuning.windows import Pace, compare_arms
 
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits_mlp.py"
 DRAWS = 300
@@ -72,8 +72,7 @@ def recorded(case: Case, pairs: int, seconds: float) -> list[Pairs]:
     pace = replace(
         Pace.for_step(case.step_seconds, seconds=seconds),
         most_pairs=10_000,
-        stop_when_futile=False,
-        stop_when_clear=False,
+        stops_when_decided=False,
     )
     choices = choices_of_plan(case.plan, LEVERS)
     groups: list[Pairs] = [[] for _ in range(pairs)]

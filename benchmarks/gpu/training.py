@@ -176,7 +176,7 @@ def _flops(workload: Workload, batch: Any) -> float:
     step = by_hand(workload)
     finish = count_step()
     step(batch)
-    return finish().flops
+    return finish()
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -25,14 +26,15 @@ from benchmarks.proof import right_levers, wrong_levers
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
-from flatout.tune.deadline import Deadline
-from flatout.tune.prover import Pattern, Prover
-from flatout.tune.trial import Proof
-from flatout.tune.trial_process import TrialSetup
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.prover import Pattern, Prover
+from flatout.tuning.trial import Proof
+from flatout.tuning.trial_process import TrialSetup
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 STEP_SECONDS = 1.5e-3
-EPOCH_STEPS = {"mlp_epochs": 20, "cnn_schedule": 16, "bf16_already": 15, "two_optimizers": 18}
+EPOCH_STEPS = {"mlp_epochs": 20, "cnn_schedule": 16, "bf16_already": 15, "two_optimizers": 18, "own_updates": 20}
 PROOF_SECONDS = 60.0
 CLAIMS = ("rounding", "reduced")
 """Of wrong levers. One that claims 'bit-identical' is compared bit by bit: nothing that changes anything passes."""
@@ -83,7 +85,7 @@ def wrong_cases(draw: random.Random, on: int, sample: int | None) -> list[Case]:
     """Each fault on `on` scripts of those on which it does something; or a sample of the faults on all of them."""
     faults = list(wrong_levers.FAULTS)
     if sample is not None:
-        faults, on = draw.sample(faults, min(sample, len(faults))), len(wrong_levers.ALL)
+        faults, on = draw.sample(faults, min(sample, len(faults))), len(wrong_levers.EVERY)
     return [
         Case(
             lever=name,
@@ -167,6 +169,7 @@ def main() -> int:
     parser.add_argument("--on", nargs="+", help="these scripts alone")
     parser.add_argument("--out", type=Path, help="a JSON file for everything")
     arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for trials
     draw = random.Random(arguments.seed)
     cases = wrong_cases(draw, arguments.scripts, arguments.sample) if arguments.kind != "right" else []
     cases += right_cases() if arguments.kind != "wrong" and arguments.sample is None else []

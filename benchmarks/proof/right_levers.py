@@ -251,6 +251,8 @@ PLANTED: tuple[tuple[str, Exactness, Context, str], ...] = (
     ("linear in fp16", "reduced", linear(in_format("float16")), "numpy_batches"),
     ("linear in TF32", "reduced", linear(tf32), "two_optimizers"),
     ("convolution in bf16", "reduced", function("conv2d", conv_in_bf16), "cnn_schedule"),
+    ("linear in bf16 beside updates by hand", "reduced", linear(in_format("bfloat16")), "own_updates"),
+    ("linear by einsum beside updates by hand", "rounding", linear(by_einsum), "own_updates"),
     ("activations kept in bf16", "reduced", saved(in_16_bits, lambda p: p[0].to(p[1])), "numpy_batches"),
 )
 
@@ -268,9 +270,11 @@ OF_THE_CATALOGUE: tuple[tuple[str, Any, str], ...] = (
     ("autocast", "bf16", "numpy_batches"),
     ("autocast", "bf16", "lstm_text"),
     ("autocast", "bf16", "two_optimizers"),
+    ("autocast", "bf16", "own_updates"),
     ("fp32 products", "medium", "mlp_epochs"),
     ("batched fetch", "batched", "two_optimizers"),
     ("batched fetch", "batched", "mlp_epochs"),
+    ("batched fetch", "batched", "own_updates"),
     ("torch.compile", "default", "numpy_batches"),
 )
 

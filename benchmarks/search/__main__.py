@@ -23,10 +23,10 @@ from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
-from flatout.tune.deadline import Deadline
-from flatout.tune.search import Search, SearchLimits
-from flatout.tune.trial_process import TrialProcess, TrialSetup
-from flatout.tune.windows import Arm, Pace, compare_arms
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.search import Search, SearchLimits
+from flatout.tuning.trial_process import TrialProcess, TrialSetup
+from flatout.tuning.windows import Arm, Pace, compare_arms
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FIELDS = ("fetch", "allocator", "threads", "optimizer", "memory_format", "precision", "compile")
@@ -128,7 +128,9 @@ def against_best(
     with TrialProcess(setup) as process:
         process.start()
         process.window([], settle=3, steps=3)
-        pace = Pace(steps=40, settle=3, warm_steps=5, least_pairs=15, most_pairs=25, seconds=30)
+        pace = Pace(
+            steps=40, settle=3, warm_steps=5, least_pairs=15, most_pairs=25, seconds=30, stops_when_decided=False
+        )
         found = compare_arms(Arm(process, best), Arm(process, kept), pace).comparison
     return found.ratio, (found.low, found.high)
 

@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.train.workloads import Workload
-from flatout import Plan, TrainStep, batches, supervised
+from flatout import TrainStep, batches, supervised, tune
 
 Run = Callable[[int], list[float]]
+TUNE_SECONDS = 60.0
 
 
 def _loader(workload: Workload) -> Any:
@@ -59,15 +60,30 @@ def by_hand_on_our_batches(workload: Workload) -> Run:
     return by_hand(workload, batches((workload.inputs, workload.targets), workload.batch_size))
 
 
-def flatout(workload: Workload, plan: Plan | None = None) -> Run:
+def flatout(workload: Workload) -> Run:
     model = workload.model()
-    step = TrainStep(model, workload.optimizer(model), supervised(workload.loss), plan)
+    step = TrainStep(model, workload.optimizer(model), supervised(workload.loss))
     source = batches((workload.inputs, workload.targets), workload.batch_size)
     return lambda steps: _timed(step, source, steps)
 
 
 def flatout_tuned(workload: Workload) -> Run:
-    return flatout(workload, Plan(**workload.tune))  # type: ignore[arg-type]
+    """The plan that `flatout.tune` finds here and now."""
+    model = workload.model()
+    optimizer, loss_fn = workload.optimizer(model), supervised(workload.loss)
+    source = batches((workload.inputs, workload.targets), workload.batch_size)
+    found = tune(TrainStep(model, optimizer, loss_fn), source, budget_seconds=TUNE_SECONDS)
+    chosen = ", ".join(f"{name} = {value}" for name, value in found.plan.choices().items()) or "nothing"
+    print(f"  tuned in {found.seconds:.0f} s: {chosen} ({found.plan.exactness})", flush=True)
+
+    def run(steps: int) -> list[float]:
+        step = TrainStep(model, optimizer, loss_fn, found.plan)
+        try:
+            return _timed(step, source, steps)
+        finally:
+            step.close()  # a plan may set what holds for the process, such as its threads
+
+    return run
 
 
 def _engine(workload: Workload, engine: Any, model: Any, optimizer: Any, source: Any) -> Run:
@@ -146,6 +162,7 @@ def lightning(workload: Workload) -> Run:
 def hugging_face(workload: Workload) -> Run:
     import tempfile
 
+    import accelerate  # noqa: F401  # the Trainer needs it, and says so only when it runs
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -91,7 +91,7 @@ def measure(name: str, contenders: dict[str, Callable[[], Step]], rounds: int, c
             steps[label]()  # compilation, and the optimizer's state
     finish = count_step()
     steps["plain fp32"]()
-    flops = finish().flops
+    flops = finish()
     seconds: dict[str, list[float]] = {label: [] for label in steps}
     for _ in range(rounds):
         for label, step in steps.items():

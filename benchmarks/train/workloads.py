@@ -18,8 +18,6 @@ class Workload:
     inputs: torch.Tensor
     targets: torch.Tensor
     batch_size: int
-    tune: dict[str, str]
-    """The plan that `flatout tune` usually finds for such work on a CPU with bf16: for the row of best settings."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), 1e-3)
@@ -84,7 +82,6 @@ def workloads() -> list[Workload]:
             inputs=torch.randn(12_800, 784),
             targets=torch.randint(0, 10, (12_800,)),
             batch_size=64,
-            tune={"precision": "bf16", "optimizer": "fused"},
         ),
         Workload(
             name="ConvNet 32x32, batch 64",
@@ -92,7 +89,6 @@ def workloads() -> list[Workload]:
             inputs=torch.randn(1_280, 3, 32, 32),
             targets=torch.randint(0, 10, (1_280,)),
             batch_size=64,
-            tune={"memory_format": "channels_last", "precision": "bf16", "optimizer": "fused"},
         ),
         Workload(
             name="GPT 4 x 128, 64 tokens, batch 16",
@@ -100,6 +96,5 @@ def workloads() -> list[Workload]:
             inputs=text[:, :-1].contiguous(),
             targets=text[:, 1:].contiguous(),
             batch_size=16,
-            tune={"precision": "bf16", "optimizer": "fused"},
         ),
     ]

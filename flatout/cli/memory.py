@@ -1,4 +1,4 @@
-"""flatout memory: what holds a script's memory, when it peaks, and what creeps."""
+"""flatout memory: what holds a script's memory, when it peaks, and what leaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def memory(
     allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Run a script for a few steps: what holds its memory, when it peaks, what creeps from step to step.
+    """Run a script for a few steps: what holds its memory, when it peaks, what leaks from step to step.
 
     The script runs as a trial that changes none of your files, and is stopped after its steps. Exit code: 0 watched;
     the script's own, after its own traceback, where it fails;

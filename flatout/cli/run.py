@@ -169,7 +169,7 @@ class Run:
             self._verify(mismatch)
         elif "--trust-plan" not in self.options:
             self._compare_arguments()
-        choices = choices_of_plan(self.plan.choices(), LEVERS)
+        choices = choices_of_plan(self.plan.choices(), LEVERS, self.plan.proved_reduced)
         carried_out = {choice.field for choice in choices}
         if left_out := [name for name in self.plan.choices() if name not in carried_out]:
             self._note(f"not applied to a script, only by TrainStep and batches: {', '.join(left_out)}")
@@ -186,7 +186,7 @@ class Run:
 
     def _verify(self, mismatch: str) -> None:
         """A plan from elsewhere is a suggestion: its choices are tried here, and those that hold are applied."""
-        from flatout.tune.tune import TuneRequest, tune
+        from flatout.tuning.script_tuning import TuneRequest, tune_script
 
         if self.on_terminal:
             sys.stderr.write(f"{mismatch}: verifying it here first (--trust-plan skips this)\n")
@@ -195,7 +195,7 @@ class Run:
         )
         try:
             with signals_as_exits():
-                result = tune(request, self._machine)
+                result = tune_script(request, self._machine)
         except FlatoutError as error:
             self._note(f"{mismatch}, and could not be verified here: {error}")
             self.plan = replace(self.plan, **dict.fromkeys(self.plan.choices()), reasons={})

@@ -17,7 +17,7 @@ from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import AllowNetworkOption, IsolationOption
 
 if TYPE_CHECKING:
-    from flatout.tune.tune import TuneResult
+    from flatout.tuning.script_tuning import TuneResult
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
 STDIN_LIMIT_BYTES = 64 << 20
@@ -56,9 +56,8 @@ def tune(
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.script.entry import Target
-    from flatout.tune.deadline import Deadline
-    from flatout.tune.tune import TuneRequest
-    from flatout.tune.tune import tune as tune_script
+    from flatout.tuning.deadline import Deadline
+    from flatout.tuning.script_tuning import TuneRequest, tune_script
     from flatout.units import parse_seconds
 
     request = TuneRequest(

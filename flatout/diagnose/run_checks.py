@@ -15,7 +15,7 @@ DATA_SHARE_LIMIT = 0.15
 EVALUATION_SHARE_LIMIT = 0.3
 OTHER_SHARE_LIMIT = 0.3
 EPOCH_START_LIMIT = 0.02
-CREEP_LIMIT_BYTES_PER_HOUR = 1 << 30
+GROWTH_LIMIT_BYTES_PER_HOUR = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +80,13 @@ def _memory_nearly_out(facts: RunFacts) -> Finding | None:
     )
 
 
-def _memory_creep(facts: RunFacts) -> Finding | None:
+def _memory_growth(facts: RunFacts) -> Finding | None:
     growth = facts.growth
-    if growth is None or growth.bytes_per_hour < CREEP_LIMIT_BYTES_PER_HOUR:
+    if growth is None or growth.bytes_per_hour < GROWTH_LIMIT_BYTES_PER_HOUR:
         return None
     each = f", {format_bytes(growth.bytes_per_step)} a step" if growth.bytes_per_step is not None else ""
     return Finding(
-        name="memory-creep",
+        name="memory-growth",
         severity="warning",
         title=f"memory grows by {format_bytes(growth.bytes_per_hour)} an hour{each}",
         evidence=f"resident memory rose all through the last {format_seconds(growth.seconds)}, from "
@@ -176,13 +176,13 @@ def _large_part(facts: RunFacts, part: str, limit: float, name: str, title: str,
     )
 
 
-# What explains the others first: without a step nothing else can be said; a lever taken back and memory that creeps
+# What explains the others first: without a step nothing else can be said; a lever taken back and memory that leaks
 # threaten the run itself; then where the time goes, largest wins first.
 CHECKS: tuple[Callable[[RunFacts], Finding | None], ...] = (
     _no_step,
     _rolled_back,
     _memory_nearly_out,
-    _memory_creep,
+    _memory_growth,
     _idle_gpu,
     _starved,
     _epoch_starts,

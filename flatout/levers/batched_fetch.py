@@ -6,12 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from flatout.data.fetch import batched_fetch
-from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-
-DATA_SHARE_WORTH_TRYING = 0.03
 
 
 class BatchedFetch(Lever):
@@ -19,14 +17,18 @@ class BatchedFetch(Lever):
 
     name = "batched fetch"
     plan_field = "fetch"
+    in_steps = False
     exactness = "bit-identical"
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        share = observed.share("data")
+        if share is None:
+            return Saving(expected=0.05, least=-0.05, most=0.9)
+        return Saving(expected=0.8 * share, least=-0.05, most=share, why=f"waiting for data is {share:.1%} of a step")
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.loaders:
             return refuse("no DataLoader feeds training")
-        too_little = data_too_small(observed)
-        if too_little:
-            return refuse(too_little)
         if all(loader.workers for loader in observed.loaders):
             return refuse("the loader has workers, set by the script")
         found = next((loader for loader in observed.loaders if loader.fetch and not loader.workers), None)
@@ -39,11 +41,3 @@ class BatchedFetch(Lever):
 
     def label(self, value: Any) -> str:
         return self.name
-
-
-def data_too_small(observed: Observed) -> str:
-    """Why no change of the loader can pay, or '' if waiting for data is a real share of a step."""
-    share = observed.share("data")
-    if share is not None and share < DATA_SHARE_WORTH_TRYING:
-        return f"waiting for data is {share:.1%} of a step"
-    return ""

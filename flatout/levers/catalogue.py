@@ -1,4 +1,4 @@
-"""Every lever, in the order in which they are tried."""
+"""Every lever."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from flatout.levers.moved_to_device import MovedToDevice
 from flatout.levers.pinned_memory import PinnedMemory
 from flatout.levers.threads import Threads
 
-# First what changes no bit, then what changes rounding, then what reduces precision: a search that is cut short has
-# kept the safe ones. Within that, cheap before dear, and what others build on before those: bf16 before compile
-# (which then fuses its casts), layout before both. Levers that need a process of their own come last; but where the
-# script runs at all is settled before anything else, because every other lever is another one on another device.
+# In the order in which a plan applies them: what others build on before those (the layout before 16-bit products, these
+# before compile, which then fuses their casts). Within that, what changes no bit comes first, what reduces precision
+# last. A search tries first what promises most.
 #
 # There is none for loader workers, nor one that keeps samples or a copy of the data on the device: whatever a script
 # changes while it trains (a numpy view of its data leaves no trace), or does in `__getitem__`, would go unnoticed.
 LEVERS: tuple[Lever, ...] = (
     MovedToDevice(),
     BatchedFetch(),
-    RetainMemory(),
     FlushDenormals(),
     Threads(),
     FusedOptimizer(),
@@ -39,6 +37,7 @@ LEVERS: tuple[Lever, ...] = (
     Autocast(),
     MatmulPrecision(),
     Compile(),
+    RetainMemory(),
     PinnedMemory(),
     PreloadedAllocator(),
 )

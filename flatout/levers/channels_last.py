@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.replaced import replaced
 from flatout.levers.subject import Subject
@@ -28,6 +28,9 @@ class ChannelsLast(Lever):
     plan_field = "memory_format"
     exactness = "rounding"
     acts_on_forward = True
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        return Saving(expected=0.15 * observed.busy_share, least=-0.5, most=0.5 * observed.busy_share)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not any(module.convolutions for module in observed.modules):

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.replaced import replaced
 from flatout.levers.subject import Subject, Undo
@@ -37,6 +37,9 @@ class ChunkedLoss(Lever):
     exactness = "rounding"
     aim = "memory"
     acts_on_forward = True
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        return Saving(expected=0.0, least=-0.3, most=0.2)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):

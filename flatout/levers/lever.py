@@ -7,13 +7,16 @@
 
 `switch` says when it can be turned:
     live       between two steps of a running process
-    loader     when a loader makes its next iterator; in a trial, from the start of a process of its own
+    start      before the script trains: what it changes in a process stays changed
+    loader     when a loader makes its next iterator
     process    only from the environment of a new process
+
+In a trial, all but `live` are on from the start of a process of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -23,7 +26,7 @@ from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.plan import Exactness
 
-Switch = Literal["live", "loader", "process"]
+Switch = Literal["live", "start", "loader", "process"]
 Aim = Literal["time", "memory"]
 
 EXACTNESS_ORDER: tuple[Exactness, ...] = ("bit-identical", "rounding", "reduced")
@@ -38,6 +41,29 @@ class Verdict:
 
     def __bool__(self) -> bool:
         return bool(self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What a lever is predicted to save: shares of a step's time, up to 1; below 0 the step takes longer.
+
+    `python -m benchmarks.search.predictions` says how far off they are, and how many lie between `least` and `most`.
+    """
+
+    expected: float
+    least: float
+    most: float
+    why: str = ""
+    """What bounds it: 'the optimizer takes 0.4% of a step'."""
+
+    @property
+    def ratios(self) -> tuple[float, float, float]:
+        """(least, expected, most) as times as fast."""
+        return (_ratio(self.least), _ratio(self.expected), _ratio(self.most))
+
+
+def _ratio(saved: float) -> float:
+    return 1 / max(1e-3, 1 - saved)
 
 
 def refuse(reason: str) -> Verdict:
@@ -61,6 +87,16 @@ class Lever:
     """True where it changes what runs inside the model: a failure there names this lever before others."""
     compiles: ClassVar[bool] = False
     """True where the first steps pay for compilation, so that a silent minute is not taken for a hang."""
+
+    in_steps: ClassVar[bool] = True
+    """Can TrainStep carry it out? Otherwise it acts on loading, or on a whole process."""
+
+    comes_first: ClassVar[bool] = False
+    """True where every other lever is another one once this is on."""
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        """What it is predicted to save of a step. It decides when the lever is tried, and whether it can pay at all."""
+        return Saving(expected=0.01, least=-0.1, most=0.3)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         """Which values to try on this machine for this loop, or why none."""
@@ -89,6 +125,13 @@ class Choice:
 
     lever: Lever
     value: Any
+    relaxed: bool = False
+    """The script's numbers changed by more than its lever claims, so that it claims 'reduced' here."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """What it claims to leave of the numbers."""
+        return "reduced" if self.relaxed else self.lever.exactness
 
     @property
     def field(self) -> str:
@@ -113,13 +156,13 @@ def choices_from_json(data: Sequence[Sequence[Any]], levers: Sequence[Lever]) ->
     return [Choice(by_name[name], value) for name, value in data]
 
 
-def choices_of_plan(chosen: Mapping[str, Any], levers: Sequence[Lever]) -> list[Choice]:
-    """The levers that carry out a plan's choices, in the catalogue's order."""
+def choices_of_plan(chosen: Mapping[str, Any], levers: Sequence[Lever], relaxed: Collection[str] = ()) -> list[Choice]:
+    """The levers that carry out a plan's choices, in the catalogue's order; `relaxed`: a plan's `proved_reduced`."""
     found: list[Choice] = []
     for lever in levers:
         value = chosen.get(lever.plan_field)
         if value is None or any(choice.field == lever.plan_field for choice in found):
             continue
         if lever.takes(value):
-            found.append(Choice(lever, value))
+            found.append(Choice(lever, value, lever.plan_field in relaxed))
     return found

@@ -10,6 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from flatout.machine.ceilings import Peak
+from flatout.machine.description import Machine
+
+USUAL_BUSY_SHARE, USUAL_PRODUCTS = 0.6, 0.5
+"""Where nothing was measured: forward and backward of a step, and products of these."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSeen:
@@ -60,6 +66,16 @@ class ModuleSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one step computes, forward, backward and update: fields of Observed."""
+
+    flops_per_step: float | None
+    operations_per_step: int
+    denormal_share: float | None
+    denormal_slowdown: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observed:
     """The loop as it runs today."""
 
@@ -85,12 +101,53 @@ class Observed:
     """Where the script asks for gradients of gradients, or may come to; '' where nothing speaks for it."""
     seeded_by_script: bool = False
     backwards_per_step: float | None = None
+    flops_per_step: float | None = None
+    """Floating-point operations of the products of one step."""
+    operations_per_step: int | None = None
+    """As torch dispatches them."""
+    denormal_share: float | None = None
+    """Of the fp32 values that the operations of one step took and gave, as far as they were looked at."""
+    denormal_slowdown: float | None = None
+    """How many times as long this processor takes for such values; None where a step met none."""
+    page_faults_per_step: float | None = None
+    """Minor ones: memory that the process had given back, or never had."""
 
     def share(self, kind: str) -> float | None:
         """The share of a step that goes to `kind` ('data', 'forward', ...), 0 to 1; None where it was not measured."""
         if not self.step_seconds or kind not in self.breakdown_seconds:
             return None
         return self.breakdown_seconds[kind] / self.step_seconds
+
+    @property
+    def busy_share(self) -> float:
+        """The share of forward and backward passes; a usual one where it was not measured."""
+        shares = [self.share(kind) for kind in ("forward", "backward")]
+        return USUAL_BUSY_SHARE if None in shares else min(1.0, sum(share or 0.0 for share in shares))
+
+    def product_share(self, machine: Machine) -> float:
+        """The share of matrix products and convolutions: their operations at the measured fp32 rate of the device."""
+        peak = self._peaks(machine).get("fp32")
+        if peak is None or not self.flops_per_step or not self.step_seconds:
+            return USUAL_PRODUCTS * self.busy_share
+        return min(self.busy_share, self.flops_per_step / peak.value / self.step_seconds)
+
+    def share_of_operations(self, seconds: float) -> float:
+        """The share of a step that so much for each of its operations makes; 0 where they were not counted."""
+        if not self.operations_per_step or not self.step_seconds:
+            return 0.0
+        return self.operations_per_step * seconds / self.step_seconds
+
+    def saved_by_dtype(self, machine: Machine, dtype: str) -> float:
+        """The share that products in this format save, at the measured rates; half of them where one is unknown."""
+        slow, fast = self._peaks(machine).get("fp32"), self._peaks(machine).get(dtype)
+        saved = 1 - slow.value / fast.value if slow and fast else 0.5
+        return max(0.0, saved) * self.product_share(machine)
+
+    def _peaks(self, machine: Machine) -> Mapping[str, Peak]:
+        """Of the device that trains; ceilings are of the GPU where there is one."""
+        measured = machine.ceilings
+        same = measured is not None and measured.device.partition(":")[0] == self.device.partition(":")[0]
+        return measured.gemm_flops_per_second if measured is not None and same else {}
 
     @property
     def loop(self) -> str:

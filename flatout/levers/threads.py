@@ -6,10 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
+from flatout.units import format_seconds
+
+HANDOVER_SECONDS = 10e-6
+"""What handing a part of one operation to another thread may cost, with the wait for it, at the most."""
 
 
 class Threads(Lever):
@@ -18,6 +22,13 @@ class Threads(Lever):
     name = "threads"
     plan_field = "threads"
     exactness = "rounding"
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        if observed.threads > machine.cpu.available_cores or not observed.operations_per_step:
+            return Saving(expected=0.1, least=-1.0, most=0.9)
+        one = (observed.step_seconds or 0.0) / observed.operations_per_step
+        most = min(0.9, observed.threads * HANDOVER_SECONDS / max(one, 1e-9))
+        return Saving(expected=0.2 * most, least=-1.0, most=most, why=f"an operation takes {format_seconds(one)}")
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":

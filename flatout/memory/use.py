@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flatout.memory.creep import held_at
+from flatout.memory.leaks import held_at
 from flatout.memory.savings import Saving, savings_of
 from flatout.memory.timeline import CATEGORIES, Allocation, Timeline
 

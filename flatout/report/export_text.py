@@ -6,7 +6,7 @@ from typing import Any
 
 from flatout.infer.exporting.report import ExportCheck, ExportedFile, ExportFailure, ExportReport, SizeRange
 from flatout.report.document import document
-from flatout.units import format_bytes, format_seconds
+from flatout.units import format_bytes, format_seconds, labelled
 
 KIND = "export"
 
@@ -21,16 +21,12 @@ def export_text(report: ExportReport) -> str:
     size = f"{report.parameters:,} parameters, {format_bytes(report.weight_bytes)}"
     rows = [("model", f"{report.model} · {size} · in eval mode · torch {report.torch_version}")]
     for file in report.files:
-        rows += _labelled(file.format, _failed(file.failure) if file.failure else _verified(file))
+        rows += labelled(file.format, _failed(file.failure) if file.failure else _verified(file))
         rows += [("", note) for note in file.notes]
-    rows += _labelled("note", list(report.notes))
+    rows += labelled("note", list(report.notes))
     good = sum(file.failure is None for file in report.files)
     rows.append(("verdict", f"{good} of {len(report.files)} exported and verified in {format_seconds(report.seconds)}"))
     return "\n".join(f"{label:<12}{text}" for label, text in rows)
-
-
-def _labelled(label: str, texts: list[str]) -> list[tuple[str, str]]:
-    return [(label if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def _failed(failure: ExportFailure) -> list[str]:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flatout.memory.creep import LEAST_STEPS, Creep
+from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.savings import Saving
 from flatout.memory.use import MemoryUse
 from flatout.report.document import document
 from flatout.script.memory_trial import MemoryWatched
-from flatout.units import format_bytes
+from flatout.units import format_bytes, labelled
 
 KIND = "memory"
 BARS = "▁▂▃▄▅▆▇█"
@@ -32,11 +32,11 @@ def memory_document(watched: MemoryWatched) -> dict[str, Any]:
             "steps": watched.steps,
             "step_kind": watched.step_kind,
             "use": watched.use.to_json() if watched.use is not None else None,
-            "creep": {
+            "leaks": {
                 "verdict": watched.verdict,
                 "judged_steps": watched.judged_steps,
-                "creeps": [asdict(creep) for creep in watched.creeping],
-                "bounded": [asdict(creep) for creep in watched.creeps if creep.bounded],
+                "leaks": [asdict(leak) for leak in watched.leaking],
+                "bounded": [asdict(leak) for leak in watched.leaks if leak.bounded],
                 "waited_for_the_garbage_collector": list(watched.collected),
             },
             "resident_bytes": list(watched.resident_bytes),
@@ -53,19 +53,15 @@ def memory_text(watched: MemoryWatched) -> str:
     if use is not None:
         rows += _peak(use)
         rows += _timeline(use, watched.resident_bytes)
-        rows += _labelled("lines", [_line_text(use, number) for number in range(min(LINES_SHOWN, len(use.lines)))])
-        rows += _labelled("tensors", [_tensor_text(use, n) for n in range(min(TENSORS_SHOWN, len(use.tensors)))])
+        rows += labelled("lines", [_line_text(use, number) for number in range(min(LINES_SHOWN, len(use.lines)))])
+        rows += labelled("tensors", [_tensor_text(use, n) for n in range(min(TENSORS_SHOWN, len(use.tensors)))])
     process = f"{format_bytes(watched.peak_resident_bytes)} at the most: the whole process, Python and libraries too"
     rows.append(("resident", process))
     if use is not None:
-        rows += _labelled("savings", [_saving_text(saving) for saving in use.savings])
-    rows += _labelled("creep", _creep_lines(watched))
-    rows += _labelled("note", _notes(watched))
+        rows += labelled("savings", [_saving_text(saving) for saving in use.savings])
+    rows += labelled("leaks", _leak_lines(watched))
+    rows += labelled("note", _notes(watched))
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
-
-
-def _labelled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    return [(label if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def _steps(watched: MemoryWatched) -> str:
@@ -142,39 +138,39 @@ def _saving_text(saving: Saving) -> str:
     return f"{saving.measure}: {word}{format_bytes(saving.held_bytes)} less held, {peak}{how}"
 
 
-def _creep_lines(watched: MemoryWatched) -> list[str]:
+def _leak_lines(watched: MemoryWatched) -> list[str]:
     if watched.use is None:
         return []
-    lines = [text for creep in watched.creeping for text in _creep_text(creep)]
+    lines = [text for leak in watched.leaking for text in _leak_text(leak)]
     if not lines and watched.verdict == "steady":
         lines.append(f"none: what is held between steps is steady over {watched.judged_steps} steps")
     elif not lines:
         lines.append(f"unknown: {watched.judged_steps} steps after the warm-up, and {LEAST_STEPS} are needed to tell")
-    lines += [f"not creep: {_holder(creep)}: {creep.bounded}" for creep in watched.creeps if creep.bounded]
+    lines += [f"not a leak: {_holder(leak)}: {leak.bounded}" for leak in watched.leaks if leak.bounded]
     return lines
 
 
-def _creep_text(creep: Creep) -> list[str]:
-    line = f"{creep.line}  {creep.source}" if creep.line else "the line that holds was not found"
-    growth = f"{format_bytes(creep.bytes_per_step)} of tensors a step"
-    if creep.graph_nodes_per_step:
-        growth += f", {creep.graph_nodes_per_step:.3g} nodes of autograd's graph a step"
-    texts = [f"held by {_holder(creep)}: {line}", f"  {growth}"]
-    if creep.births:
-        more = f" and {len(creep.births) - 3} more" if len(creep.births) > 3 else ""
-        texts.append(f"  made at {', '.join(creep.births[:3])}{more}")
+def _leak_text(leak: Leak) -> list[str]:
+    line = f"{leak.line}  {leak.source}" if leak.line else "the line that holds was not found"
+    growth = f"{format_bytes(leak.bytes_per_step)} of tensors a step"
+    if leak.graph_nodes_per_step:
+        growth += f", {leak.graph_nodes_per_step:.3g} nodes of autograd's graph a step"
+    texts = [f"held by {_holder(leak)}: {line}", f"  {growth}"]
+    if leak.births:
+        more = f" and {len(leak.births) - 3} more" if len(leak.births) > 3 else ""
+        texts.append(f"  made at {', '.join(leak.births[:3])}{more}")
     return texts
 
 
-def _holder(creep: Creep) -> str:
-    if not creep.holder:
+def _holder(leak: Leak) -> str:
+    if not leak.holder:
         return "something without a name"
-    known = [creep.type_name]
-    if creep.entries is not None:
-        known.append(f"{creep.entries} entries")
-    if creep.entries_per_step:
-        known.append(f"{creep.entries_per_step:+.3g} a step")
-    return f"`{creep.holder}` ({', '.join(part for part in known if part)})"
+    known = [leak.type_name]
+    if leak.entries is not None:
+        known.append(f"{leak.entries} entries")
+    if leak.entries_per_step:
+        known.append(f"{leak.entries_per_step:+.3g} a step")
+    return f"`{leak.holder}` ({', '.join(part for part in known if part)})"
 
 
 def _notes(watched: MemoryWatched) -> list[str]:

@@ -11,12 +11,12 @@ from flatout.levers.observed import Observed
 from flatout.machine.ceilings import Ceilings
 from flatout.report.document import document
 from flatout.report.machine_text import machine_line
-from flatout.statistics import Comparison
 from flatout.timing import measurement
-from flatout.tune.trial import NotTried, Proof, Trial
-from flatout.tune.tune import TuneResult
-from flatout.tune.whole_run import WholeRun
-from flatout.units import format_bytes, format_rate, format_seconds
+from flatout.tuning.script_tuning import TuneResult
+from flatout.tuning.short_budget import budget_option
+from flatout.tuning.trial_lines import not_tried_lines, nothing_found, proof_lines, ratio_text, reach_lines, trial_lines
+from flatout.tuning.whole_run import WholeRun
+from flatout.units import format_rate, format_seconds, labelled
 
 KIND = "tune"
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
@@ -26,11 +26,12 @@ SMALLEST_SHARE_SHOWN = 0.005
 def tune_text(result: TuneResult) -> str:
     """The whole result on one screen."""
     rows = [("machine", machine_line(result.machine)), ("script", _script(result))]
-    rows += _tried(result)
-    rows += [("not tried" if i == 0 else "", text) for i, text in enumerate(_not_tried(result.state.not_tried))]
+    rows += labelled("tried", trial_lines(result.state.trials))
+    rows += labelled("not tried", not_tried_lines(result.state.not_tried))
     rows += [("result", _result(result))]
+    rows += [("", line) for line in reach_lines(result.state, budget_option)]
     rows += [("", line) for line in _whole_run(result.whole)]
-    rows += [("", line) for line in _proof_lines(result.proof)]
+    rows += [("", line) for line in proof_lines(result.proof)]
     rows += [("note", text) for text in result.warnings]
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
 
@@ -89,45 +90,10 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
 
 
-def _tried(result: TuneResult) -> list[tuple[str, str]]:
-    trials = result.state.trials
-    width = max((len(trial.label) for trial in trials), default=0)
-    return [("tried" if i == 0 else "", _trial(trial, width)) for i, trial in enumerate(trials)]
-
-
-def _trial(trial: Trial, width: int) -> str:
-    head = f"{trial.outcome:<8}{trial.label:<{width}}  "
-    if trial.comparison is None or trial.baseline_seconds is None or trial.candidate_seconds is None:
-        return f"{head}{trial.reason}"
-    times = f"{format_seconds(trial.baseline_seconds)} -> {format_seconds(trial.candidate_seconds)}"
-    tail = f"{times:<21} {ratio_text(trial.comparison)}"
-    if trial.baseline_peak_bytes is not None and trial.candidate_peak_bytes is not None:
-        tail += f"  peak {format_bytes(trial.baseline_peak_bytes)} -> {format_bytes(trial.candidate_peak_bytes)}"
-    if trial.outcome == "kept":
-        tail += f"  {trial.exactness}"
-        return f"{head}{tail}" + ("" if trial.reason == "faster" else f"; {trial.reason}")
-    return f"{head}{tail}  {trial.reason}"
-
-
-def ratio_text(comparison: Comparison) -> str:
-    """'x1.47 ±0.02': half the width of the confidence interval."""
-    if not comparison.has_interval:
-        return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
-    half = (comparison.high - comparison.low) / 2
-    return f"x{comparison.ratio:.2f} ±{half:.2f}"
-
-
-def _not_tried(skipped: tuple[NotTried, ...] | list[NotTried]) -> list[str]:
-    """One line for each reason, so that the GPU's levers on a CPU do not fill the screen."""
-    by_reason: dict[str, list[str]] = {}
-    for entry in skipped:
-        by_reason.setdefault(entry.reason, []).append(entry.label)
-    return [f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
-
-
 def _result(result: TuneResult) -> str:
     if not result.state.kept:
-        return f"{_nothing_kept(result)}; the script runs as it is, {_share(result, result.baseline_seconds)}"
+        found = nothing_found(result.state, result.request.budget_seconds, budget_option)
+        return f"{found}; the script runs as it is, {_share(result, result.baseline_seconds)}"
     if result.final is None:
         return "kept levers were faster one by one, but the whole could not be measured afresh"
     final = result.final.comparison
@@ -136,15 +102,6 @@ def _result(result: TuneResult) -> str:
     if final.verdict != "faster":
         speed += f", {final.verdict}"
     return f"{speed} · {_share(result, result.final.candidate_seconds)}"
-
-
-def _nothing_kept(result: TuneResult) -> str:
-    """What was not tried cannot be said not to help."""
-    late = sum(entry.for_lack_of_time for entry in result.state.not_tried)
-    if not late:
-        return "nothing helps here"
-    budget = format_seconds(result.request.budget_seconds)
-    return f"nothing found in the budget of {budget}, with {late} not tried for lack of time (more: --budget)"
 
 
 def _whole_run(whole: WholeRun | None) -> list[str]:
@@ -159,35 +116,6 @@ def _whole_run(whole: WholeRun | None) -> list[str]:
         return [text]
     times = f"{format_seconds(whole.plain_seconds)} -> {format_seconds(whole.planned_seconds)}"
     return [text, f"a whole run of {whole.steps:,} steps, start-up included: x{whole.ratio:.2f} ({times})"]
-
-
-def _proof_lines(proof: Proof | None) -> list[str]:
-    if proof is None:
-        return []
-    lines = [f"numbers {proof.verdict} {_horizon(proof)}"]
-    width = max(len(claim.verdict) for claim in proof.claims) if proof.claims else 0
-    lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
-    seen = []
-    if proof.loss_difference is not None:
-        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
-    if proof.gradient_difference is not None:
-        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
-    if seen:
-        lines.append("  largest relative differences from the same state: " + ", ".join(seen))
-    return lines + list(proof.notes)
-
-
-def _horizon(proof: Proof) -> str:
-    """Over what the claim was proved; what comes later in the script was not seen."""
-    if proof.epochs is None:
-        return f"over {proof.steps} steps"
-    if proof.covers_epochs:
-        return f"over {proof.steps} steps, {proof.epochs:.1f} epochs"
-    return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
-
-
-def _floor(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1e}"
 
 
 def tune_document(result: TuneResult) -> dict[str, Any]:

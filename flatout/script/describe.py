@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flatout.data.fetch import strategy
 from flatout.levers.attention import attention_by_hand
@@ -19,7 +19,6 @@ from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
-from flatout.script.watch import Watch
 
 UNSEEDED = 20_261_121
 """The seed that trials give to torch before a script can give its own."""
@@ -33,8 +32,29 @@ def device_of(subject: Subject) -> Device:
     return CudaDevice(int(name.partition(":")[2] or 0)) if name.startswith("cuda") else CpuDevice()
 
 
+class WatchedLoop(Protocol):
+    """What is known of a loop beside its handles."""
+
+    subject: Subject
+
+    @property
+    def step_kind(self) -> str | None: ...
+
+    @property
+    def saw_autocast(self) -> bool: ...
+
+    @property
+    def saw_scaler(self) -> bool: ...
+
+    @property
+    def saw_compile(self) -> bool: ...
+
+    @property
+    def saw_create_graph(self) -> bool: ...
+
+
 def observe(
-    watch: Watch,
+    watch: WatchedLoop,
     *,
     threads_at_start: int | None,
     rows: Sequence[StepRow],
@@ -51,7 +71,7 @@ def observe(
     subject = watch.subject
     return Observed(
         device=device_name(subject),
-        step_kind=watch.finder.kind or "unknown",
+        step_kind=watch.step_kind or "unknown",
         step_seconds=statistics.median(row.seconds for row in rows) if rows else None,
         breakdown_seconds=breakdown(rows),
         optimizers=tuple(see_optimizer(optimizer) for optimizer in subject.optimizers),
@@ -70,6 +90,7 @@ def observe(
         differentiates_twice=_differentiates_twice(watch),
         seeded_by_script=torch.initial_seed() != UNSEEDED,
         backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
+        page_faults_per_step=_page_faults(rows),
     )
 
 
@@ -86,6 +107,12 @@ def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
     parts["evaluation"] = statistics.fmean(row.parts.get("evaluation", 0.0) for row in rows)
     scale = middle / max(1e-12, sum(seconds for kind, seconds in parts.items() if kind != "evaluation"))
     return {kind: seconds * (1 if kind == "evaluation" else scale) for kind, seconds in parts.items()}
+
+
+def _page_faults(rows: Sequence[StepRow]) -> float | None:
+    """Of the median step; None where they were not counted."""
+    faults = [row.page_faults for row in rows if row.page_faults is not None]
+    return float(statistics.median(faults)) if faults else None
 
 
 def _see_loader(loader: Any, lengths: bool) -> LoaderSeen:
@@ -125,7 +152,7 @@ def _see_module(module: Any) -> ModuleSeen:
     )
 
 
-def _differentiates_twice(watch: Watch) -> str:
+def _differentiates_twice(watch: WatchedLoop) -> str:
     """Where the script asks for gradients of gradients, or may do so later; '' if nothing speaks for it."""
     if watch.saw_create_graph:
         return "the script asks for gradients with create_graph"

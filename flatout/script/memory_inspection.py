@@ -1,4 +1,4 @@
-"""The look at a script that stands still between two steps: its timeline, what creeps in it, and who holds that."""
+"""The look at a script that stands still between two steps: its timeline, what leaks in it, and who holds that."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.memory.creep import Creep, Growth, grows_steadily, growths
 from flatout.memory.graphs import Graph, graphs_of, live_tensors
 from flatout.memory.holders import Found, HolderSearch
 from flatout.memory.holding_lines import HoldingLines, Scope, hook_lines, lines_of, refers_to_itself
+from flatout.memory.leaks import Growth, Leak, grows_steadily, growths
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, identity
 from flatout.memory.use import use_of
@@ -89,15 +89,15 @@ class Inspection:
         return [_size_of(suspect.found) for suspect in self.suspects]
 
     def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> dict[str, Any]:
-        creeps = [
-            creep
+        leaks = [
+            leak
             for number, suspect in enumerate(self.suspects)
-            if (creep := self._creep(suspect, traced(number), steps_traced)) is not None
+            if (leak := self._leak(suspect, traced(number), steps_traced)) is not None
         ]
         return {
             "use": self.use.to_json(),
             "judged_steps": self.judged_steps,
-            "creeps": [asdict(creep) for creep in sorted(creeps, key=lambda creep: -creep.bytes_per_step)],
+            "leaks": [asdict(leak) for leak in sorted(leaks, key=lambda leak: -leak.bytes_per_step)],
             "collected": self.collected,
         }
 
@@ -199,7 +199,7 @@ class Inspection:
                     if lines.grows and not suspect.lines.grows:
                         suspect.file, suspect.lines = file, lines
 
-    def _creep(self, suspect: Suspect, traced: tuple[str, int] | None, steps_traced: int) -> Creep | None:
+    def _leak(self, suspect: Suspect, traced: tuple[str, int] | None, steps_traced: int) -> Leak | None:
         found = suspect.found
         file, line = suspect.file, (suspect.lines.grows or (0,))[0]
         if traced is not None and found is not None and found.kind != "cached function":
@@ -216,7 +216,7 @@ class Inspection:
         if entries is not None and suspect.entries_before is not None and steps_traced:
             grown = (entries - suspect.entries_before) / steps_traced
         tensors = sum((growth.counts[-1] - growth.counts[0]) / (len(growth.counts) - 1) for growth in suspect.growths)
-        return Creep(
+        return Leak(
             holder=found.name if found is not None else "",
             kind=found.kind if found is not None else "",
             type_name=found.type_name if found is not None else "",

@@ -1,7 +1,7 @@
 """The parent's end of `flatout memory`: start the isolated process, wait for its answer, clean up after it.
 
     watched = watch_memory(MemoryRequest(target=Target.from_command(["train.py"])))
-    watched.use.peak.size_bytes, watched.creeps
+    watched.use.peak.size_bytes, watched.leaks
 
 Nothing of the user's is touched: the process writes to a copy, and ends after a few steps.
 """
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from flatout.environment import trial_environment
 from flatout.errors import ScriptError, TrialError
-from flatout.memory.creep import LEAST_STEPS, Creep
+from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.use import MemoryUse
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
@@ -59,7 +59,7 @@ class MemoryWatched:
     steps: int
     use: MemoryUse | None
     """None: the script never imported torch."""
-    creeps: tuple[Creep, ...]
+    leaks: tuple[Leak, ...]
     judged_steps: int
     resident_bytes: tuple[int, ...]
     """Of the process, at the end of each step: with Python, torch's libraries and our own records."""
@@ -73,13 +73,13 @@ class MemoryWatched:
     """What the script wrote to stderr, where it failed."""
 
     @property
-    def creeping(self) -> tuple[Creep, ...]:
-        return tuple(creep for creep in self.creeps if not creep.bounded)
+    def leaking(self) -> tuple[Leak, ...]:
+        return tuple(leak for leak in self.leaks if not leak.bounded)
 
     @property
-    def verdict(self) -> Literal["creeps", "steady", "unknown"]:
-        if self.creeping:
-            return "creeps"
+    def verdict(self) -> Literal["leaks", "steady", "unknown"]:
+        if self.leaking:
+            return "leaks"
         return "steady" if self.judged_steps >= LEAST_STEPS else "unknown"
 
 
@@ -99,14 +99,14 @@ def _watched(request: MemoryRequest, answer: dict[str, Any], errors: str) -> Mem
         raise ScriptError(answer["reason"])
     if answer["event"] == "fault":
         raise TrialError(f"the memory could not be watched: {answer['reason']}")
-    creeps = [Creep(**{**one, "births": tuple(one["births"])}) for one in answer.get("creeps", ())]
+    leaks = [Leak(**{**one, "births": tuple(one["births"])}) for one in answer.get("leaks", ())]
     return MemoryWatched(
         target=request.target,
         status=answer.get("status"),
         step_kind=answer.get("step_kind"),
         steps=answer.get("steps", 0),
         use=MemoryUse.from_json(answer["use"]) if "use" in answer else None,
-        creeps=tuple(creeps),
+        leaks=tuple(leaks),
         judged_steps=answer.get("judged_steps", 0),
         resident_bytes=tuple(answer.get("resident_bytes", ())),
         peak_resident_bytes=answer["peak_resident_bytes"],

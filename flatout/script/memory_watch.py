@@ -1,7 +1,7 @@
-"""Follow every tensor of a running script for a few steps, then say what held the memory and what creeps.
+"""Follow every tensor of a running script for a few steps, then say what held the memory and what leaks.
 
 Installed before the script starts; the tracker comes on as soon as the script has imported torch. When enough steps
-have been watched the timeline is taken and judged; where something creeps, two more steps run under a trace that sees
+have been watched the timeline is taken and judged; where something leaks, two more steps run under a trace that sees
 which line makes its holder grow. Then `finished` is called, which ends the process.
 """
 

@@ -8,10 +8,10 @@ plain run: what `flatout.script.reference` compares.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from flatout.levers.subject import Subject
 from flatout.script.reference import (
@@ -22,7 +22,6 @@ from flatout.script.reference import (
     named_buffers,
     named_weights,
 )
-from flatout.script.watch import Watch
 
 Role = Literal["free", "reference", "checked"]
 Nudge = Literal["none", "rounding", "16-bit"]
@@ -51,10 +50,22 @@ class NumericsRequest:
         return cls(**{**data, "checks": tuple(data["checks"])})
 
 
+class WatchedSteps(Protocol):
+    """Who tells a recorder what goes on."""
+
+    subject: Subject
+    at_backward: list[Callable[[tuple[Any, ...]], None]]
+    before_optimizer: list[Callable[[Any], None]]
+    at_iterator: list[Callable[[Any, float], None]]
+
+    @property
+    def inside_optimizer(self) -> bool: ...
+
+
 class NumericsRecorder:
     """Records the steps between its creation and `finish`. Make it at a step boundary."""
 
-    def __init__(self, watch: Watch, request: NumericsRequest) -> None:
+    def __init__(self, watch: WatchedSteps, request: NumericsRequest) -> None:
         self._watch, self._request = watch, request
         self._losses: list[list[Any]] = [[]]
         self._norms: list[Any] = []

@@ -157,7 +157,7 @@ class Runner:
         """Why a choice is left off here; '' if it is not. What was on before torch's first call is not asked again."""
         if choice.lever.switch != "live":
             return ""
-        if choice.lever.exactness == "reduced" and self._proved_for not in (None, observed.loop):
+        if choice.exactness == "reduced" and self._proved_for not in (None, observed.loop):
             return f"it was proved for {self._proved_for or 'a loop not named'}; here trains {observed.loop}"
         verdict = choice.lever.applies(machine, observed)
         return "" if verdict else verdict.reason

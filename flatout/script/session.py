@@ -6,7 +6,7 @@ one line back:
     describe                                -> what was seen of the loop (`Observed`)
     window  levers, settle, steps, resting  -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps                -> rows of where the time of each step went
-    flops                                   -> floating point operations of one step
+    work                                    -> what one step computes (`StepWork`)
     peak  levers                            -> the most that the tensors of one step hold at once
     numerics  levers, request               -> losses, gradients and final weights of the next steps (NumericsRequest)
     stop                                    -> the process leaves at once
@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from flatout.environment import thread_variables
@@ -36,7 +37,6 @@ from flatout.script.device_calls import device_name
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.step_memory import StepMemory
 from flatout.script.watch import Watch
-from flatout.train.flops import count_step
 
 
 class Session:
@@ -109,7 +109,7 @@ class Session:
             "describe": self._describe,
             "window": self._window,
             "breakdown": self._breakdown,
-            "flops": self._flops,
+            "work": self._work,
             "peak": self._peak,
             "numerics": self._numerics,
             "stop": _leave,
@@ -178,13 +178,14 @@ class Session:
 
         return boundary
 
-    def _flops(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _work(self, command: dict[str, Any]) -> Callable[[], bool]:
+        from flatout.script.step_work import follow_step
+
         self.applied.set(self._start_choices)
-        finish = count_step()
+        finish = follow_step()
 
         def boundary() -> bool:
-            count = finish()
-            self._write({"event": "flops", "flops": count.flops, "uncounted": count.uncounted})
+            self._write({"event": "work", "work": asdict(finish())})
             return True
 
         return boundary

@@ -16,6 +16,8 @@ class StepRow:
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
     backwards: int = 1
+    page_faults: int | None = None
+    """Minor ones, of all threads; None: not counted."""
 
 
 class Spans:

@@ -1,7 +1,7 @@
 """The process of one trial: isolate, seed, watch, run the script, obey the parent.
 
-Started by `flatout.tune.trial_process`, with a file of settings; it talks over two inherited
-pipes and writes what the script prints to the log that it was given as stdout and stderr.
+Started by `flatout.tuning.trial_process`, or forked by `flatout.script.fork_server`, with a file of settings; it talks
+over two inherited pipes and writes what the script prints to the log that it was given as stdout and stderr.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flatout.errors import FlatoutError
 from flatout.levers.lever import Lever, choices_from_json
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
+from flatout.script.preloaded import Preloaded
 from flatout.script.seeds import TrialSeeds
 from flatout.script.session import Session
 from flatout.script.watch import Watch
@@ -29,11 +30,16 @@ from flatout.script.watch import Watch
 
 def main(config_path: str) -> NoReturn:
     config = json.loads(Path(config_path).read_text())
+    begin(config, config["read_fd"], config["write_fd"])
+
+
+def begin(config: dict[str, Any], read_fd: int, write_fd: int, preloaded: Preloaded | None = None) -> NoReturn:
+    """preloaded: what a process that was forked has in memory; None in a new one."""
     kernel.die_with_parent(signal.SIGKILL)
     if os.getppid() != config["parent"]:
         os._exit(1)  # killed while this process was being started
-    commands = os.fdopen(config["read_fd"], "r")
-    answers = os.fdopen(config["write_fd"], "w")
+    commands = os.fdopen(read_fd, "r")
+    answers = os.fdopen(write_fd, "w")
 
     def write(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -41,6 +47,10 @@ def main(config_path: str) -> NoReturn:
 
     def first_write(description: str) -> NoReturn:
         write({"event": "stopped", "reason": description})
+        os._exit(0)
+
+    def not_forked(reason: str) -> NoReturn:
+        write({"event": "alone", "reason": reason})
         os._exit(0)
 
     try:
@@ -63,8 +73,11 @@ def main(config_path: str) -> NoReturn:
         on_torch.append(guard_torch)
     seeds = TrialSeeds(config["seed"], on_torch)
     session.unseeded = seeds.unseeded
+    target = Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])})
+    if preloaded is not None:
+        preloaded.hide(target.folder, not_forked)
     seeds.install()
-    _run(Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])}), session, isolation)
+    _run(target, session, isolation)
 
 
 def _run(target: Target, session: Session, isolation: Isolation) -> NoReturn:

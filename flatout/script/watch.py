@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
+from flatout.machine.page_faults import minor_faults
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name
 from flatout.script.patches import ImportWatch, Patches
@@ -88,6 +89,7 @@ class Watch:
         self._without_weights: Handles[Any] = Handles()
         self._main_thread = threading.get_ident()
         self._row_start = 0.0
+        self._row_faults = 0
         self._row_backwards = 0
         self.resting = False
         self.glance_every = 1
@@ -100,6 +102,11 @@ class Watch:
         self._compiling: Callable[[], bool] = lambda: False
         self._grad_enabled: Callable[[], bool] = lambda: True
         self._autocast_enabled: Callable[[str], bool] = lambda device: False
+
+    @property
+    def step_kind(self) -> str | None:
+        """What ends a step; None: not certain yet."""
+        return self.finder.kind
 
     def install(self, torch: ModuleType) -> None:
         """Patch torch's entry points. Call it right after torch has been imported."""
@@ -212,7 +219,7 @@ class Watch:
         if self._on_device() and not compile_was_asked_for():
             self.device_calls = self.device_calls or DeviceCalls(self._enter_device_call, self._spans.leave)
             self.device_calls.install(sys.modules["torch"])
-        self._row_start = time.perf_counter()
+        self._row_faults, self._row_start = minor_faults(), time.perf_counter()
 
     def close_window(self) -> list[StepRow]:
         if self.device_calls is not None:
@@ -456,7 +463,7 @@ class Watch:
         for callback in self.at_boundary:
             callback()
         if self.rows is not None:
-            self._row_start = time.perf_counter()
+            self._row_faults, self._row_start = minor_faults(), time.perf_counter()
 
     def _close_row(self) -> None:
         assert self.rows is not None
@@ -466,7 +473,8 @@ class Watch:
         seconds = now - self._row_start
         parts.pop("other", None)  # a device call that turned out to be none
         parts["other"] = max(0.0, seconds - sum(parts.values()))
-        self.rows.append(StepRow(seconds=seconds, parts=parts, backwards=self._row_backwards))
+        faults = minor_faults() - self._row_faults
+        self.rows.append(StepRow(seconds=seconds, parts=parts, backwards=self._row_backwards, page_faults=faults))
         self._row_backwards = 0
 
 

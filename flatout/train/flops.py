@@ -8,20 +8,11 @@ down: trials count, and a run counts a single step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
-class FlopCount:
-    """`uncounted` names heavy operations that were seen but have no formula: `flops` is then a lower bound."""
-
-    flops: float
-    uncounted: list[str]
-
-
-def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], FlopCount]:
-    """Start counting; call the result where the step ends.
+def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], float]:
+    """Start counting; call the result where the step ends: it returns the operations.
 
     formulas: of further operations, by packet: a function of their arguments, tensors given as shapes -> operations.
     """
@@ -32,9 +23,9 @@ def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], FlopCount
     counter = FlopCounterMode(display=False, custom_mapping={**_more_formulas(torch.ops.aten), **own})
     counter.__enter__()
 
-    def finish() -> FlopCount:
+    def finish() -> float:
         counter.__exit__(None, None, None)
-        return FlopCount(flops=float(counter.get_total_flops()), uncounted=[])
+        return float(counter.get_total_flops())
 
     return finish
 

@@ -69,7 +69,7 @@ class Progress:
         if self._steps == 1:
             self._ceiling = _ceiling(loss.device)
         if self._counting is not None:
-            self._flops, self._counting = self._counting().flops or None, None
+            self._flops, self._counting = self._counting() or None, None
         now = time.perf_counter()
         if now - self._drawn_at < REFRESH_SECONDS:
             return

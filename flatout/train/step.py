@@ -50,7 +50,7 @@ from flatout.train.split import Attempt, batch_coupled_layers, release
 _DURING_CALLS = ("matmul_precision", "cudnn_benchmark")
 """Settings of the whole process, cheap to change: they hold during calls, so that other models keep their numbers."""
 _NOTHING = contextlib.nullcontext()
-_OF_THE_LOADER = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
+OF_LOADING = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
 """Choices that `batches` carries out."""
 _OF_INFERENCE = ("weights", "activations", "batching", "batch_tokens", "fold_batch_norm", "speculation")
 """Choices that `predict` and `generate` carry out: rounded or folded weights cannot be trained."""
@@ -162,7 +162,8 @@ class TrainStep:
     @property
     def rolled_back(self) -> list[tuple[str, str]]:
         """Choices of the plan that are not in force, and why."""
-        return [(entry.choice.label, entry.reason) for entry in self._applied.rolled_back]
+        failed = [(entry.choice.label, entry.reason) for entry in self._applied.rolled_back]
+        return failed + self._subject.incidents
 
     @property
     def nonfinite_losses(self) -> int:
@@ -197,6 +198,11 @@ class TrainStep:
         live = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self}
         return {name: one for name, one in live.items() if one is not None}
 
+    def with_plan(self, plan: Plan, model: Any, optimizer: Any, loss_fn: LossFn) -> TrainStep:
+        """A step of the same settings for copies of its model, optimizer and loss, without a scheduler."""
+        clip_norm = self._update.clip_norm
+        return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, weigh=self._weigh)
+
     def close(self) -> None:
         """Take every lever back: model and optimizer are as they were given, but for what they learnt."""
         self._applied.set([])
@@ -217,7 +223,7 @@ class TrainStep:
     # inside
 
     def _apply_levers(self) -> None:
-        wanted = {name: value for name, value in self.plan.choices().items() if name not in _OF_THE_LOADER}
+        wanted = {name: value for name, value in self.plan.choices().items() if name not in OF_LOADING}
         if wanted.get("precision") == "fp32":
             del wanted["precision"]
         if wanted.get("precision") == "fp16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -33,8 +34,8 @@ PARENT = Path("/var/tmp")
 PATIENCE_SECONDS = 200.0
 
 
-def ended(folder: Path, verb: str, number: int) -> tuple[int, Path, str]:
-    """(exit code, its work folder, stderr) of a verb that got the signal while its script was running."""
+def ended(folder: Path, verb: str, number: int) -> tuple[int, Path, str, int]:
+    """(exit code, its work folder, stderr, its number) of a verb that got the signal while its script was running."""
     (folder / "train.py").write_text(SCRIPT)
     (folder / "flatout.toml").write_text(FROM_ELSEWHERE)  # `run` verifies it first
     command = [sys.executable, "-m", "flatout", *verb.split(), "train.py"]
@@ -45,30 +46,40 @@ def ended(folder: Path, verb: str, number: int) -> tuple[int, Path, str]:
             _, errors = process.communicate(timeout=PATIENCE_SECONDS)
         finally:
             process.kill()
-    return process.returncode, work, errors
+    return process.returncode, work, errors, process.pid
 
 
 def running(owner: int) -> Path:
     """The work folder of a process, once the script in it has printed something."""
     end = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
-        with contextlib.suppress(OSError):  # of somebody else, and just removed
-            for work in PARENT.glob(f"{work_folder.PREFIX}*"):
-                for config in [*work.glob("config.json"), *work.glob("*/config.json")]:
-                    logs = "".join(log.read_text() for log in config.parent.glob("*.log"))
-                    if f'"parent": {owner},' in config.read_text() and "begun" in logs:
+        with contextlib.suppress(OSError):  # just removed
+            for work in filter(Path.is_dir, opened_by(owner)):
+                if work.name.startswith(work_folder.PREFIX):
+                    logs = "".join(log.read_text() for log in [*work.glob("*.log"), *work.glob("*/*.log")])
+                    if "begun" in logs:
                         return work
         time.sleep(0.02)
     raise AssertionError("the script was not started")
 
 
+def opened_by(process: int | str) -> list[Path]:
+    return [Path(os.readlink(link)) for link in Path(f"/proc/{process}/fd").iterdir()]
+
+
 def users_of(folder: Path) -> Iterator[str]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    """Processes that were started with a file in it, or write into it."""
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if str(folder) in path.read_text():
-                yield path.parent.name
+            words, opened = (process / "cmdline").read_text(), opened_by(process.name)
         except OSError:
             continue  # it has ended meanwhile
+        if str(folder) in words or any(path.is_relative_to(folder) for path in opened):
+            yield process.name
+
+
+def servers_of(owner: int) -> str:
+    return subprocess.run(["pgrep", "-f", f"fork_server.*{owner}$"], capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -83,20 +94,22 @@ def users_of(folder: Path) -> Iterator[str]:
     ],
 )
 def test_a_signal_ends_all_and_leaves_nothing(tmp_path: Path, verb: str, number: int) -> None:
-    code, work, errors = ended(tmp_path, verb, number)
+    code, work, errors, owner = ended(tmp_path, verb, number)
     assert code == 128 + number
     assert "Traceback" not in errors
     assert not work.exists()
     assert list(users_of(work)) == []
+    assert servers_of(owner) == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flatout.toml", "train.py"]
 
 
 def test_what_a_killed_tune_leaves_is_swept(tmp_path: Path) -> None:
-    code, work, _ = ended(tmp_path, "tune", signal.SIGKILL)
+    code, work, _, owner = ended(tmp_path, "tune", signal.SIGKILL)
     assert code == -signal.SIGKILL
     end = time.monotonic() + PATIENCE_SECONDS
-    while list(users_of(work)) and time.monotonic() < end:
+    while (servers_of(owner) or list(users_of(work))) and time.monotonic() < end:
         time.sleep(0.02)
+    assert servers_of(owner) == ""
     assert list(users_of(work)) == []
     work_folder.sweep(PARENT)  # as the next tune does; one that runs beside this test may have been first
     assert not work.exists()

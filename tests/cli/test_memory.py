@@ -51,7 +51,7 @@ def document(result: Said) -> dict[str, Any]:
     return found
 
 
-def test_one_screen_says_peak_holders_savings_and_creep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_screen_says_peak_holders_savings_and_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # not forked: a whole start
     write(tmp_path, "train.py", body="kept.append(out); print('noise')")
     result = memory(tmp_path, "train.py")
@@ -71,7 +71,7 @@ def test_the_document_is_all_there_is_on_stdout(tmp_path: Path) -> None:
     result = memory(tmp_path, "--json", "--steps", "6", "train.py", "--its", "own")
     found = document(result)
     assert found["script"] == {"name": "train.py", "arguments": ["--its", "own"], "status": None}
-    assert (found["steps"], found["step_kind"], found["creep"]["verdict"]) == (8, "optimizer", "steady")
+    assert (found["steps"], found["step_kind"], found["leaks"]["verdict"]) == (8, "optimizer", "steady")
     peak = found["use"]["peak"]
     assert sum(peak["categories"].values()) == peak["size_bytes"]
     assert peak["categories"]["weights"] == 4 * 9352
@@ -188,8 +188,8 @@ def test_a_module_of_a_package_and_what_is_piped_in(tmp_path: Path) -> None:
     (tmp_path / "package" / "__init__.py").write_text("")
     write(tmp_path, "package/train.py", body="kept.append(out) if sys.stdin.readline() else None")
     result = memory(tmp_path, "--json", "-m", "package.train", stdin="line\n" * 50)
-    (creep,) = document(result)["creep"]["creeps"]
-    assert (creep["holder"], creep["line"]) == ("kept", "package/train.py:14")
+    (leak,) = document(result)["leaks"]["leaks"]
+    assert (leak["holder"], leak["line"]) == ("kept", "package/train.py:14")
 
 
 def test_an_allocation_in_a_library_is_the_scripts_line(tmp_path: Path) -> None:
@@ -203,18 +203,18 @@ def test_an_allocation_in_a_library_is_the_scripts_line(tmp_path: Path) -> None:
         "kept = []", f"sys.path.append({str(library.parent)!r})\nfrom library import noise\nkept = []"
     )
     path.write_text(text)
-    (creep,) = document(memory(tmp_path, "--json", "mine/train.py"))["creep"]["creeps"]
-    assert creep["births"] == ["mine/train.py:16"]
-    assert creep["bytes_per_step"] == 4 * 1024 * 64
+    (leak,) = document(memory(tmp_path, "--json", "mine/train.py"))["leaks"]["leaks"]
+    assert leak["births"] == ["mine/train.py:16"]
+    assert leak["bytes_per_step"] == 4 * 1024 * 64
 
 
 @pytest.mark.parametrize("name", ["leaking/total_loss", "leaking/kept_errors", "clean/momentum"])
 def test_planted_leaks_are_found_at_their_lines(name: str) -> None:
     (script,) = [one for one in scripts() if f"{one.parent.name}/{one.stem}" == name]
-    found = document(memory(ROOT, "--json", str(script.relative_to(ROOT))))["creep"]
+    found = document(memory(ROOT, "--json", str(script.relative_to(ROOT))))["leaks"]
     line = marked_line(script)
     wanted = [] if line is None else [f"{script.relative_to(ROOT)}:{line}"]
-    assert [creep["line"] for creep in found["creeps"]] == wanted
+    assert [leak["line"] for leak in found["leaks"]] == wanted
 
 
 @pytest.mark.parametrize(
@@ -224,20 +224,20 @@ def test_planted_leaks_are_found_at_their_lines(name: str) -> None:
         ("kept.append(out.item() if out.numel() == 1 else out.mean().item())", "", ""),
     ],
 )
-def test_what_the_script_gives_back_is_no_creep(tmp_path: Path, body: str, holder: str, bounded: str) -> None:
+def test_what_the_script_gives_back_is_no_leak(tmp_path: Path, body: str, holder: str, bounded: str) -> None:
     write(tmp_path, "train.py", body=body)
-    found = document(memory(tmp_path, "--json", "train.py"))["creep"]
-    assert (found["verdict"], found["creeps"]) == ("steady", [])
+    found = document(memory(tmp_path, "--json", "train.py"))["leaks"]
+    assert (found["verdict"], found["leaks"]) == ("steady", [])
     assert [one["holder"] for one in found["bounded"]] == [holder] * bool(holder)
     assert all(bounded in one["bounded"] for one in found["bounded"])
 
 
-def test_cycles_that_only_wait_for_the_collector_are_no_creep(tmp_path: Path) -> None:
+def test_cycles_that_only_wait_for_the_collector_are_no_leak(tmp_path: Path) -> None:
     body = "gone = type('Gone', (), {})(); gone.itself, gone.inputs = gone, inputs"
     write(tmp_path, "train.py", body=f"import gc; gc.disable(); {body}")
     found = document(memory(tmp_path, "--json", "train.py"))
-    assert found["creep"]["creeps"] == []
-    assert found["creep"]["waited_for_the_garbage_collector"] == ["train.py:8"]
+    assert found["leaks"]["leaks"] == []
+    assert found["leaks"]["waited_for_the_garbage_collector"] == ["train.py:8"]
 
 
 @pytest.mark.parametrize(

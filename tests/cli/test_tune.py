@@ -95,7 +95,7 @@ def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_pa
 @pytest.mark.parametrize("moment", ["starting the script", "trying "])
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     """At a moment that the progress line tells, on a terminal."""
-    (tmp_path / "train.py").write_text(LOOP.format(steps=10_000_000, body="import time; time.sleep(0.03)"))
+    (tmp_path / "train.py").write_text(LOOP.format(steps=10_000_000, body="import time; time.sleep(0.0005)"))
     terminal, stderr = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "flatout", "tune", "--budget", "5m", "train.py"],
@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     os.close(terminal)
     assert "Traceback" not in told
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
-    assert subprocess.run(["pgrep", "-f", f"trial_child.*{process.pid}"], capture_output=True).stdout == b""
+    assert subprocess.run(["pgrep", "-f", f"fork_server.*{process.pid}$"], capture_output=True).stdout == b""
 
 
 def read_until(terminal: int, wanted: str | None) -> str:

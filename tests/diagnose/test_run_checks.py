@@ -73,8 +73,8 @@ def test_growth_is_told_by_the_clock_and_only_from_a_gibibyte_an_hour() -> None:
         return Growth(first_bytes=1 << 30, last_bytes=(1 << 30) + size_bytes, seconds=100.0, steps=steps)
 
     assert names(growth=grown(20 << 20)) == []
-    assert names(growth=grown(40 << 20)) == ["memory-creep"]
-    assert names(growth=grown(40 << 20, steps=0)) == ["memory-creep"]
+    assert names(growth=grown(40 << 20)) == ["memory-growth"]
+    assert names(growth=grown(40 << 20, steps=0)) == ["memory-growth"]
 
 
 def test_the_start_of_workers_never_takes_more_than_the_steps_leave() -> None:

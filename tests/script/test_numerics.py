@@ -12,7 +12,7 @@ import torch
 from flatout.levers.subject import Subject
 from flatout.script import reference
 from flatout.script.numerics import NumericsRecorder, NumericsRequest, nudge_weights
-from flatout.tune.numerics import Numerics
+from flatout.tuning.numerics import Numerics
 
 
 class Watched:

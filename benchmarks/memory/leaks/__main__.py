@@ -59,20 +59,20 @@ def ask(script: Path, steps: int) -> Outcome:
     seconds = time.perf_counter() - began
     if done.returncode != 0:
         return _outcome(script, [], [], seconds, done.stderr.strip()[-500:] or f"exit code {done.returncode}")
-    found = json.loads(done.stdout)["creep"]
+    found = json.loads(done.stdout)["leaks"]
     error = "" if found["verdict"] != "unknown" else "no verdict"
-    return _outcome(script, found["creeps"], found["bounded"], seconds, error)
+    return _outcome(script, found["leaks"], found["bounded"], seconds, error)
 
 
-def _outcome(script: Path, creeps: list[Any], bounded: list[Any], seconds: float, error: str) -> Outcome:
-    places = [creep["line"].rpartition(":") for creep in creeps]
+def _outcome(script: Path, leaks: list[Any], bounded: list[Any], seconds: float, error: str) -> Outcome:
+    places = [leak["line"].rpartition(":") for leak in leaks]
     return Outcome(
         name=f"{script.parent.name}/{script.stem}",
         marked_line=marked_line(script),
         named_lines=tuple(int(line or 0) if Path(file).name == script.name else 0 for file, _, line in places),
-        holders=tuple(creep["holder"] for creep in creeps),
-        bytes_per_step=sum(creep["bytes_per_step"] for creep in creeps),
-        bounded=tuple(creep["holder"] for creep in bounded),
+        holders=tuple(leak["holder"] for leak in leaks),
+        bytes_per_step=sum(leak["bytes_per_step"] for leak in leaks),
+        bounded=tuple(leak["holder"] for leak in bounded),
         seconds=seconds,
         error=error,
     )

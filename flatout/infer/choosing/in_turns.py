@@ -6,24 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flatout.statistics import Comparison, compare_paired, median
+from flatout.sequential import FAR_SLOWER_PAIRS, LOOKS, compare_so_far, is_decided
+from flatout.statistics import Comparison, median
 from flatout.timing import Clock, interleave
 
 WINDOW_SECONDS = 0.15
 """Shorter runs are repeated within a window: long against a stall of the scheduler, short against the machine's
 drift."""
 MOST_RUNS = 200
-FUTILE = (0.97, 1.005)
-"""After 5 pairs an estimate in this range will hardly become a gain that counts."""
-HOPELESS = {3: 0.7, 5: 0.85}
-"""After so many pairs, each slower than this: fewer may all have met somebody else's work."""
-EARLY_CONFIDENCE, CONFIDENCE = 0.98, 0.95
-STAGES = (3, 5, 6, 8, 11, 15)
-"""Pairs after which to look whether more are needed."""
-LEAST_PAIRS = 6
-"""Fewer show nothing with 95 % confidence: where a gain is in sight they are made, whatever the time."""
-PROMISING = 1.1
-STAGES_FINAL = (6, 8, 11, 15, 21)
+FINAL_LOOKS = LOOKS[LOOKS.index(6) :]
+"""Fewer pairs decide, but their intervals are wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,44 +44,19 @@ def in_turns(
     runs = _runs_per_window(candidate, clock)
     pairs: list[tuple[float, float]] = []
     functions = {"baseline": _repeated(baseline, runs), "candidate": _repeated(candidate, runs)}
-    for stage in STAGES_FINAL if final else STAGES:
-        found = interleave(functions, stage - len(pairs), warmup=0, clock=clock)
+    for look in FINAL_LOOKS if final else (FAR_SLOWER_PAIRS, *LOOKS):
+        found = interleave(functions, look - len(pairs), warmup=0, clock=clock)
         ours, theirs = (found[name].samples_seconds for name in ("baseline", "candidate"))
         pairs += zip((one / runs for one in ours), (one / runs for one in theirs), strict=True)
-        spent = clock() - began
-        if (not final and _futile(pairs, least_gain)) or _decided(pairs, least_gain):
+        if is_decided(pairs, least_gain=least_gain, stop_if_futile=not final):
             break
-        if spent > seconds and (len(pairs) >= LEAST_PAIRS or not _promising(pairs)):
+        if clock() - began > seconds and look >= LOOKS[0]:
             break
     return Turns(
-        comparison=_compare(pairs, least_gain, CONFIDENCE),
+        comparison=compare_so_far(pairs, least_gain=least_gain),
         baseline_seconds=median([ours for ours, _ in pairs]),
         candidate_seconds=median([theirs for _, theirs in pairs]),
     )
-
-
-def _compare(pairs: list[tuple[float, float]], least_gain: float, confidence: float) -> Comparison:
-    ours, theirs = zip(*pairs, strict=True)
-    return compare_paired(ours, theirs, least_gain=least_gain, confidence=confidence)
-
-
-def _futile(pairs: list[tuple[float, float]], least_gain: float) -> bool:
-    best = max(ours / theirs for ours, theirs in pairs)
-    if any(len(pairs) >= least and best < ratio for least, ratio in HOPELESS.items()):
-        return True
-    low, high = FUTILE
-    return len(pairs) >= 5 and low < _compare(pairs, least_gain, CONFIDENCE).ratio < high
-
-
-def _promising(pairs: list[tuple[float, float]]) -> bool:
-    return median([ours / theirs for ours, theirs in pairs]) > PROMISING
-
-
-def _decided(pairs: list[tuple[float, float]], least_gain: float) -> bool:
-    if len(pairs) < 7:
-        return False
-    early = _compare(pairs, least_gain, EARLY_CONFIDENCE)
-    return early.verdict != "not significant" or early.high < 1 + least_gain
 
 
 def _runs_per_window(run: Callable[[], object], clock: Clock) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from flatout.infer.choosing.closeness import ROUNDING_ERROR, Accuracy, Tolerance
-from flatout.infer.choosing.in_turns import LEAST_PAIRS, Turns, in_turns
+from flatout.infer.choosing.in_turns import Turns, in_turns
 from flatout.infer.choosing.tuning import InferenceTrial, Outcome
 from flatout.levers.break_even import Counted, describe, payoff_steps, pays
 from flatout.levers.lever import EXACTNESS_ORDER
@@ -420,8 +420,6 @@ def _both(first: Option, second: Option) -> Option:
 
 def _why_not_faster(turns: Turns, least_gain: float) -> str:
     found = turns.comparison
-    if found.pairs < LEAST_PAIRS and found.ratio > 1:
-        return f"no gain in sight after {found.pairs} pairs of windows"
     if found.verdict == "not significant" and found.ratio < 1:
         return f"not faster in {found.pairs} pairs of windows"
     if found.verdict == "not significant":

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from flatout.arguments import as_model, as_plan, as_whole_number
+from flatout.arguments import as_budget_seconds, as_exactness, as_model, as_plan, as_whole_number
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Tolerance
 from flatout.infer.choosing.search import InferenceSearch, Limits
@@ -120,11 +120,8 @@ def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, budget_
         raise UsageError(f"task is {task!r}", limit="it is 'predict', 'generate' or None")
     if items is not None:
         as_whole_number(items, "items")
-    if exactness not in EXACTNESS_ORDER:
-        raise UsageError(f"exactness is {exactness!r}", limit=f"it is one of {', '.join(EXACTNESS_ORDER)}")
-    number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
-    if not number or not budget_seconds > 0:
-        raise UsageError(f"budget_seconds is {budget_seconds!r}", limit="it is above 0", remedy="300 are five minutes")
+    as_exactness(exactness)
+    as_budget_seconds(budget_seconds)
 
 
 def _doubts(search: InferenceSearch, load: LoadWatch) -> list[str]:

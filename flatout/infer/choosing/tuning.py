@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
 from flatout.plan import Exactness, Plan
 from flatout.statistics import Comparison
-from flatout.units import format_seconds
+from flatout.units import format_seconds, labelled
 
 Task = Literal["predict", "generate"]
 Outcome = Literal["kept", "dropped", "failed", "not tried"]
@@ -113,10 +113,10 @@ class InferenceTuning:
         rows = [("model", f"{self.model} · {self.task}: {self.task_reason}"), ("sample", self.sample)]
         tried = [trial for trial in self.trials if trial.outcome != "not tried"]
         width = max((len(trial.label) for trial in tried), default=0)
-        rows += _labelled("tried", [trial.line(width) for trial in tried])
-        rows += _labelled("not tried", _by_reason([one for one in self.trials if one.outcome == "not tried"]))
-        rows += _labelled("result", self._result())
-        rows += _labelled("note", list(self.notes))
+        rows += labelled("tried", [trial.line(width) for trial in tried])
+        rows += labelled("not tried", _by_reason([one for one in self.trials if one.outcome == "not tried"]))
+        rows += labelled("result", self._result())
+        rows += labelled("note", list(self.notes))
         return "\n".join(f"{label:<10}{text}" for label, text in rows)
 
     def _result(self) -> list[str]:
@@ -162,10 +162,6 @@ def ratio_text(comparison: Comparison) -> str:
     if not comparison.has_interval:
         return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
     return f"x{comparison.ratio:.2f} ({comparison.low:.2f} to {comparison.high:.2f})"
-
-
-def _labelled(label: str, texts: list[str]) -> list[tuple[str, str]]:
-    return [(label if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def _by_reason(trials: list[InferenceTrial]) -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout.environment import onednn_is_limited
 from flatout.kernels.token_scales import ZERO_POINT, scale_back, to_levels
 from flatout.machine.detect import detect
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
@@ -124,6 +125,8 @@ class Int8Linear(nn.Linear):
 
 def multiplies_int8() -> bool:
     """Has this processor products of whole numbers that cannot overflow on the way (VNNI or AMX)?"""
+    if onednn_is_limited():  # without them it saturates sums in 16 bits
+        return False
     return bool({"avx_vnni", "avx512_vnni", "amx_int8"} & set(detect().cpu.features)) and hasattr(
         torch.ops.onednn, "qlinear_pointwise"
     )
@@ -136,8 +139,9 @@ def packs(dtype: torch.dtype) -> bool:
     if dtype is torch.float32:
         return True
     features = set(detect().cpu.features)
-    # Without instructions for it oneDNN would convert at every step.
-    return dtype is torch.bfloat16 and bool({"avx512_bf16", "amx_bf16"} & features)
+    # Without instructions for it oneDNN would convert at every step; and it may be told to use fewer than there are.
+    fast = bool({"avx512_bf16", "amx_bf16"} & features)
+    return dtype is torch.bfloat16 and fast and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None], besides: Collection[str] = ()) -> int:

@@ -35,7 +35,7 @@ class Operations:
         except Exception:  # a bad sample: its operations are no measure
             finish()
             raise
-        known[sample.tokens] = finish().flops
+        known[sample.tokens] = finish()
         return output
 
     def of(self, sample: Sample) -> float | None:

@@ -237,18 +237,18 @@ def test_a_gain_that_cannot_be_shown_again_is_not_promised() -> None:
     assert (search.current.plan.choices(), search.final) == ({}, None)
 
 
-def test_turns_make_enough_pairs_where_a_gain_is_in_sight() -> None:
+def test_turns_are_as_many_as_a_decision_takes() -> None:
     clock = FakeClock()
 
     def taking(seconds: float) -> Callable[[], None]:
         return lambda: setattr(clock, "now", clock.now + seconds)
 
     found = in_turns(taking(5.0), taking(1.0), seconds=0.1, clock=clock)
-    assert (found.comparison.verdict, found.comparison.pairs) == ("faster", 6)
+    assert (found.comparison.verdict, found.comparison.pairs) == ("faster", 3)
     hopeless = in_turns(taking(1.0), taking(1.6), seconds=60, clock=clock)
-    assert hopeless.comparison.pairs == 3
+    assert (hopeless.comparison.verdict, hopeless.comparison.pairs) == ("slower", 2)
     futile = in_turns(taking(1.0), taking(1.0), seconds=60, clock=clock)
-    assert futile.comparison.pairs == 5
+    assert futile.comparison.pairs == 6
     brief = in_turns(taking(0.002), taking(0.001), seconds=60, clock=clock)
     assert brief.baseline_seconds == pytest.approx(0.002)
     assert brief.comparison.verdict == "faster"

@@ -1,0 +1,119 @@
+"""Which tensors leak: what is held when a step ends, line by line, and whether that grows steadily.
+
+    marks = [event at which step 1 ended, step 2, ...]
+    growths(timeline, marks)             # one entry for each line and operation whose tensors grow
+
+Looked at are the ends of steps only: what comes and goes within a step is no leak, and what a loop's variables still
+hold when it ends is the same each time. A warm-up that fills a cache, a bounded queue or the momentum of the first
+step stop growing, and are told apart by that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flatout.memory.timeline import Allocation, Timeline
+
+LEAST_STEPS = 5
+"""Fewer watched steps than these tell a cache that fills from one that grows without end no more."""
+LEAST_INCREASES = 3
+
+Kind = Literal["more", "larger"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Tensors born at one line, at each mark: how many are held, how many bytes."""
+
+    line: str
+    kind: Kind
+    """`more` tensors from step to step, or as many that are `larger`."""
+    counts: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]
+    alive: tuple[Allocation, ...]
+    """Those held at the last mark, in order of birth."""
+
+    @property
+    def bytes_per_step(self) -> float:
+        return (self.sizes_bytes[-1] - self.sizes_bytes[0]) / (len(self.sizes_bytes) - 1)
+
+    @property
+    def samples(self) -> tuple[Allocation, ...]:
+        """A few that tell what they have in common: of different steps, and none that a loop's variable may hold."""
+        if self.kind == "larger":
+            return self.alive[-1:]
+        last = self.alive[-1].step
+        first_of_step = {one.step: one for one in reversed(self.alive) if one.step < last}
+        steps = sorted(first_of_step)[-3:]
+        return tuple(first_of_step[step] for step in steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leak:
+    """What grows from step to step, and what holds it."""
+
+    holder: str
+    """As the script calls it: 'history', 'Recorder.cache'; '' where no name was found."""
+    kind: str
+    """global, local, attribute, closure or cached function."""
+    type_name: str
+    entries: int | None
+    entries_per_step: float | None
+    line: str
+    """Where the script makes the holder grow: 'train.py:31'; '' if it was not found."""
+    source: str
+    bytes_per_step: float
+    tensors_per_step: float
+    graph_nodes_per_step: float
+    """Nodes of autograd's graph: they take memory of the process, and no tensor's."""
+    births: tuple[str, ...]
+    """Lines that made the tensors."""
+    bounded: str = ""
+    """Why it will stop growing; then it is no leak."""
+
+
+def grows_steadily(values: Sequence[int]) -> bool:
+    """Never less, several times more, and that in the early part as well as in the last."""
+    changes = [after - before for before, after in itertools.pairwise(values)]
+    increases = [at for at, change in enumerate(changes, 1) if change > 0]
+    if len(changes) < LEAST_STEPS or len(increases) < LEAST_INCREASES or min(changes) < 0:
+        return False
+    return increases[0] <= len(changes) / 2 and increases[-1] > len(changes) * 2 / 3
+
+
+def growths(timeline: Timeline, marks: Sequence[int]) -> list[Growth]:
+    """What grows from mark to mark, by line and operation, what grows fastest first.
+
+    A mark is the number of events so far. Too few marks: an empty list, which then says nothing.
+    """
+    by_origin: dict[tuple[str, str, str], list[Allocation]] = {}
+    for one in timeline.allocations:
+        if one.size_bytes and _outlives_a_mark(one, marks):
+            by_origin.setdefault((one.line or one.module, one.phase, one.operation), []).append(one)
+    found = [growth for (line, *_), ones in by_origin.items() if (growth := _growth(line, ones, marks)) is not None]
+    return sorted(found, key=lambda growth: -growth.bytes_per_step)
+
+
+def held_at(allocations: Sequence[Allocation], mark: int) -> list[Allocation]:
+    return [one for one in allocations if one.born < mark and (one.died is None or one.died >= mark)]
+
+
+def _outlives_a_mark(one: Allocation, marks: Sequence[int]) -> bool:
+    return any(one.born < mark and (one.died is None or one.died >= mark) for mark in marks)
+
+
+def _growth(line: str, ones: list[Allocation], marks: Sequence[int]) -> Growth | None:
+    held = [held_at(ones, mark) for mark in marks]
+    counts = tuple(len(some) for some in held)
+    sizes = tuple(sum(one.size_bytes for one in some) for some in held)
+    kind: Kind
+    if grows_steadily(counts):
+        kind = "more"
+    elif grows_steadily(sizes) and counts[-1] == counts[len(counts) // 2]:
+        kind = "larger"
+    else:
+        return None
+    return Growth(line=line, kind=kind, counts=counts, sizes_bytes=sizes, alive=tuple(held[-1]))

@@ -1,0 +1,105 @@
+"""What one step of a script computes: its operations, and the numbers that it meets. Importing this imports torch.
+
+finish = follow_step()
+...                                        # one step, which takes several times as long
+finish().flops_per_step
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.levers.observed import StepWork
+from flatout.train.flops import count_step
+
+MOST_VALUES = 1 << 16
+"""Of a tensor that are looked at: where denormal numbers slow a step down they are many."""
+TURNS = 20
+TINY = torch.finfo(torch.float32).tiny
+
+
+def follow_step() -> Callable[[], StepWork]:
+    """Begin; call the result where the step ends."""
+    mode = _WorkMode()
+    mode.__enter__()
+    finish_counting = count_step()
+
+    def finish() -> StepWork:
+        flops = finish_counting()
+        mode.__exit__(None, None, None)
+        return StepWork(
+            flops_per_step=flops or None,
+            operations_per_step=mode.operations,
+            denormal_share=mode.denormal / mode.looked_at if mode.looked_at else None,
+            denormal_slowdown=_denormal_slowdown() if mode.denormal else None,
+        )
+
+    return finish
+
+
+class _WorkMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.looked_at = self.denormal = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations += 1
+        with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+            for tensor in _tensors_among(args):
+                self._look_at(tensor)
+            for tensor in _tensors_among(out):
+                self._look_at(tensor)
+        return out
+
+    def _look_at(self, tensor: Any) -> None:
+        """At fp32 values in the CPU's memory; there denormal ones may be slow."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != torch.float32:
+            return
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
+            return
+        values = _sampled(tensor.detach())
+        self.looked_at += values.numel()
+        self.denormal += int(((values != 0) & (values.abs() < TINY)).sum())
+
+
+def _tensors_among(values: Any) -> Iterator[torch.Tensor]:
+    """Those of an operation's arguments or results: lists of tensors are as deep as they get."""
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, (tuple, list)):
+            yield from (inner for inner in value if isinstance(inner, torch.Tensor))
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def _denormal_slowdown() -> float:
+    """Of an addition, by the quickest of a few turns."""
+
+    def seconds(value: float) -> float:
+        values = torch.full((MOST_VALUES // 4,), value)
+        return min(_seconds(lambda: values + values) for _ in range(TURNS))
+
+    return max(1.0, seconds(1e-40) / seconds(1.0))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Values spread over all of it, without a copy of the whole."""
+    if not tensor.is_contiguous():
+        tensor = tensor[tuple(slice(None, None, max(1, size // 16)) for size in tensor.shape)]
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // MOST_VALUES)]

@@ -1,0 +1,78 @@
+"""Decide between two ways of running as soon as the samples allow it, and no sooner.
+
+Whoever looks at a growing sample again and again, and stops when it shows a difference, will find one where there is
+none. So there are few looks, and each asks for more than 95 %: with six looks at the constant level of Pocock (1977,
+doi:10.1093/biomet/64.2.191) the chance that any of them errs is 5 %, and the intervals of all of them hold together
+(Jennison and Turnbull 1989, doi:10.1111/j.2517-6161.1989.tb01738.x). From eight pairs on a look is Wilcoxon's signed
+ranks; so few as three to six have no interval by ranks, and get Student's t, which a disturbed pair widens.
+
+Stopping for futility is not bound by that: a candidate dropped too early costs a gain, never a wrong claim.
+
+    pairs = []
+    while not is_decided(pairs, least_gain=0.01):
+        pairs.append((baseline_seconds, candidate_seconds))     # taken in turns
+    found = compare_so_far(pairs, least_gain=0.01)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean, stdev
+
+from flatout.statistics import Comparison, compare_paired
+
+LOOKS = (3, 4, 6, 8, 11, 15)
+"""Pairs after which to look."""
+LOOK_CONFIDENCE, OVERALL_CONFIDENCE = 0.9858, 0.95
+"""Confidence of each look, and of all of them together."""
+STUDENT = {3: 8.30, 4: 5.15, 5: 4.16, 6: 3.69, 7: 3.42}
+"""Two-sided points of Student's t at that level, by pairs."""
+LEAST_DEVIATION = 0.005
+"""Of a log ratio: three windows may agree by luck; no machine is that steady."""
+FAR_SLOWER_PAIRS, FAR_SLOWER_RATIO = 2, 0.75
+"""The first pairs are enough where each is slower than this."""
+FUTILE_RATIOS = {4: 1.0, 6: 1.005}
+"""An estimate below that, after so many pairs, will hardly become a gain that counts."""
+
+Pairs = Sequence[tuple[float, float]]
+
+
+def compare_so_far(pairs: Pairs, *, least_gain: float) -> Comparison:
+    """What these pairs of (baseline, candidate) seconds show, with an interval that allows for all the looks."""
+    baseline, candidate = zip(*pairs, strict=True)
+    found = compare_paired(baseline, candidate, least_gain=least_gain, confidence=LOOK_CONFIDENCE)
+    found = replace(found, confidence=OVERALL_CONFIDENCE)
+    if len(pairs) in STUDENT:
+        logs = [math.log(ours / theirs) for ours, theirs in pairs]
+        half = STUDENT[len(pairs)] * max(stdev(logs), LEAST_DEVIATION) / math.sqrt(len(pairs))
+        centre, ratio = mean(logs), math.log(found.ratio)
+        low, high = math.exp(min(centre - half, ratio)), math.exp(max(centre + half, ratio))
+        return found.with_interval(low, high, least_gain)
+    if not found.has_interval and is_far_slower(pairs):
+        return replace(found, verdict="slower", reason=None)
+    return found
+
+
+def is_decided(pairs: Pairs, *, least_gain: float, stop_if_futile: bool = True) -> bool:
+    """True where no further pair is needed. `stop_if_futile` False: the figure itself is wanted."""
+    if stop_if_futile and is_far_slower(pairs):
+        return True
+    if len(pairs) < LOOKS[-1] and len(pairs) not in LOOKS:
+        return False
+    found = compare_so_far(pairs, least_gain=least_gain)
+    if len(pairs) >= LOOKS[-1] or found.verdict != "not significant":
+        return True
+    return stop_if_futile and (found.high < 1 + least_gain or is_futile(len(pairs), found.ratio))
+
+
+def is_far_slower(pairs: Pairs) -> bool:
+    """So slow from the first that no interval is needed."""
+    first = pairs[:FAR_SLOWER_PAIRS]
+    return len(first) == FAR_SLOWER_PAIRS and all(ours / theirs < FAR_SLOWER_RATIO for ours, theirs in pairs)
+
+
+def is_futile(pairs: int, ratio: float) -> bool:
+    """Would more pairs hardly make a gain of this estimate?"""
+    return any(pairs >= least and ratio < bound for least, bound in FUTILE_RATIOS.items())

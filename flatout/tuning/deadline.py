@@ -1,0 +1,144 @@
+"""When a tune has to be over, and what made it take longer.
+
+One Deadline is made from the budget that the user gave and handed to every stage. A stage asks it how much time is
+left before it starts something, plans with that, and names what it is doing, so that an overrun can be explained.
+
+    deadline = Deadline(30.0)                          # the user's budget, from now on
+    search = deadline.reserving(12.0)                  # the same budget, 12 s kept back for the proof
+
+    if search.seconds_left < cost_of_one_trial_seconds:
+        ...                                            # do not start it
+    with deadline.stage("starting the script"):        # stages may be nested: the innermost is blamed
+        process.start()
+
+Trials of a search are broken off a little after it has passed, or at once where somebody has stopped it, with
+BudgetSpent: a TrialError which says nothing about the levers. Proof and last comparison are not, because without them
+the search was for nothing: they plan ahead.
+
+    TrialSetup(..., deadline=search)                   # and TrialProcess.broken_off
+
+    deadline.explanation                               # '' or 'the budget of 30 s was exceeded by 12 s: ...'
+
+In tests the clock is a function that returns what the test wants: Deadline(30.0, clock=lambda: now[0]).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from flatout.errors import TrialError
+from flatout.units import format_seconds
+
+GRACE = 0.05
+"""Of the budget: what is under way when it is spent may take so much longer before it is broken off."""
+TOLERANCE = 0.1
+"""Of the budget: an excess up to here is not worth a word."""
+MOST_STAGES_NAMED = 3
+
+
+class BudgetSpent(TrialError):
+    """A trial was broken off, or not begun, because the time was over."""
+
+    def __init__(self, deadline: Deadline | None) -> None:
+        of = f" of {format_seconds(deadline.budget_seconds)}" if deadline is not None else ""
+        super().__init__(f"the budget{of} is spent")
+
+
+@dataclass
+class _Stages:
+    """What ran after the budget was spent; shared by a deadline and those derived from it."""
+
+    late_seconds: dict[str, float] = field(default_factory=dict)
+    open: list[str] = field(default_factory=list)
+    counted_until: float = 0.0
+    """Time up to here is already attributed to a stage."""
+
+
+class Deadline:
+    """A budget in seconds that runs from the moment this is made. `clock` returns seconds and never goes back."""
+
+    def __init__(self, budget_seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.budget_seconds = budget_seconds
+        self._clock = clock
+        self._began = clock()
+        self._reserved_seconds = 0.0
+        self.stopped = False
+        """Whether somebody has said that the time is over; those that were derived from it before go on."""
+        self._stages = _Stages(counted_until=self._began + budget_seconds)
+
+    def reserving(self, seconds: float) -> Deadline:
+        """The same budget, with this much (more) of its end kept back for what comes later."""
+        earlier = Deadline.__new__(Deadline)
+        vars(earlier).update(vars(self))
+        earlier._reserved_seconds = self._reserved_seconds + seconds
+        return earlier
+
+    def within(self, seconds: float) -> Deadline:
+        """The same budget, of which no more than this is left."""
+        return self.reserving(max(0.0, self.seconds_left - seconds))
+
+    @property
+    def reserved_seconds(self) -> float:
+        """What `reserving` has kept back from this one."""
+        return self._reserved_seconds
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return self._clock() - self._began
+
+    @property
+    def seconds_left(self) -> float:
+        """Never below 0."""
+        return 0.0 if self.stopped else max(0.0, self.budget_seconds - self._reserved_seconds - self.elapsed_seconds)
+
+    @property
+    def grace_seconds_left(self) -> float:
+        """Until what is under way is broken off; 0 or below afterwards."""
+        if self.stopped:
+            return 0.0
+        end = self.budget_seconds * (1 + GRACE) - self._reserved_seconds
+        return end - self.elapsed_seconds
+
+    @property
+    def passed(self) -> bool:
+        return self.seconds_left <= 0
+
+    @property
+    def exceeded_seconds(self) -> float:
+        """By how much the whole budget is exceeded now, whatever is kept back; 0 while it is not."""
+        return max(0.0, self.elapsed_seconds - self.budget_seconds)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What runs now, in words that follow 'the budget was exceeded by': 'starting the script'."""
+        self._attribute()
+        self._stages.open.append(name)
+        try:
+            yield
+        finally:
+            self._attribute()
+            self._stages.open.pop()
+
+    def _attribute(self) -> None:
+        """Count the time since the last change of stage, as far as it lies beyond the budget, for the current one."""
+        now = self._clock()
+        late = now - self._stages.counted_until
+        if late <= 0:
+            return
+        name = self._stages.open[-1] if self._stages.open else "other work"
+        self._stages.late_seconds[name] = self._stages.late_seconds.get(name, 0.0) + late
+        self._stages.counted_until = now
+
+    @property
+    def explanation(self) -> str:
+        """'' within 10 % of the budget, else by how much it was exceeded and by which stages, longest first."""
+        self._attribute()
+        if self.exceeded_seconds <= TOLERANCE * self.budget_seconds:
+            return ""
+        late = sorted(self._stages.late_seconds.items(), key=lambda entry: -entry[1])[:MOST_STAGES_NAMED]
+        named = ", ".join(f"{name} took {format_seconds(seconds)} of that" for name, seconds in late)
+        budget, excess = format_seconds(self.budget_seconds), format_seconds(self.exceeded_seconds)
+        return f"the budget of {budget} was exceeded by {excess}: {named}"

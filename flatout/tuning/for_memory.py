@@ -1,0 +1,64 @@
+"""A lever that is for memory: what it saves, and whether that is wanted although it makes nothing faster.
+
+It is wanted where somebody asked for it (a plan that is verified names it) or where memory is short. Otherwise it is
+dropped with the figure and the line that would ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flatout.levers.lever import Choice
+from flatout.machine.description import Machine
+from flatout.tuning.trial_process import Peak
+from flatout.units import format_bytes
+
+SMALLEST_SHARE = 0.05
+"""Of a step's peak: a lever that saves less is not kept for it."""
+SHORT_SHARE = 0.85
+"""Of all memory: who holds more is short of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryGain:
+    """The peaks of two steps, without and with a choice."""
+
+    before: Peak
+    after: Peak
+
+    @property
+    def saved_share(self) -> float | None:
+        """Of the peak before; None where one of them is not known."""
+        if not self.before.peak_bytes or self.after.peak_bytes is None:
+            return None
+        return 1 - self.after.peak_bytes / self.before.peak_bytes
+
+
+def judge_gain(gain: MemoryGain, choice: Choice, machine: Machine, device: str, *, asked: bool) -> tuple[str, str]:
+    """(outcome, reason) of a choice that is not faster."""
+    incidents: Mapping[str, str] = gain.after.incidents
+    if choice.lever.name in incidents:
+        return "dropped", incidents[choice.lever.name]
+    share = gain.saved_share
+    if share is not None and share < SMALLEST_SHARE:
+        return "dropped", "saves no memory to speak of"
+    if asked:
+        return "kept", "asked for, to save memory"
+    shortage = _shortage(gain.before, machine, device)
+    if shortage:
+        return "kept", shortage
+    return "dropped", f'not faster; to save memory, put {choice.field} = "{choice.value}" under [plan]'
+
+
+def _shortage(plain: Peak, machine: Machine, device: str) -> str:
+    """Why memory counts as short; '' where it does not, or nobody knows."""
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        total = next((gpu.memory_total_bytes for gpu in machine.devices if gpu.index == index), None)
+        held = plain.peak_bytes
+    else:
+        total, held = machine.memory_total_bytes, plain.resident_bytes
+    if not total or held is None or held < SHORT_SHARE * total:
+        return ""
+    return f"memory is short: {format_bytes(held)} of {format_bytes(total)} are taken without it"

@@ -1,0 +1,173 @@
+"""Plain against planned in fresh processes: the gain that a tune reports.
+
+Several pairs of processes are started one after the other, each pair runs in alternating windows, and nothing but
+what `flatout run` watches between its looks is on. Disturbances on a shared machine last a second or so, so each pair
+is measured for as long as it took to start. The interval covers the variation between windows of one pair of processes
+and the variation between pairs: memory placement costs a few per cent for a whole run, and far more in scripts with
+large temporary tensors.
+
+Two or three pairs are too few to estimate that variance, so it is shrunk towards a typical one, as in a moderated
+t-test (Smyth 2004, doi:10.2202/1544-6115.1027), unless they contradict it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from flatout.levers.lever import Choice, split_by_switch
+from flatout.statistics import STUDENT_95, Comparison, compare_paired, median
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.trial_process import TrialEnded
+from flatout.tuning.trials import Trials
+from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
+
+WANTED_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 3, 10
+NARROW_ENOUGH = 0.03
+"""Half of the interval, as a share of the ratio: then no further pair of processes is started."""
+LEAST_SECONDS, MOST_SECONDS = 1.0, 2.5
+"""Of windows in one pair of processes, where its start took less than the longer. Processes differ by more than windows
+do, in scripts whose memory lies now so, now so: the time goes into more of them."""
+LEAST_WINDOWS, MOST_WINDOWS = 4, 400
+"""Pairs of windows in one pair of processes."""
+MOST_STARTS = 40
+"""A short script is started again until there are enough windows."""
+USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
+"""The typical standard deviation of the log ratio between pairs of processes, and the degrees of freedom it counts for.
+`python -m benchmarks.gain.processes` measures it, and how often intervals from few pairs hold the ratio of all."""
+MOST_USUAL = 1.5
+"""Times the typical deviation: pairs that differ by more are not typical, and only their own deviation counts."""
+
+Pairs = list[tuple[float, float]]
+
+
+def compare_in_fresh_processes(
+    trials: Trials, choices: Sequence[Choice], pace: Pace, deadline: Deadline, seconds: float
+) -> Pairing:
+    """Takes about `seconds`, or what `deadline` leaves if that is more, until the interval is narrow.
+
+    It takes longer where starts or steps are so long that fewer windows would say nothing.
+
+    Raises TrialError if a process fails, TrialEnded if the script is too short even for windows of one step.
+    """
+    pace = replace(
+        pace,
+        least_pairs=LEAST_WINDOWS,
+        most_pairs=MOST_WINDOWS,
+        stops_when_decided=False,
+    )
+    groups: list[Pairs] = []
+    last: Pairing | None = None
+    began = deadline.elapsed_seconds
+    available = max(seconds, deadline.seconds_left)
+    for number in range(MOST_PROCESS_PAIRS):
+        pairs: Pairs = []
+        wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
+        last, pace = _one_pair_of_processes(trials, choices, pace, deadline, left, wanted, pairs)
+        groups.append(pairs)
+        spent = deadline.elapsed_seconds - began
+        if spent + spent / len(groups) > available:
+            break
+        if len(groups) >= WANTED_PROCESS_PAIRS and _is_narrow(comparison_of_groups(groups, pace.least_gain)):
+            break
+    assert last is not None
+    every = [pair for group in groups for pair in group]
+    return replace(
+        last,
+        comparison=comparison_of_groups(groups, pace.least_gain),
+        baseline_seconds=median([pair[0] for pair in every]),
+        candidate_seconds=median([pair[1] for pair in every]),
+        baseline_medians=tuple(pair[0] for pair in every),
+        candidate_medians=tuple(pair[1] for pair in every),
+    )
+
+
+def least_seconds(
+    step_seconds: float, restart_seconds: float, trials: Trials, levers_start_seconds: float = 0.0
+) -> float:
+    """What it takes until there is an interval that says something: all pairs of processes that are wanted.
+
+    levers_start_seconds: what turning the levers on takes (compilation).
+    """
+    pace = Pace.for_step(step_seconds, seconds=0.0)
+    steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * (pace.settle + pace.steps)
+    starting = restart_seconds * (1 if trials.starts_overlap else 2)
+    return WANTED_PROCESS_PAIRS * (starting + levers_start_seconds + steps * step_seconds)
+
+
+def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparison:
+    """Of all pairs, with an interval that is at least as wide as the groups' own ratios say."""
+    every = [pair for group in groups for pair in group]
+    whole = _compared(every, least_gain)
+    if not whole.has_interval:
+        return whole
+    half = _half_width([math.log(_compared(group, least_gain).ratio) for group in groups])
+    low, high = (min(whole.low, whole.ratio * math.exp(-half)), max(whole.high, whole.ratio * math.exp(half)))
+    return whole.with_interval(low, high, least_gain)
+
+
+def _half_width(logs: Sequence[float]) -> float:
+    """Of the 95 % interval of the log ratio, given that of each pair of processes."""
+    mean, freedom = sum(logs) / len(logs), len(logs) - 1
+    squares = sum((x - mean) ** 2 for x in logs)
+    if squares <= freedom * (MOST_USUAL * USUAL_DEVIATION) ** 2:
+        freedom += USUAL_FREEDOM
+        squares += USUAL_FREEDOM * USUAL_DEVIATION**2
+    return STUDENT_95[freedom] * math.sqrt(squares / freedom / len(logs))
+
+
+@contextlib.contextmanager
+def fresh_arms(trials: Trials, choices: Sequence[Choice]) -> Iterator[tuple[Arm, Arm]]:
+    """(plain, planned), both at their first step, watched as `flatout run` watches between its looks."""
+    from_start, live = split_by_switch(choices)
+    with (
+        trials.trial(label="plain") as plain,
+        trials.trial(from_start, label="planned") as planned,
+    ):
+        if trials.starts_overlap:
+            plain.spawn()
+            planned.spawn()
+        plain.start()
+        planned.start()
+        yield Arm(plain, resting=True), Arm(planned, live, resting=True)
+
+
+def _is_narrow(found: Comparison) -> bool:
+    return found.has_interval and (found.high - found.low) / 2 <= NARROW_ENOUGH * found.ratio
+
+
+def _compared(pairs: Pairs, least_gain: float) -> Comparison:
+    return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=least_gain)
+
+
+def _one_pair_of_processes(
+    trials: Trials,
+    choices: Sequence[Choice],
+    pace: Pace,
+    deadline: Deadline,
+    seconds: float,
+    wanted: int,
+    pairs: Pairs,
+) -> tuple[Pairing, Pace]:
+    """So long that `wanted` of them, or as many as fit, take `seconds`, starts included.
+
+    Started again where the script ends before there are enough windows; then with shorter ones.
+    """
+    for start in range(MOST_STARTS):
+        before, began = len(pairs), deadline.elapsed_seconds
+        try:
+            with deadline.stage("the last comparison"), fresh_arms(trials, choices) as (plain, planned):
+                starting = deadline.elapsed_seconds - began
+                fitting = max(1, min(wanted, int(seconds / (starting + LEAST_SECONDS))))
+                windows_seconds = min(seconds / fitting - starting, max(starting, MOST_SECONDS))
+                return compare_arms(plain, planned, replace(pace, seconds=windows_seconds), collected=pairs), pace
+        except TrialEnded as end:
+            shorter = pace.within(end.steps)
+            stuck = len(pairs) == before and shorter == pace
+            if end.status != 0 or stuck or start == MOST_STARTS - 1:
+                raise
+            whole = len(pairs) - before - 1  # one less does not run into the end again
+            pace = replace(shorter, most_pairs=max(pace.least_pairs, whole))
+    raise AssertionError

@@ -1,0 +1,105 @@
+"""Search, proof and last comparison, one after the other, and what they come to: a plan with reasons and doubts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from flatout.levers.lever import Lever
+from flatout.machine.description import Machine
+from flatout.plan import Exactness, Plan
+from flatout.timing import LoadWatch
+from flatout.tuning.interruption import stopped_by_interrupt
+from flatout.tuning.search import Search, SearchLimits
+from flatout.tuning.trial import Proof, SearchState
+from flatout.tuning.trials import Trials
+from flatout.tuning.verifier import Verifier, busy, least_seconds
+from flatout.tuning.windows import Pairing
+
+PROOF_SHARE = 0.4
+"""Of the budget: what is kept back for the proof and the last comparison."""
+PATIENCE, PATIENCE_SECONDS = 2.0, 30.0
+"""What proof and last comparison get after a search that somebody stopped: the larger of so many times what they need
+at the least, and this."""
+EXACTNESS_OF: dict[str, Exactness] = {
+    "bit-identical": "bit-identical",
+    "within rounding": "rounding",
+    "reduced": "reduced",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What was tried, and what of it holds."""
+
+    state: SearchState
+    proof: Proof | None
+    final: Pairing | None
+    """Afresh without the plan against afresh with it; None where nothing was kept."""
+    verifier: Verifier
+    warnings: tuple[str, ...]
+
+
+def search_and_prove(
+    trials: Trials,
+    machine: Machine,
+    levers: Sequence[Lever],
+    limits: SearchLimits,
+    progress: Callable[[str], None],
+) -> Found:
+    """`limits.deadline` is the whole budget. Ctrl-C ends the search alone, unless a plan is only verified."""
+    deadline = limits.deadline
+    mine = replace(limits, deadline=deadline.reserving(deadline.budget_seconds * PROOF_SHARE))
+    search = Search(trials, machine, levers, mine, progress)
+    load = LoadWatch()
+    with stopped_by_interrupt(search.stop, progress) if limits.only is None else nullcontext():
+        with deadline.stage("the search"):
+            state = search.run()
+        state.warnings += busy(load, "the search")
+        if state.stopped_after_seconds is not None:
+            step_seconds = state.first_observed.step_seconds or 0.0
+            needed = least_seconds(step_seconds, state.restart_seconds, trials, deadline.budget_seconds)
+            deadline = deadline.within(max(PATIENCE * needed, PATIENCE_SECONDS))
+        verifier = Verifier(trials, state, deadline, progress, limits.exactness)
+        proof, final = verifier.run()
+    return Found(
+        state=state, proof=proof, final=final, verifier=verifier, warnings=(*state.warnings, *verifier.warnings)
+    )
+
+
+def plan_of(found: Found, machine: Machine) -> Plan:
+    """The plan, measured on this machine."""
+    state, proof, final = found.state, found.proof, found.final
+    reasons = {}
+    for choice in state.kept:
+        trial = next((t for t in state.trials if t.outcome == "kept" and choice.field in t.plan_field.split("+")), None)
+        if trial is not None and trial.comparison is not None:
+            reasons[choice.field] = f"x{trial.comparison.ratio:.2f} here; {trial.reason}; {trial.exactness}"
+    return Plan(
+        **{choice.field: choice.value for choice in state.kept},
+        reasons=reasons,
+        loop=state.loop,
+        machine_fingerprint=machine.fingerprint,
+        machine_name=machine.cpu.name,
+        torch_version=machine.versions.torch,
+        exactness=EXACTNESS_OF.get(proof.verdict) if proof is not None else None,
+        proved_reduced=tuple(choice.field for choice in state.kept if choice.relaxed),
+        speedup=final.comparison.ratio if final and final.comparison.verdict != "not significant" else None,
+        flops_per_step=state.flops_per_step,
+        warnings=(*state.warnings, *_weaker(proof)),
+    )
+
+
+def _weaker(proof: Proof | None) -> list[str]:
+    """What the plan's claim does not cover."""
+    if proof is None:
+        return []
+    weaker = []
+    if not proof.covers_epochs:
+        weaker.append(
+            f"proved over {proof.steps} steps, less than two epochs: what changes between epochs was not seen"
+        )
+    if proof.verdict == "statistical":
+        weaker.append(f"no step could be compared, as the script does not repeat itself: {proof.reason}")
+    return weaker

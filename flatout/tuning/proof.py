@@ -1,0 +1,448 @@
+"""Are the numbers still right? Each claim has its own test, and each must be passed by the levers that make it.
+
+    bit-identical
+               every loss, every gradient norm, all weights, buffers and RNG states match bit for bit
+    rounding   no farther from the plain run than a plain run whose weights were moved by one rounding error, within a
+               factor: the gradient of each parameter and each update of it from the same state, each loss and each
+               parameter between two check steps (after which both go on from the same state again)
+    reduced    the gradient of each parameter is the plain one plus unbiased noise of 16-bit size; the optimizer makes
+               the plain update of it; no step stands out; and over the whole run, left to itself, the losses come down
+               as the plain ones do, within what weights moved by a 16-bit rounding error change
+
+Where two plain runs differ although every generator is seeded, no step can be compared with any other. Then only the
+level of losses and gradients can be, among several runs of each, and `statistical` says how large a difference would
+have been seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from flatout.statistics import STUDENT_95, median
+from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
+
+ROUNDING_FACTOR = 40.0
+"""A lever rounds at every operation of every step, the nudge only once: so many times its effect is still rounding."""
+GRADIENT_ROUNDING_FLOOR = 1e-4
+LOSS_ROUNDING_FLOOR = 1e-4
+"""A single unit of a ReLU or a pool that falls to the other side makes so much, at a step at which the nudged run had
+none. What a lever does wrong in every step is found by gradients and updates, at the check steps, far below that."""
+UPDATE_ROUNDING, UPDATE_ULPS = 1e-4, 4.0
+"""From equal gradients an optimizer's update is equal to so many parts of it, or rounding errors of the weights."""
+OWN_GRADIENTS_FACTOR = 3.0
+"""Where a script updates its weights itself, or in a closure, the gradients cannot be replaced: the noise of 16 bits in
+them, with that of the norm by which they may be clipped, goes on into the updates."""
+DRIFT_ROUNDING, DRIFT_ULPS = 1e-3, 8.0
+"""The same between check steps; a single update that is lost is some per cent of the way."""
+
+LOST_IN_ROUNDING = 0.005
+"""A gradient that one fp32 rounding error changes by so much is all cancellation (the bias of keys in attention, or one
+before a normalisation): 16 bits can say nothing about it, and training does not depend on it. Such a bias of a
+convolution was seen at 0.01 to 0.4; what is no cancellation lies near 1e-6."""
+REDUCED_GRADIENT_FACTOR, REDUCED_GRADIENT_LEAST, REDUCED_GRADIENT_MOST = 6.0, 0.05, 0.25
+"""The gradient as a whole may be off by so many times what one rounding error of 16 bits in the weights makes (right
+levers were seen at 0.4 to 2.7 times that), within these bounds."""
+FP32_TO_16_BITS = 2.0**15
+"""How much larger a rounding error of bf16 is than one of fp32."""
+REDUCED_TENSOR_LIMIT = 1.0
+"""Of a single parameter: beyond this the noise is larger than its gradient."""
+REDUCED_BIAS, REDUCED_BIAS_FEW = 0.1, 0.4
+"""Noise leaves the plain gradient's share at 1; a lever that loses or scales one moves it. The second where fewer than
+three check steps do not tell the noise."""
+REDUCED_DRIFT_LIMIT = 0.02
+"""The losses of the later half may differ by so much of their level, or by three times what a nudge of 16 bits does."""
+REDUCED_GRADIENT_ANYWHERE = 0.5
+"""... and this at any single check step: there, it is the gradient of another batch."""
+STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
+"""A step whose loss differs by so many times the median, and by this share of the level, is another step."""
+STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
+WAY_FACTOR, WAY_LEAST = 6.0, 0.05
+"""Right levers were seen at 0.3 to 1.7 times the noise of their gradients."""
+
+STATISTICAL_RESOLUTION = 0.25
+"""Where not even a difference of so much would have been seen, nothing was shown."""
+STATISTICAL_GRADIENT_FACTOR = 1.5
+
+
+def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:
+    """The first difference, or None."""
+    if structure := unlike_structure(plain, other):
+        return structure
+    for step, (mine, theirs) in enumerate(zip(other.losses, plain.losses, strict=True), start=1):
+        if not _equal(mine, theirs):
+            return f"the losses differ from step {step} on"
+    for step, (norm, expected) in enumerate(zip(other.norms, plain.norms, strict=True), start=1):
+        if not _equal((norm,), (expected,)):
+            return f"the gradients differ from step {step} on"
+    for what in ("weight", "buffer"):
+        if getattr(plain, f"{what}_digest") != getattr(other, f"{what}_digest"):
+            return f"the final {what}s differ"
+    if plain.generator_digest != other.generator_digest:
+        return "it draws other random numbers"
+    return None
+
+
+def unlike_structure(plain: Numerics, other: Numerics) -> str | None:
+    """What differs before any number is compared: steps, losses of a step, parameters, gradients that are there."""
+    if plain.steps != other.steps:
+        return f"it ends after {other.steps} steps, the plain run after {plain.steps}"
+    if plain.parameters != other.parameters:
+        return f"{len(other.parameters)} parameters are trained; plainly {len(plain.parameters)}"
+    for step, (mine, theirs) in enumerate(zip(other.losses, plain.losses, strict=True), start=1):
+        if len(mine) != len(theirs):
+            return f"{len(mine)} backward passes in step {step}; plainly {len(theirs)}"
+    return next((check.unlike for check in other.checks if check.unlike), None)
+
+
+def not_within_rounding(plain: Numerics, nudged: Numerics, candidate: Numerics) -> str | None:
+    """Why the candidate is farther from the plain run than rounding explains, or None."""
+    return (
+        unlike_structure(plain, candidate)
+        or _not_finite(plain, candidate)
+        or _other_random_numbers(nudged, candidate)
+        or _gradients_beyond_rounding(nudged, candidate)
+        or _updates_beyond_rounding(nudged, candidate)
+        or _losses_beyond_rounding(plain, nudged, candidate)
+        or _drift_beyond_rounding(nudged, candidate)
+    )
+
+
+def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics) -> str | None:
+    """Why a run beside the plain one's check steps is not that run with 16-bit noise, or None."""
+    return (
+        unlike_structure(plain, checked)
+        or _not_finite(plain, checked)
+        or _other_random_numbers(nudged, checked)
+        or _gradients_beyond_16_bits(nudged, checked)
+        or _updates_beyond_rounding(nudged, checked, noise_factor=OWN_GRADIENTS_FACTOR)
+        or _step_stands_out(plain, checked)
+        or _stretch_stands_out(checked)
+        or _way_beyond_gradients(checked)
+    )
+
+
+def drifts(plain: Numerics, coarse: Numerics, free: Numerics) -> str | None:
+    """Why the candidate, left to itself, does not train as the plain run does; `coarse` is a plain run whose weights
+    were moved by a 16-bit rounding error at the start."""
+    if reason := unlike_structure(plain, free) or _not_finite(plain, free):
+        return reason
+    found = late_differences(plain, free)
+    if not found:
+        return "there are no losses to compare, and the gradients differ by more than rounding"
+    for stream, own in zip(found, late_differences(plain, coarse) or [[0.0]] * len(found), strict=True):
+        spread = math.sqrt(sum(value**2 for value in own) / len(own))
+        mean = sum(stream) / len(stream)
+        if abs(mean) > max(REDUCED_DRIFT_LIMIT, 3 * spread):
+            return f"its loss is {mean:+.1%} off in the later half; 16-bit noise in the weights explains {spread:.1%}"
+    return None
+
+
+def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tuple[str | None, float | None]:
+    """For scripts that do not repeat themselves: (why the candidate's runs are unlike the plain ones or nothing can be
+    told, the smallest relative difference of the losses that would have been seen)."""
+    if not all(run.stays_finite() for run in candidates) and all(run.stays_finite() for run in plains):
+        return "its numbers become infinite or NaN where the plain script's stay finite", None
+    if {run.parameters for run in plains} != {run.parameters for run in candidates}:
+        return "it trains other parameters", None
+    if reason := _gradient_levels(plains, candidates):
+        return reason, None
+    levels = [[_late_level(run) for run in runs] for runs in (plains, candidates)]
+    if any(level is None for side in levels for level in side):
+        return "the script differs from run to run, and shows no losses that could be compared", None
+    ours, theirs = ([level for level in side if level is not None] for side in levels)
+    scale = sum(abs(level) for level in ours) / len(ours) or 1.0
+    difference = (sum(theirs) / len(theirs) - sum(ours) / len(ours)) / scale
+    half = _half_width(ours, theirs) / scale
+    if abs(difference) > half and abs(difference) > 0.01:
+        return f"its losses lie {difference:+.1%} (±{half:.1%}) off those of plain runs", half
+    if half > STATISTICAL_RESOLUTION:
+        reason = f"plain runs differ so much among themselves that a difference of {half:.0%} would not be seen"
+        return reason, half
+    return None, half
+
+
+def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:
+    """For each loss of a step: differences of its mean in eight stretches of the later half, relative to its level."""
+    streams = _streams(plain, other)
+    found = []
+    for pairs in streams:
+        half = pairs[len(pairs) // 2 :]
+        if len(pairs) < 4:
+            continue
+        level = sum(abs(x) for x, _ in half) / len(half)
+        centre = sum(x for x, _ in half) / len(half)
+        scale = max(level, math.sqrt(sum((x - centre) ** 2 for x, _ in half) / len(half)))
+        size = max(1, len(half) // 8)
+        blocks = [half[i : i + size] for i in range(0, len(half), size)]
+        found.append([sum(y - x for x, y in block) / len(block) / scale if scale else 0.0 for block in blocks])
+    return found
+
+
+def largest_loss_difference(plain: Numerics, other: Numerics) -> float | None:
+    return max((value for _, value in _loss_differences(plain, other)), default=None)
+
+
+def largest_gradient_difference(run: Numerics) -> float | None:
+    """Of all parameters whose gradient is not lost in rounding, at all check steps; relative to its size."""
+    return max((g.relative for check in run.checks for g in check.gradients if g.size), default=None)
+
+
+# rounding
+
+
+def _not_finite(plain: Numerics, candidate: Numerics) -> str | None:
+    if plain.stays_finite() and not candidate.stays_finite():
+        return "its numbers become infinite or NaN where the plain script's stay finite"
+    return None
+
+
+def _other_random_numbers(nudged: Numerics, candidate: Numerics) -> str | None:
+    own = {check.step for check in nudged.checks if not check.same_generators}
+    for check in candidate.checks:
+        if not check.same_generators and check.step not in own:
+            return f"it has drawn other random numbers by step {check.step + 1}"
+    return None
+
+
+def _gradients_beyond_rounding(nudged: Numerics, candidate: Numerics) -> str | None:
+    for check, floor in _beside(candidate, nudged):
+        own = {g.name: g.relative for g in floor.gradients} if floor else {}
+        for gradient in check.gradients:
+            explained = own.get(gradient.name, 0.0)
+            if gradient.relative > max(GRADIENT_ROUNDING_FLOOR, ROUNDING_FACTOR * explained):
+                size = f"differs by {gradient.relative:.1e} of its size at step {check.step + 1}"
+                return f"the gradient of {gradient.name} {size}; rounding explains {explained:.1e}"
+    return None
+
+
+def _updates_beyond_rounding(nudged: Numerics, candidate: Numerics, *, noise_factor: float = 0.0) -> str | None:
+    """Where the optimizer got its own gradients, these explain differences as far as they do in the nudged run, and
+    `noise_factor` times as far as they are off themselves."""
+    for check, floor in _beside(candidate, nudged):
+        own = {} if floor is None or check.replaced else _errors(floor.updates)
+        noisy = check.gradients if noise_factor and not check.replaced else ()
+        noise = {gradient.name: noise_factor * gradient.relative for gradient in noisy}
+        whole = noise_factor * _whole(noisy)
+        for update in check.updates:
+            allowed = max(UPDATE_ROUNDING, whole, noise.get(update.name, 0.0))
+            limit = max(allowed * update.moved, UPDATE_ULPS * update.rounding)
+            if update.error > max(limit, ROUNDING_FACTOR * own.get(update.name, 0.0)) and (check.replaced or own):
+                share = update.error / update.moved if update.moved else math.inf
+                gradients = "from the same gradients " if check.replaced else ""
+                return f"{gradients}the optimizer's step moves {update.name} {share:.1e} of its way elsewhere"
+    return None
+
+
+def _losses_beyond_rounding(plain: Numerics, nudged: Numerics, candidate: Numerics) -> str | None:
+    starts = {check.step for check in candidate.checks} & {check.step for check in nudged.checks}
+    floor = dict(_loss_differences(plain, nudged))
+    explained = 0.0
+    for step, difference in _loss_differences(plain, candidate):
+        if step in starts:
+            explained = 0.0
+        explained = max(explained, floor.get(step, 0.0))
+        if difference > max(LOSS_ROUNDING_FLOOR, ROUNDING_FACTOR * explained):
+            return f"the loss differs by {difference:.1e} at step {step + 1}; rounding explains {explained:.1e}"
+    return None
+
+
+def _drift_beyond_rounding(nudged: Numerics, candidate: Numerics) -> str | None:
+    for check, floor in _beside(candidate, nudged):
+        own = _errors(floor.drift) if floor else {}
+        for drift in check.drift:
+            limit = max(DRIFT_ULPS * drift.rounding, DRIFT_ROUNDING * drift.moved)
+            if drift.error > max(limit, ROUNDING_FACTOR * own.get(drift.name, 0.0)):
+                share = drift.error / drift.moved if drift.moved else math.inf
+                return f"{drift.name} is {share:.1e} of its way off at step {check.step + 1}"
+    return None
+
+
+# reduced
+
+
+def _gradients_beyond_16_bits(nudged: Numerics, candidate: Numerics) -> str | None:
+    compared = [check for check in candidate.checks if check.gradients]
+    if not compared:
+        return "no gradient could be compared"
+    floors = {name: median([g.relative for g in found]) for name, found in _by_name(nudged).items()}
+    lost = {name for name, own in floors.items() if own > LOST_IN_ROUNDING}
+    wholes = [_whole([g for g in check.gradients if g.name not in lost]) for check in compared]
+    fine = [_whole([g for g in check.gradients if g.name not in lost]) for check in nudged.checks if check.gradients]
+    explained = FP32_TO_16_BITS * median(fine or [0.0])
+    allowed = min(max(REDUCED_GRADIENT_FACTOR * explained, REDUCED_GRADIENT_LEAST), REDUCED_GRADIENT_MOST)
+    if median(wholes) > allowed:
+        return f"the gradient as a whole differs by {median(wholes):.1%} of its size; 16 bits explain {explained:.1%}"
+    for check, whole in zip(compared, wholes, strict=True):
+        if whole > REDUCED_GRADIENT_ANYWHERE:
+            return f"the gradient as a whole differs by {whole:.0%} of its size at step {check.step + 1}"
+    for name, found in _by_name(candidate).items():
+        present = [gradient for gradient in found if gradient.size]
+        if present and all(gradient.product == 0 for gradient in present):
+            return f"the gradient of {name} is lost"
+        if present and name not in lost and (reason := _tensor_beyond_16_bits(present)):
+            return f"the gradient of {name} {reason}"
+    return None
+
+
+def _tensor_beyond_16_bits(present: Sequence[GradientDifference]) -> str | None:
+    error = median([gradient.relative for gradient in present])
+    if error > REDUCED_TENSOR_LIMIT:
+        return f"differs by {error:.0%} of its size: 16 bits do not hold it"
+    scales = [gradient.scale for gradient in present]
+    mean = sum(scales) / len(scales)
+    allowed = REDUCED_BIAS_FEW
+    if len(scales) >= 3:
+        variance = sum((scale - mean) ** 2 for scale in scales) / (len(scales) - 1)
+        allowed = REDUCED_BIAS + 3 * math.sqrt(variance / len(scales))
+    if abs(mean - 1) > allowed:
+        return f"is {mean:.2f} times the plain one (±{allowed:.2f} is allowed)"
+    return None
+
+
+def _step_stands_out(plain: Numerics, checked: Numerics) -> str | None:
+    """Noise is about alike in all steps; another batch, or a lost step, is not. Steps count from the last check."""
+    differences = _loss_differences(plain, checked)
+    if len(differences) < 4:
+        return None
+    usual = median([value for _, value in differences])
+    for step, value in differences:
+        if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual):
+            return f"the loss of step {step + 1} differs by {value:.0%}, those of other steps by {usual:.1%}"
+    return None
+
+
+def _stretch_stands_out(checked: Numerics) -> str | None:
+    """The same of the way that the weights went from one check step to the next."""
+    shares = _stretches(checked)
+    for step, share in shares.items():
+        usual = median([other for one, other in shares.items() if one != step] or [0.0])
+        if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual):
+            return f"before step {step + 1} the weights went {share:.0%} of their way elsewhere, usually {usual:.1%}"
+    return None
+
+
+def _way_beyond_gradients(checked: Numerics) -> str | None:
+    """Noise of the gradients takes the weights about as far off their way as it is large; lost steps, farther."""
+    shares = list(_stretches(checked).values())
+    wholes = [_whole(check.gradients) for check in checked.checks if check.gradients]
+    if not shares or not wholes:
+        return None
+    share, noise = median(shares), median(wholes)
+    if share > max(WAY_LEAST, WAY_FACTOR * noise):
+        return f"the weights go {share:.0%} of their way elsewhere; the noise of the gradients is {noise:.1%}"
+    return None
+
+
+def _stretches(checked: Numerics) -> dict[int, float]:
+    """Check step -> how far the weights came from the plain run's way since the check before, as a share of it."""
+    shares = {}
+    for check in checked.checks[1:]:
+        moved = math.sqrt(sum(drift.moved**2 for drift in check.drift))
+        if moved:
+            shares[check.step] = math.sqrt(sum(drift.error**2 for drift in check.drift)) / moved
+    return shares
+
+
+# statistical
+
+
+def _gradient_levels(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> str | None:
+    """Is the typical gradient of some parameter much larger or smaller than in plain runs?"""
+    ours, theirs = ([_typical_norms(run) for run in runs] for runs in (plains, candidates))
+    for index, name in enumerate(plains[0].parameters):
+        if any(index >= len(one) for one in (*ours, *theirs)):
+            return None
+        before, after = [one[index] for one in ours], [one[index] for one in theirs]
+        if min(before) <= 0:
+            continue
+        spread = max(before) / min(before)
+        ratio = median(after) / median(before)
+        if not 1 / (STATISTICAL_GRADIENT_FACTOR * spread**2) < ratio < STATISTICAL_GRADIENT_FACTOR * spread**2:
+            return f"the gradient of {name} is typically x{ratio:.2f} that of plain runs"
+    return None
+
+
+def _typical_norms(run: Numerics) -> list[float]:
+    lengths = {len(step) for step in run.by_tensor}
+    if len(lengths) != 1:
+        return []
+    return [median([step[i] for step in run.by_tensor]) for i in range(lengths.pop())]
+
+
+def _late_level(run: Numerics) -> float | None:
+    losses = [loss for loss in run.mean_losses() if loss is not None]
+    half = losses[len(losses) // 2 :]
+    return sum(half) / len(half) if half else None
+
+
+def _half_width(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of the 95 % interval of the difference of two means, with the runs as the samples."""
+    freedom = len(ours) + len(theirs) - 2
+    if freedom < 1:
+        return math.inf
+    squares = sum(sum((x - sum(side) / len(side)) ** 2 for x in side) for side in (ours, theirs))
+    t = STUDENT_95[min(freedom, max(STUDENT_95))]
+    return t * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
+
+
+# parts
+
+
+def _streams(plain: Numerics, other: Numerics) -> list[list[tuple[float, float]]]:
+    """Pairs (plain, other) of each loss of a step, where every step has as many; else of their means."""
+    counts = {len(step) for step in plain.losses}
+    if len(counts) == 1 and plain.losses and plain.losses[0]:
+        columns = range(counts.pop())
+        pairs = [[(a[i], b[i]) for a, b in zip(plain.losses, other.losses, strict=False)] for i in columns]
+    else:
+        means = zip(plain.mean_losses(), other.mean_losses(), strict=False)
+        pairs = [[(a, b) for a, b in means if a is not None and b is not None]]
+    finite = [[(a, b) for a, b in stream if math.isfinite(a) and math.isfinite(b)] for stream in pairs]
+    return [stream for stream in finite if stream]
+
+
+def _loss_differences(plain: Numerics, other: Numerics) -> list[tuple[int, float]]:
+    """(step, the largest difference of its losses, relative to the median of each) of every step that has some."""
+    counts = itertools.zip_longest(*plain.losses)
+    scales = [median([abs(x) for x in column if x is not None and math.isfinite(x)] or [0.0]) for column in counts]
+    found = []
+    for step, (a, b) in enumerate(zip(plain.losses, other.losses, strict=False)):
+        relative = [
+            abs(x - y) / scale if scale else float(x != y)
+            for x, y, scale in zip(a, b, scales, strict=False)
+            if math.isfinite(x) and math.isfinite(y)
+        ]
+        if relative:
+            found.append((step, max(relative)))
+    return found
+
+
+def _beside(candidate: Numerics, nudged: Numerics) -> list[tuple[Check, Check | None]]:
+    floors = {check.step: check for check in nudged.checks}
+    return [(check, floors.get(check.step)) for check in candidate.checks]
+
+
+def _errors(differences: Iterable[TensorDifference]) -> dict[str, float]:
+    return {difference.name: difference.error for difference in differences}
+
+
+def _by_name(run: Numerics) -> dict[str, list[GradientDifference]]:
+    found: dict[str, list[GradientDifference]] = {}
+    for check in run.checks:
+        for gradient in check.gradients:
+            found.setdefault(gradient.name, []).append(gradient)
+    return found
+
+
+def _whole(gradients: Sequence[GradientDifference]) -> float:
+    size = math.sqrt(sum(g.size**2 for g in gradients))
+    error = math.sqrt(sum(g.error**2 for g in gradients))
+    return error / size if size else (math.inf if error else 0.0)
+
+
+def _equal(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
+    return len(a) == len(b) and all(
+        x == y or (x is not None and y is not None and x != x and y != y) for x, y in zip(a, b, strict=True)
+    )

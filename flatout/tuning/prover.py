@@ -1,0 +1,343 @@
+"""Prove a set of levers in fresh processes: record the plain script, record it with the levers, judge each claim.
+
+prover = Prover(trials, Pattern(step_seconds=0.01, startup_seconds=3), Deadline(120))
+proof = prover.prove(choices)              # verdict, reason, horizon, one Claim for each class of levers
+prover.close()
+
+The plain script's runs are kept from one call to the next, so that proving a part of the levers costs one or two runs.
+While one run is recorded the next one already starts, where they cannot get in each other's way.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import TrialError
+from flatout.levers.lever import EXACTNESS_ORDER, Choice, split_by_switch
+from flatout.plan import Exactness
+from flatout.script.numerics import Nudge, NumericsRequest, Role
+from flatout.tuning import proof as judge
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.numerics import Numerics
+from flatout.tuning.trial import Claim, Proof, ProofVerdict
+from flatout.tuning.trial_process import TrialEnded
+from flatout.tuning.trials import RunningTrial, Trials
+
+WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
+WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
+"""What a script does once an epoch is seen only by a run of more than two; 'more', as a first step has passed."""
+LEAST_STEPS = 8
+CHECKS, STEPS_A_CHECK = 24, 4
+SHARE_FOR_RUNS = 0.7
+"""Of the time; the rest is for finding the lever at fault."""
+LEAST_SHARE = 0.05
+"""Of the whole budget, for the steps themselves: starting the runs may have taken all that was meant for the proof, and
+a few hundred quick steps more cost little beside that."""
+RECORDING_FACTOR = 1.5
+SHARED_START = 0.6
+"""Of a start: what each of two costs that start at once."""
+STATISTICAL_RUNS = 3
+USUAL_RUNS = 5
+"""Of a lever that is 'reduced': the plain one, two from nudged weights, and two with the lever."""
+
+Progress = Callable[[str], None]
+Judged = tuple[ProofVerdict, str, dict[str, Any]]
+"""A verdict on a claim, why, and what was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """What is known of the script's course, from which the length of a proof follows."""
+
+    step_seconds: float
+    startup_seconds: float = 0.0
+    total_steps: int | None = None
+    """Steps after which the script ends; None: not known."""
+    epoch_steps: int | None = None
+    """Of one pass over the training loader; None: there is no loader, or its length is unknown."""
+
+
+def least_seconds(pattern: Pattern, trials: Trials) -> float:
+    """What a proof takes, as a rule, where it is as short as it may be."""
+    starting = pattern.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
+    return USUAL_RUNS * (starting + RECORDING_FACTOR * LEAST_STEPS * pattern.step_seconds)
+
+
+class Prover:
+    """Records and judges. A reference of the plain run lies in a folder of its own."""
+
+    def __init__(
+        self, trials: Trials, pattern: Pattern, deadline: Deadline, progress: Progress = lambda text: None
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="reference-", dir=trials.work_folder))
+        self._trials = trials.sharing(self._folder)
+        self._pattern, self._deadline, self._progress = pattern, deadline, progress
+        self._steps: int | None = None
+        self._plains: list[Numerics] = []
+        """Of one seed: the one that left the reference, and more where a claim needs them."""
+        self._nudged: Numerics | None = None
+        self._coarse: Numerics | None = None
+        self._repeats: bool | None = None
+        self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Judged] = {}
+        """What became of claims so far: a set that is proved again without one of its levers makes some anew."""
+        self._ahead: tuple[list[Choice], RunningTrial] | None = None
+        """(levers from its start, a process that starts while another one is recorded)"""
+
+    def __enter__(self) -> Prover:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def has_time_for(self, runs: int) -> bool:
+        """Is there time for so many more runs of the length of those before?"""
+        pattern = self._pattern
+        run_seconds = pattern.startup_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
+        return runs * run_seconds <= self._deadline.seconds_left
+
+    def close(self) -> None:
+        self._drop_the_one_ahead()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def prove(self, choices: Sequence[Choice]) -> Proof:
+        """The verdict on these levers together."""
+        plain = self._plain(choices)
+        claims: list[Claim] = []
+        evidence: dict[str, Any] = {}
+        for claimed in EXACTNESS_ORDER:
+            own = tuple(choice.label for choice in choices if choice.exactness == claimed)
+            if not own:
+                continue
+            rank = EXACTNESS_ORDER.index(claimed)
+            so_far = [choice for choice in choices if EXACTNESS_ORDER.index(choice.exactness) <= rank]
+            try:
+                verdict, reason, evidence = self._known_or_new(claimed, so_far)
+            except TrialError as error:
+                verdict, reason, evidence = "rejected", _failure(error), {}
+            may_be_reduced = bool(evidence.pop("may_be_reduced", False))
+            claims.append(
+                Claim(levers=own, claimed=claimed, verdict=verdict, reason=reason, may_be_reduced=may_be_reduced)
+            )
+            if verdict == "rejected":
+                break
+            if verdict == "statistical":  # no step can be compared: the rest is judged in the same way, together
+                return self._proof_by_levels(choices, plain)
+        return self._proof(claims, plain, evidence)
+
+    # the claims
+
+    def _known_or_new(self, claimed: Exactness, choices: Sequence[Choice]) -> Judged:
+        key = claimed, tuple(choices)
+        if key not in self._judged:
+            own = [choice.label for choice in choices if choice.exactness == claimed]
+            self._progress(f"proof: {', '.join(own)} {'is' if len(own) == 1 else 'are'} {claimed}?")
+            self._judged[key] = self._claim(claimed, choices)
+        verdict, reason, evidence = self._judged[key]
+        return verdict, reason, dict(evidence)
+
+    def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> Judged:
+        plain = self._plain(choices)
+        if claimed == "bit-identical":
+            return self._bit_identical(plain, choices)
+        if not self._repeatable():
+            return "statistical", "", {}
+        nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
+        checked = self._record(choices, role="checked")
+        evidence = {
+            "loss_difference": judge.largest_loss_difference(plain, checked),
+            "loss_floor": judge.largest_loss_difference(plain, nudged),
+            "gradient_difference": judge.largest_gradient_difference(checked),
+            "gradient_floor": judge.largest_gradient_difference(nudged),
+            "candidate_losses": checked.mean_losses(),
+        }
+        beyond = judge.not_within_rounding(plain, nudged, checked)
+        if beyond is None:
+            factor, floor = judge.ROUNDING_FACTOR, judge.LOSS_ROUNDING_FLOOR
+            reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
+            return "within rounding", reason, evidence
+        if claimed == "rounding":
+            evidence["may_be_reduced"] = judge.not_reduced(plain, nudged, checked) is None
+            return "rejected", beyond, evidence
+        return self._reduced(plain, nudged, checked, choices, evidence)
+
+    def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged:
+        candidate = self._record(choices)
+        difference = judge.not_bit_identical(plain, candidate)
+        if difference is None:
+            self._repeats = True  # it would be odd if two plain runs differed
+            reason = "losses, gradient norms, weights and RNG states match bit for bit"
+            return "bit-identical", reason, {"candidate_losses": candidate.mean_losses()}
+        if self._repeatable():
+            return "rejected", f"it should be bit-identical, but {difference}", {}
+        return "statistical", "", {}
+
+    def _reduced(
+        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: dict[str, Any]
+    ) -> Judged:
+        if reason := judge.not_reduced(plain, nudged, checked):
+            return "rejected", reason, evidence
+        coarse = self._coarse = self._coarse or self._record([], nudge="16-bit", then=choices)
+        free = self._record(choices)
+        if reason := judge.drifts(plain, coarse, free):
+            return "rejected", reason, evidence
+        drift = _largest_mean(judge.late_differences(plain, free))
+        own = _largest_mean(judge.late_differences(plain, coarse))
+        evidence |= {"loss_drift": drift, "candidate_losses": free.mean_losses()}
+        level = f"losses of the later half {drift:+.2%} off (16-bit noise in the first weights: {own:+.2%})"
+        return (
+            "reduced",
+            f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}",
+            evidence,
+        )
+
+    def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
+        """Of a script that does not repeat itself: several runs of each side, compared by their levels."""
+        while len(self._plains) < STATISTICAL_RUNS:
+            self._plains.append(self._record([]))
+        try:
+            candidates = [self._record(choices) for _ in range(STATISTICAL_RUNS)]
+            reason, resolution = judge.not_alike(self._plains, candidates)
+        except TrialError as error:
+            candidates, reason, resolution = [], _failure(error), None
+        labels = tuple(choice.label for choice in choices)
+        worst = max((choice.exactness for choice in choices), key=EXACTNESS_ORDER.index)
+        verdict: ProofVerdict = "rejected" if reason else "statistical"
+        told = reason or (
+            f"{STATISTICAL_RUNS} runs of each differ no more than plain runs do among themselves; "
+            f"a difference of the losses below {resolution:.1%} would not have been seen"
+        )
+        claim = Claim(levers=labels, claimed=worst, verdict=verdict, reason=told)
+        losses = {"candidate_losses": candidates[0].mean_losses()} if candidates else {}
+        return self._proof([claim], plain, {"resolution": resolution, **losses})
+
+    def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: dict[str, Any]) -> Proof:
+        self._drop_the_one_ahead()  # expected in vain: it would hold memory beside what is measured next
+        last = claims[-1]
+        repeats = self._repeats is not False
+        return Proof(
+            verdict=last.verdict,
+            reason=last.reason,
+            steps=plain.steps,
+            epochs=plain.steps / self._pattern.epoch_steps if self._pattern.epoch_steps else None,
+            claims=tuple(claims),
+            repeatable=repeats,
+            notes=tuple(_notes(plain, repeats)),
+            baseline_losses=plain.mean_losses(),
+            **evidence,
+        )
+
+    # the runs
+
+    def _plain(self, choices: Sequence[Choice]) -> Numerics:
+        """The plain run that leaves the reference; shorter than planned where the script is."""
+        if not self._plains:
+            self._steps = self._wanted_steps(choices)
+            self._progress(f"proof: the plain {self._trials.kind}, {self._steps} steps")
+            first = self._record([], role="reference", then=_bit_identical_ones(choices))
+            if first.ended and first.steps > 1:  # all runs stop within the script, before its end can change anything
+                for old in self._folder.glob("*.pt"):
+                    old.unlink()
+                self._steps = first.steps - 1
+                first = self._record([], role="reference")
+            self._plains.append(first)
+        return self._plains[0]
+
+    def _repeatable(self) -> bool:
+        if self._repeats is None:
+            self._plains.append(self._record([], then=[]))
+            self._repeats = judge.not_bit_identical(self._plains[0], self._plains[1]) is None
+        return self._repeats
+
+    def _record(
+        self,
+        choices: Sequence[Choice],
+        *,
+        role: Role = "free",
+        nudge: Nudge = "none",
+        then: Sequence[Choice] | None = None,
+    ) -> Numerics:
+        """`then`: the levers of the run that will probably be recorded next; None: not known."""
+        assert self._steps is not None
+        count = max(1, min(CHECKS, self._steps // STEPS_A_CHECK))
+        checks = tuple(i * self._steps // count for i in range(count))
+        request = NumericsRequest(steps=self._steps, role=role, folder=str(self._folder), checks=checks, nudge=nudge)
+        from_start, live = split_by_switch(choices)
+        process, alone = self._spawned(from_start, then)
+        with self._deadline.stage("the proof"), process:
+            try:
+                process.start()
+                return Numerics.from_answer(process.numerics(live, request))
+            except TrialError:
+                if alone:
+                    raise
+        self._drop_the_one_ahead()
+        return self._record(choices, role=role, nudge=nudge)  # two at once may need more memory than there is
+
+    def _spawned(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[RunningTrial, bool]:
+        """(the process for a run, whether no other one runs beside it)"""
+        process, was_ahead = None, False
+        if self._ahead is not None and self._ahead[0] == from_start:
+            process, was_ahead, self._ahead = self._ahead[1], True, None
+        self._drop_the_one_ahead()
+        if process is None:
+            process = self._trials.trial(from_start, label="proof")
+            process.spawn()
+        if then is not None and self._trials.starts_overlap:
+            next_from_start, _ = split_by_switch(then)
+            self._ahead = next_from_start, self._trials.trial(next_from_start, label="proof")
+            self._ahead[1].spawn()
+        return process, not was_ahead and self._ahead is None
+
+    def _drop_the_one_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead[1].close()
+            self._ahead = None
+
+    def _wanted_steps(self, choices: Sequence[Choice]) -> int:
+        """As many as the claims want and the time affords; two epochs where that is possible."""
+        pattern = self._pattern
+        claims = {choice.exactness for choice in choices}
+        wanted = max(WANTED_STEPS[claim] for claim in claims) if claims else WANTED_STEPS["rounding"]
+        if pattern.epoch_steps:
+            wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
+        # plain and again; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
+        runs = 2 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
+        starting = pattern.startup_seconds * (SHARED_START if self._trials.starts_overlap else 1.0)
+        available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - runs * starting)
+        least = LEAST_SHARE * self._deadline.budget_seconds
+        affordable = int(max(available, least) / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
+        return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
+
+
+def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:
+    return [choice for choice in choices if choice.exactness == "bit-identical"]
+
+
+def _failure(error: TrialError) -> str:
+    headline = error.headline if isinstance(error, TrialEnded) else ""
+    return f"a fresh run with it failed: {headline or error}"
+
+
+def _largest_mean(streams: Sequence[Sequence[float]]) -> float:
+    return max((sum(stream) / len(stream) for stream in streams), key=abs, default=0.0)
+
+
+def _notes(plain: Numerics, repeats: bool) -> list[str]:
+    notes = []
+    if plain.unseeded:
+        shown = ", ".join(plain.unseeded[:3]) + (" ..." if len(plain.unseeded) > 3 else "")
+        notes.append(f"the script leaves generators unseeded ({shown}); the proof gave both sides the same seeds")
+    if not repeats:
+        notes.append(
+            "plain runs differ although every generator was seeded: the script depends on the order of threads or "
+            "processes, on the clock, or on an operation without a fixed order"
+        )
+    if plain.sampled:
+        notes.append("the model is too large to be compared whole: 16,384 elements of each tensor were")
+    return notes

@@ -1,0 +1,143 @@
+"""`flatout tune`: search, prove the winner in fresh processes, measure it against the plain script, make a plan.
+
+result = tune_script(request, machine, progress=print)
+result.plan, result.proof, result.comparison
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.environment import inductor_folder
+from flatout.machine.description import Machine
+from flatout.plan import Exactness, Plan
+from flatout.script.entry import Target
+from flatout.script.trial_child import load_levers
+from flatout.script.work_folder import work_folder
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.fork_server import ForkServer
+from flatout.tuning.outcome import plan_of, search_and_prove
+from flatout.tuning.search import SearchLimits
+from flatout.tuning.trial import Proof, SearchState
+from flatout.tuning.trial_process import TrialSetup
+from flatout.tuning.whole_run import WholeRun
+from flatout.tuning.windows import Pairing
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """What to tune and within which bounds."""
+
+    target: Target
+    budget_seconds: float = 600.0
+    exactness: Exactness = "reduced"
+    total_steps: int | None = None
+    levers: str = "flatout.levers.catalogue:LEVERS"
+    only: tuple[tuple[str, Any], ...] | None = None
+    """Restrict the search to these (plan field, value) choices: how a plan from elsewhere is verified."""
+    isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
+    """Trials have only a loopback interface otherwise, each its own."""
+    stdin_file: Path | None = None
+    log_folder: Path | None = None
+    hang_floor_seconds: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """Everything that was found out."""
+
+    request: TuneRequest
+    machine: Machine
+    state: SearchState
+    plan: Plan
+    proof: Proof | None
+    final: Pairing | None
+    """Fresh plain process against fresh process with the plan; None where nothing was kept."""
+    seconds: float
+    whole: WholeRun | None = None
+    warnings: tuple[str, ...] = ()
+    log_folder: Path | None = None
+
+    @property
+    def baseline_seconds(self) -> float | None:
+        return self.final.baseline_seconds if self.final else self.state.first_observed.step_seconds
+
+    @property
+    def best_seconds(self) -> float | None:
+        return self.final.candidate_seconds if self.final else self.baseline_seconds
+
+
+def tune_script(
+    request: TuneRequest,
+    machine: Machine,
+    progress: Progress = lambda text: None,
+    deadline: Deadline | None = None,
+) -> TuneResult:
+    """Tune one script. Changes nothing of the user's; whoever calls it writes the plan.
+
+    `deadline`: where some of the budget was spent before this call; None: all of it is left.
+    """
+    request.target.check()
+    deadline = deadline or Deadline(request.budget_seconds)
+    with work_folder() as folder, ForkServer() as fork_server:
+        setup = TrialSetup(
+            target=request.target,
+            work_folder=folder,
+            shared=_shared_folders(),
+            levers=request.levers,
+            isolation=request.isolation,
+            allow_network=request.allow_network,
+            stdin_file=request.stdin_file,
+            hang_floor_seconds=request.hang_floor_seconds,
+            terminal_size=_terminal_size(),
+            fork_server=fork_server,
+            deadline=deadline,
+        )
+        limits = SearchLimits(
+            deadline=deadline, exactness=request.exactness, total_steps=request.total_steps, only=request.only
+        )
+        found = search_and_prove(setup, machine, load_levers(request.levers), limits, progress)
+        whole = found.verifier.whole_run(found.final)
+        return TuneResult(
+            request=request,
+            machine=machine,
+            state=found.state,
+            plan=replace(plan_of(found, machine), script=request.target.name, argv=request.target.arguments),
+            proof=found.proof,
+            final=found.final,
+            whole=whole,
+            seconds=deadline.elapsed_seconds,
+            warnings=(*found.warnings, *filter(None, [deadline.explanation])),
+            log_folder=_keep_logs(folder, request.log_folder),
+        )
+
+
+def _terminal_size() -> tuple[int, int] | None:
+    """(rows, columns) of the terminal that the script would read from, had it been started by itself."""
+    try:
+        size = os.get_terminal_size(0)
+    except OSError:
+        return None
+    return size.lines, size.columns
+
+
+def _shared_folders() -> tuple[Path, ...]:
+    """What trials may leave behind on purpose: compiled kernels, in our own cache, so that a run finds them."""
+    return (inductor_folder(),)
+
+
+def _keep_logs(folder: Path, wanted: Path | None) -> Path | None:
+    if wanted is None:
+        return None
+    wanted.mkdir(parents=True, exist_ok=True)
+    for log in folder.glob("*/output.log"):
+        shutil.copyfile(log, wanted / f"{log.parent.name}.log")
+    return wanted

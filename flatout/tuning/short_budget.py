@@ -1,0 +1,64 @@
+"""What to say where a budget is too short for a script: which part of it takes long, and how much would do."""
+
+from __future__ import annotations
+
+import math
+
+from flatout.errors import ScriptError
+from flatout.tuning.deadline import Deadline
+from flatout.units import format_seconds
+
+SEARCH_SHARE = 0.5
+"""Of a budget that would do: what trials get, at the least."""
+TRIALS_WANTED = 4
+LEAST_INCREASE = 1.5
+"""Of the budget that did not do: what was measured of the script was perhaps measured in a quieter moment."""
+
+
+def no_step(name: str, waited_seconds: float, startup_seconds: float | None, deadline: Deadline) -> ScriptError:
+    """The script was silent when the search's time was over; `startup_seconds`: until its first step, if known."""
+    what = f"{name}: no step in {format_seconds(waited_seconds)}"
+    if startup_seconds is not None:
+        what = f"{name}: starting it takes {format_seconds(startup_seconds)}, and its steps were not timed in the rest"
+    return ScriptError(
+        what,
+        limit=f"the budget is {format_seconds(deadline.budget_seconds)}",
+        remedy="give it more with --budget, if the script starts slowly or its steps are long",
+    )
+
+
+def too_slow(
+    name: str,
+    startup_seconds: float,
+    step_seconds: float,
+    steps_a_trial: int,
+    deadline: Deadline,
+) -> ScriptError:
+    """Not even one lever can be tried in what `deadline` leaves."""
+    trial_seconds = steps_a_trial * step_seconds
+    left = format_seconds(deadline.seconds_left) if deadline.seconds_left else "nothing"
+    wanted_seconds = deadline.reserved_seconds
+    wanted_seconds += (startup_seconds + TRIALS_WANTED * trial_seconds) / SEARCH_SHARE
+    wanted_seconds = max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds)
+    smaller = ", or give the script smaller steps" if trial_seconds > startup_seconds else ""
+    return ScriptError(
+        f"{name}: starting it takes {format_seconds(startup_seconds)}, and a step {format_seconds(step_seconds)}",
+        limit=f"trying one lever takes about {steps_a_trial} steps, and {left} of the budget of "
+        f"{format_seconds(deadline.budget_seconds)} is left for that beside the proof",
+        remedy=f"try {budget_option(wanted_seconds)}{smaller}",
+    )
+
+
+def enough_for(search_seconds: float, deadline: Deadline) -> float:
+    """A budget in seconds of which a search gets so much, where `deadline` is what it had, in the same proportion."""
+    share = 1 - deadline.reserved_seconds / deadline.budget_seconds
+    return search_seconds / max(share, SEARCH_SHARE)
+
+
+def budget_option(seconds: float) -> str:
+    """For the command line: '--budget 40' (seconds) or '--budget 3m'; never less."""
+    return f"--budget {_round_up(seconds)}"
+
+
+def _round_up(seconds: float) -> str:
+    return str(10 * math.ceil(seconds / 10)) if seconds <= 60 else f"{math.ceil(seconds / 60)}m"

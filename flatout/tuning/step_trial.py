@@ -1,0 +1,311 @@
+"""Trials of a TrainStep: each trains copies of its model, optimizer and loss in this process, on kept batches.
+
+    trials = StepTrials(step, batches, folder)
+    with trials.trial() as trial:
+        trial.start()
+        trial.window([choice], settle=2, steps=20)
+
+In each window the step is made anew with the plan that is tried, as the user will make it, and taken back at the end:
+between windows nothing of it is on, so two trials can take turns. The generators begin at the same numbers in every
+trial, and each trial's own state is put back before it goes on. The learning rate's schedule is left out: trials run
+past its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import resource
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import TrialError, UsageError
+from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
+from flatout.levers.lever import Choice
+from flatout.levers.observed import Observed, StepWork
+from flatout.levers.subject import Subject
+from flatout.machine.page_faults import minor_faults
+from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.plan import Plan
+from flatout.script.describe import device_of, observe
+from flatout.script.device_calls import device_name
+from flatout.script.numerics import NumericsRecorder, NumericsRequest
+from flatout.script.session import resident_bytes
+from flatout.script.spans import StepRow
+from flatout.script.step_memory import StepMemory
+from flatout.script.step_work import follow_step
+from flatout.train.placement import join_recurrent_weights
+from flatout.train.step import TrainStep
+from flatout.tuning.deadline import BudgetSpent, Deadline
+from flatout.tuning.trial_process import Peak, TrialEnded, Window
+
+SEED = 20_261_122
+FIRST_STEPS = 2
+"""That pass before a trial takes commands: the optimizer makes its state in the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrials:
+    """A step, and the batches that its trials train on, again and again."""
+
+    step: TrainStep
+    batches: Sequence[Any]
+    work_folder: Path
+    name: str = "the step"
+    kind: str = "step"
+    afresh: str = "on fresh copies"
+    starts_overlap: bool = False
+    """Copies are made one after the other."""
+
+    def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> StepTrial:
+        return StepTrial(self, choices)
+
+    def sharing(self, folder: Path) -> StepTrials:
+        """As it is: this process may write there."""
+        return self
+
+
+class WatchedStep:
+    """What a NumericsRecorder and `observe` look at, of a step whose parts are known."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.step_kind = "optimizer"
+        self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
+        self.before_optimizer: list[Callable[[Any], None]] = []
+        self.at_iterator: list[Callable[[Any, float], None]] = []
+        self.inside_optimizer = False
+        self.saw_autocast = self.saw_scaler = self.saw_compile = self.saw_create_graph = False
+
+
+class StepTrial:
+    """One copy. Lets no exception of the step out but as TrialEnded, which names it."""
+
+    expected_step_seconds: float | None = None
+    first_steps_seconds = 0.0
+    broken_off = False
+    deadline: Deadline | None = None
+
+    def __init__(self, trials: StepTrials, choices: Sequence[Choice]) -> None:
+        self._trials, self._from_start = trials, list(choices)
+        self._copies: tuple[Any, Any, Any] | None = None
+        self._generators: dict[str, Any] = {}
+        self._steps = 0
+        self.isolation: Mapping[str, Any] = {}
+        self.start_seconds: float | None = None
+
+    def __enter__(self) -> StepTrial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def startup_seconds(self) -> float | None:
+        return self.start_seconds
+
+    @property
+    def alive(self) -> bool:
+        return self._copies is not None
+
+    def spawn(self) -> None:
+        """Nothing can be done ahead."""
+
+    def start(self, timeout_seconds: float = 0.0) -> None:
+        began = time.perf_counter()
+        step = self._trials.step
+        self._copies = model, optimizer, _ = copies_of(step.model, step.optimizer, step.loss_fn)
+        self._subject = Subject()
+        self._subject.modules.add(model)
+        self._subject.optimizers.add(optimizer)
+        self._watch, self._device = WatchedStep(self._subject), device_of(self._subject)
+        self._batches = itertools.cycle(self._trials.batches)
+        with generators_kept():
+            seed_generators(SEED)
+            self._generators = generator_states()
+        with self._running(()) as take:
+            for _ in range(FIRST_STEPS):
+                take()
+        self.start_seconds = time.perf_counter() - began
+
+    def close(self) -> None:
+        self._copies = None
+
+    # what a search asks
+
+    def describe(self) -> Observed:
+        return self._observed(())
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+        before = time.perf_counter()
+        with self._running(choices) as take:
+            self._device.synchronize()
+            applied = time.perf_counter() - before
+            marks = [self._device.mark()]
+            for _ in range(settle + steps):
+                take()
+                marks.append(self._device.mark())
+            self._device.synchronize()
+            seconds = [self._device.elapsed_seconds(a, b) for a, b in itertools.pairwise(marks)]
+        return Window(
+            seconds=tuple(seconds[settle:]),
+            settle_seconds=tuple(seconds[:settle]),
+            apply_seconds=applied,
+            resident_bytes=resident_bytes(),
+            rolled_back=self._rolled_back,
+        )
+
+    def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
+        rows, parts = [], dict.fromkeys(("forward", "optimizer"), 0.0)
+
+        def timed(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **named: Any) -> Any:
+                self._device.synchronize()
+                began = time.perf_counter()
+                try:
+                    return call(*arguments, **named)
+                finally:
+                    self._device.synchronize()
+                    parts[kind] += time.perf_counter() - began
+
+            return run
+
+        with self._running(choices, timed) as take:
+            for _ in range(steps):
+                parts.update(forward=0.0, optimizer=0.0)
+                faults, began = minor_faults(), time.perf_counter()
+                take()
+                self._device.synchronize()
+                seconds, faults = time.perf_counter() - began, minor_faults() - faults
+                rest = {"backward": seconds - sum(parts.values())}
+                rows.append(StepRow(seconds, {**parts, **rest}, page_faults=faults))
+        return self._observed(rows)
+
+    def work(self) -> StepWork:
+        with self._running(()) as take:
+            finish = follow_step()
+            try:
+                take()
+            finally:
+                found = finish()
+        return found
+
+    def peak(self, choices: Sequence[Choice]) -> Peak:
+        with self._running(choices) as take:
+            take()
+            self._device.reset_peak()
+            followed = StepMemory(self._subject)
+            followed.begin(device_name(self._subject))
+            take()
+            sample = followed.end(self._steps)
+            held = sample.peak_bytes if sample is not None else None
+            if self._device.kind != "cpu":
+                held = self._device.memory_peak_bytes()
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Peak(peak_bytes=held, resident_bytes=resident, incidents=self._rolled_back)
+
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
+        with self._running(choices, watched=True) as take:
+            recorder = NumericsRecorder(self._watch, request)
+            try:
+                while recorder.steps < request.steps:
+                    loss = take()
+                    for listener in self._watch.at_backward:
+                        listener((loss,))
+                    recorder.step_ended()
+            finally:
+                found = recorder.finish()
+        return {**found, "ended": False, "unseeded": []}
+
+    # inside
+
+    def _copies_or_fail(self) -> tuple[Any, Any, Any]:
+        assert self._copies is not None, "start it first"
+        return self._copies
+
+    @contextlib.contextmanager
+    def _running(
+        self,
+        choices: Sequence[Choice],
+        timed: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
+        *,
+        watched: bool = False,
+    ) -> Iterator[Callable[[], Any]]:
+        """A function that takes one step under these choices. The step's own exceptions leave as TrialEnded.
+
+        timed: wraps the loss and the optimizer's step. watched: `before_optimizer` is called, before any lever's hook.
+        """
+        model, optimizer, loss_fn = self._copies_or_fail()
+        steps = 0
+        with generators_kept(), contextlib.ExitStack() as closing:
+            set_generators(self._generators)
+            try:
+                if watched:
+                    closing.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
+                original = self._trials.step
+                plan = replace_choices(original.plan, [*self._from_start, *choices])
+                step = original.with_plan(plan, model, optimizer, timed("forward", loss_fn) if timed else loss_fn)
+                closing.callback(step.close)
+                if timed is not None:
+                    optimizer.step = timed("optimizer", optimizer.step)
+                    closing.callback(vars(optimizer).pop, "step")
+
+                def take() -> Any:
+                    if self.broken_off and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
+                        raise BudgetSpent(self.deadline)
+                    loss = step(next(self._batches))
+                    nonlocal steps
+                    steps += 1
+                    return loss
+
+                yield take
+                step.finish()
+                self._rolled_back = self._names(dict(step.rolled_back), choices)
+            except BudgetSpent:
+                raise
+            except Exception as error:
+                raise TrialEnded(1, "".join(traceback.format_exception(error)), self._steps + steps) from error
+            finally:
+                self._steps += steps
+                self._generators = generator_states()
+
+    @staticmethod
+    def _names(rolled_back: Mapping[str, str], choices: Sequence[Choice]) -> dict[str, str]:
+        """By the levers' names, where the step says their labels."""
+        names = {choice.label: choice.lever.name for choice in choices}
+        return {names.get(label, label): why for label, why in rolled_back.items()}
+
+    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+        for listener in self._watch.before_optimizer:
+            listener(optimizer)
+
+    def _observed(self, rows: Sequence[StepRow]) -> Observed:
+        seen = observe(self._watch, threads_at_start=None, rows=rows, loaders=False)
+        return replace(seen, names_device=True)
+
+
+def copies_of(model: Any, optimizer: Any, loss_fn: Any) -> tuple[Any, Any, Any]:
+    """A model, optimizer and loss of their own, which know one another; UsageError where they cannot be copied."""
+    try:
+        copies = copy.deepcopy((model, optimizer, loss_fn))
+    except Exception as error:
+        if is_out_of_memory(error):
+            remedy = "tune a smaller model or batch, or on a device with more memory"
+            raise TrialError("there is no room for copies of the model and its optimizer", remedy=remedy) from error
+        raise UsageError(
+            f"the model, its optimizer or the loss cannot be copied: {type(error).__name__}: {error}",
+            limit="they are tried on copies, so that yours stay as they are",
+            remedy="leave out of the modules what copy.deepcopy cannot copy",
+        ) from error
+    join_recurrent_weights(copies[0])
+    return copies
+
+
+def replace_choices(plan: Plan, choices: Sequence[Choice]) -> Plan:
+    """The plan with these made, without their reasons."""
+    return replace(plan, **{choice.field: choice.value for choice in choices})

@@ -1,0 +1,150 @@
+"""The values that a search leaves behind: a Trial for each choice that was tried, and the Proof of the winner.
+
+Trial   'fused optimizer': 0.78 -> 0.72 ms, kept, because it is faster by 8 % (2 % at the least)
+Proof   the losses, gradients and weights of fresh processes, compared with the script's own spread
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from flatout.levers.lever import Choice, Saving
+from flatout.levers.observed import Observed
+from flatout.plan import Exactness
+from flatout.statistics import Comparison
+
+Outcome = Literal["kept", "dropped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One choice, tried on top of those that had been kept until then."""
+
+    label: str
+    plan_field: str
+    value: Any
+    exactness: Exactness
+    outcome: Outcome
+    reason: str
+    baseline_seconds: float | None = None
+    """Median step without it, in the windows that alternated with its own."""
+    candidate_seconds: float | None = None
+    comparison: Comparison | None = None
+    startup_seconds: float | None = None
+    """What turning it on cost once (compilation, computing kept samples)."""
+    payoff_steps: int | None = None
+    """After how many steps the start-up is earned back; None if there is none, or nothing is saved."""
+    baseline_peak_bytes: int | None = None
+    """What a step's tensors hold at the most without it; only where the lever is for memory."""
+    candidate_peak_bytes: int | None = None
+    on_top_of: tuple[str, ...] = ()
+    predicted: Saving | None = None
+    """What its lever promised; None of several at once."""
+    cost_seconds: float = 0.0
+    """How long the trial itself took."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotTried:
+    """A lever that was not tried, and why."""
+
+    label: str
+    reason: str
+    for_lack_of_time: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistical", "rejected"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What some levers claim to leave of the numbers, and what became of it."""
+
+    levers: tuple[str, ...]
+    """Labels of those that make this claim; they were tried on top of the levers of stricter claims."""
+    claimed: Exactness
+    verdict: ProofVerdict
+    reason: str
+    may_be_reduced: bool = False
+    """Of one that was rejected: nothing at the check steps speaks against the weakest claim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """How far a candidate's numbers lie from the plain script's, and how far those lie from one another.
+
+    Each claim is proved by itself, strictest first; `verdict` is the weakest of them, or the first that failed.
+    Relative figures: losses to the median loss, gradients to their size. `floor` is the script's own: what one rounding
+    error in the weights makes.
+    """
+
+    verdict: ProofVerdict
+    reason: str
+    steps: int
+    """The horizon: what happens in later steps was not seen."""
+    epochs: float | None = None
+    """The horizon in passes over the training loader; None: the script has no loader, or its length is unknown."""
+    claims: tuple[Claim, ...] = ()
+    loss_difference: float | None = None
+    loss_floor: float | None = None
+    gradient_difference: float | None = None
+    gradient_floor: float | None = None
+    loss_drift: float | None = None
+    """Mean of (candidate - plain) loss over the later half of a run left to itself, relative to its plain level."""
+    resolution: float | None = None
+    """The smallest relative difference of the losses that would have been seen; only of a statistical verdict."""
+    repeatable: bool = True
+    """Whether two plain runs gave the same bits."""
+    notes: tuple[str, ...] = ()
+    baseline_losses: tuple[float | None, ...] = ()
+    candidate_losses: tuple[float | None, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        return self.verdict != "rejected"
+
+    @property
+    def covers_epochs(self) -> bool:
+        """Did it see the script come from one epoch into the next, and to the end of that?"""
+        return self.epochs is None or self.epochs >= 2
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class SearchState:
+    """What is known so far; what a search returns."""
+
+    kept: list[Choice] = field(default_factory=list)
+    for_memory: list[Choice] = field(default_factory=list)
+    """Those of the kept that need not be faster: they save memory that is short, or was asked to be saved."""
+    trials: list[Trial] = field(default_factory=list)
+    not_tried: list[NotTried] = field(default_factory=list)
+    observed: Observed = field(default_factory=Observed)
+    first_observed: Observed = field(default_factory=Observed)
+    loop: str | None = None
+    """What trains, as the first plain step showed it."""
+    total_steps: int | None = None
+    stopped_after_seconds: float | None = None
+    """When somebody stopped the search, counted from the start of the tune; None: it came to its own end."""
+    enough_seconds: float | None = None
+    """A budget, about, in which all would have been tried; None: all was."""
+    isolation: dict[str, Any] = field(default_factory=dict)
+    startup_seconds: float | None = None
+    """Of the script in a new process, until its first certain step."""
+    restart_seconds: float = 0.0
+    """What it takes to start it again: less where trials are forked from a process that has loaded torch."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def flops_per_step(self) -> float | None:
+        """Of the products of a plain step; None if they could not be counted."""
+        return self.first_observed.flops_per_step

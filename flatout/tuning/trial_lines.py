@@ -1,0 +1,107 @@
+"""Trials and proof in lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flatout.statistics import Comparison
+from flatout.tuning.trial import NotTried, Proof, SearchState, Trial
+from flatout.units import format_bytes, format_seconds
+
+BudgetOption = Callable[[float], str]
+"""How a budget of so many seconds is given: '--budget 2m'."""
+
+
+def trial_lines(trials: Sequence[Trial]) -> list[str]:
+    """A line for each, in columns."""
+    width = max((len(trial.label) for trial in trials), default=0)
+    return [_trial(trial, width) for trial in trials]
+
+
+def _trial(trial: Trial, width: int) -> str:
+    head = f"{trial.outcome:<8}{trial.label:<{width}}  "
+    if trial.comparison is None or trial.baseline_seconds is None or trial.candidate_seconds is None:
+        return f"{head}{trial.reason}"
+    times = f"{format_seconds(trial.baseline_seconds)} -> {format_seconds(trial.candidate_seconds)}"
+    tail = f"{times:<21} {ratio_text(trial.comparison)}"
+    if trial.predicted is not None:
+        least, _, most = trial.predicted.ratios
+        tail += f" (predicted {least:.2f} to {most:.2f})"
+    if trial.baseline_peak_bytes is not None and trial.candidate_peak_bytes is not None:
+        tail += f"  peak {format_bytes(trial.baseline_peak_bytes)} -> {format_bytes(trial.candidate_peak_bytes)}"
+    if trial.outcome == "kept":
+        tail += f"  {trial.exactness}"
+        return f"{head}{tail}" + ("" if trial.reason == "faster" else f"; {trial.reason}")
+    return f"{head}{tail}  {trial.reason}"
+
+
+def ratio_text(comparison: Comparison) -> str:
+    """'x1.47 ±0.02': half the width of the confidence interval."""
+    half = (comparison.high - comparison.low) / 2
+    if half > comparison.ratio:  # or infinite: it says no more than that the pairs were too few
+        return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
+    return f"x{comparison.ratio:.2f} ±{half:.2f}"
+
+
+def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
+    """One line for each reason, so that the GPU's levers on a CPU do not fill the screen."""
+    by_reason: dict[str, list[str]] = {}
+    for entry in skipped:
+        by_reason.setdefault(entry.reason, []).append(entry.label)
+    return [f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
+
+
+def nothing_found(state: SearchState, budget_seconds: float, option: BudgetOption) -> str:
+    """What a search says that kept nothing: what was not tried cannot be said not to help."""
+    late = sum(entry.for_lack_of_time for entry in state.not_tried)
+    if not late:
+        return "nothing helps here"
+    until = f"in the budget of {format_seconds(budget_seconds)}"
+    if state.stopped_after_seconds is not None:
+        until = f"until the search was stopped after {format_seconds(state.stopped_after_seconds)}"
+    return f"nothing found {until}, with {late} not reached{_enough(state, option)}"
+
+
+def reach_lines(state: SearchState, option: BudgetOption) -> list[str]:
+    """One, where something was kept and other levers were not reached."""
+    late = sum(entry.for_lack_of_time for entry in state.not_tried)
+    return [f"{late} not reached{_enough(state, option) or _stopped(state)}"] if late and state.kept else []
+
+
+def _enough(state: SearchState, option: BudgetOption) -> str:
+    return "" if state.enough_seconds is None else f": try {option(state.enough_seconds)} (about)"
+
+
+def _stopped(state: SearchState) -> str:
+    seconds = state.stopped_after_seconds
+    return "" if seconds is None else f": the search was stopped after {format_seconds(seconds)}"
+
+
+def proof_lines(proof: Proof | None) -> list[str]:
+    """The verdict with its horizon, each claim, and what was seen; none where nothing was proved."""
+    if proof is None:
+        return []
+    lines = [f"numbers {proof.verdict} {_horizon(proof)}"]
+    width = max(len(claim.verdict) for claim in proof.claims) if proof.claims else 0
+    lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
+    seen = []
+    if proof.loss_difference is not None:
+        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
+    if proof.gradient_difference is not None:
+        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
+    if seen:
+        lines.append("  largest relative differences from the same state: " + ", ".join(seen))
+    return lines + list(proof.notes)
+
+
+def _horizon(proof: Proof) -> str:
+    """Over what the claim was proved; what comes later in the script was not seen."""
+    if proof.epochs is None:
+        return f"over {proof.steps} steps"
+    if proof.covers_epochs:
+        return f"over {proof.steps} steps, {proof.epochs:.1f} epochs"
+    return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
+
+
+def _floor(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1e}"

@@ -1,0 +1,420 @@
+"""The parent's end of a trial: start the process, send it commands, notice that it hangs, dies or stops.
+
+with TrialProcess(setup, choices=[]) as trial:
+    trial.start()                                     # until the script's first certain step
+    answer = trial.window([choice], settle=3, steps=20)
+    answer.seconds                                    # one figure a step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import tempfile
+import termios
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.environment import trial_environment
+from flatout.errors import ScriptError, TrialError
+from flatout.levers.lever import Choice
+from flatout.levers.observed import Observed, StepWork
+from flatout.script.child_command import child_command
+from flatout.script.entry import Target
+from flatout.script.isolation import cleanup
+from flatout.script.numerics import NumericsRequest
+from flatout.script.trial_end import Process, end_trial
+from flatout.tuning.deadline import BudgetSpent, Deadline
+from flatout.tuning.fork_server import ForkServer
+
+START_TIMEOUT_SECONDS = 1800.0
+FIRST_STEPS_SECONDS = 900.0
+"""Patience with the first steps, when nobody knows how long one takes."""
+HANG_FACTOR = 20.0
+HANG_FLOOR_SECONDS = 30.0
+COMPILE_ALLOWANCE_SECONDS = 900.0
+GLANCE_SECONDS = 0.5
+"""Between two looks whether somebody has stopped the search, while a trial is silent."""
+ENDS_OF_INPUT = b"\x04" * 64
+"""Who reads from a trial's terminal is told each time that nothing comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSetup:
+    """What every trial of one search has in common."""
+
+    target: Target
+    work_folder: Path
+    """Where scratch directories, configurations and logs go; real, and removed by its owner."""
+    shared: tuple[Path, ...] = ()
+    levers: str = "flatout.levers.catalogue:LEVERS"
+    isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
+    """Trials have only a loopback interface otherwise, each its own."""
+    stdin_file: Path | None = None
+    seed: int = 0
+    fork_server: ForkServer | None = None
+    """Forks trials where it can; None: each is a new process."""
+    deadline: Deadline | None = None
+    """Of the tune; what runs beyond it is named in its explanation."""
+    hang_floor_seconds: float = HANG_FLOOR_SECONDS
+    terminal_size: tuple[int, int] | None = None
+    """(rows, columns) where the script would have a terminal to read from: trials get one, at the end of its input."""
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    @property
+    def kind(self) -> str:
+        return "script"
+
+    @property
+    def afresh(self) -> str:
+        return "in fresh processes"
+
+    def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> TrialProcess:
+        """A process; `choices` hold from its start, windows add to them."""
+        return TrialProcess(self, choices, label=label)
+
+    def sharing(self, folder: Path) -> TrialSetup:
+        """The same, with a folder into which trials write what is to stay."""
+        return replace(self, shared=(*self.shared, folder))
+
+    @property
+    def starts_overlap(self) -> bool:
+        """Is it quicker to start two trials at once? Imports run side by side, but first steps that use all cores
+        hinder each other: where little is left to import, one after the other is quicker. With the machine's network
+        each needs the script's ports for itself."""
+        forked = self.fork_server is not None and self.fork_server.is_ready()
+        return not forked and not self.allow_network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """One window of steps under one set of levers."""
+
+    seconds: tuple[float, ...]
+    settle_seconds: tuple[float, ...]
+    apply_seconds: float
+    resident_bytes: int
+    rolled_back: dict[str, str] = field(default_factory=dict)
+    """Lever name -> why it was taken back inside the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What one step held at the most."""
+
+    peak_bytes: int | None
+    """Of tensors (CPU) or of torch's allocator (CUDA); None: it could not be told."""
+    resident_bytes: int
+    """The most that the process ever had of the host's memory."""
+    incidents: dict[str, str] = field(default_factory=dict)
+    """Lever name -> what it took back by itself, and why."""
+
+
+class TrialEnded(TrialError):
+    """The script came to its end (with `status` and `error`), so the process has no more steps to give.
+
+    `note` says what of a trial's surroundings may have made it fail; '' where that is not known.
+    """
+
+    def __init__(self, status: int, error: str, steps: int, note: str = "") -> None:
+        self.status, self.error, self.steps, self.note = status, error, steps, note
+        super().__init__(f"the script ended with code {status} after {steps} steps")
+
+    @property
+    def headline(self) -> str:
+        """The exception in one line, without the rest of a long message; '' where there was none."""
+        lines = [line for line in self.error.strip().splitlines() if line.strip()]
+        begins = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        after = lines[begins[-1] + 1 :] if begins else []
+        return next((line for line in after if not line.startswith(" ")), lines[-1] if lines else "")
+
+
+class TrialStopped(TrialError):
+    """The trial was stopped before the script's first write, because nothing else protects the user's files here."""
+
+
+class TrialHangs(TrialError):
+    """Nothing came from the process for so long that it counts as hanging."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(f"no step for {seconds:.0f} s: it hangs")
+
+
+class TrialProcess:
+    """One child. Choices given here hold from its start; windows add to them."""
+
+    def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
+        self.setup, self.choices, self.label = setup, list(choices), label
+        self.deadline = setup.deadline
+        self.isolation: dict[str, Any] = {}
+        self.step_kind = ""
+        self.startup_seconds: float | None = None
+        """Until the script's first certain step; of a fork with the time in which torch was loaded before."""
+        self.start_seconds: float | None = None
+        """The same, of a fork without that."""
+        self.expected_step_seconds: float | None = None
+        """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
+        self.first_steps_seconds = FIRST_STEPS_SECONDS
+        """Patience until that is known."""
+        self.broken_off = False
+        """Whether steps that are under way when the setup's deadline passes end soon afterwards, with BudgetSpent. A
+        start goes on: how long it takes is not known before."""
+        self._process: Process | None = None
+        self._spawned_at = 0.0
+        self._loaded_seconds = 0.0
+        """What loading torch took, where that had been done before."""
+        self._terminal: int | None = None
+        self._buffer = b""
+
+    def __enter__(self) -> TrialProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log_path(self) -> Path:
+        return self._folder / "output.log"
+
+    def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
+        """Start the script and wait for its first certain step. Raises TrialEnded if there is none."""
+        if self.broken_off and self._has_passed():
+            raise BudgetSpent(self.deadline)
+        with self._stage(f"starting {self.setup.target.name}"):
+            if self._process is None:
+                self.spawn()
+            self._await_first_step(timeout_seconds)
+
+    def _has_passed(self) -> bool:
+        return self.deadline is not None and self.deadline.grace_seconds_left <= 0
+
+    def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.deadline is None else self.deadline.stage(name)
+
+    def spawn(self) -> None:
+        """Start the script and wait for nothing, so that several may start at once; `start` must follow."""
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
+        command_read, self._command_write = os.pipe()
+        self._answer_read, answer_write = os.pipe()
+        config = self._folder / "config.json"
+        settings = self._config(command_read, answer_write)
+        server = None if self._environment() else self.setup.fork_server
+        self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
+        with self._stdin() as stdin, open(self.log_path, "wb") as log:
+            if server is not None and server.is_ready():
+                config.write_text(json.dumps({**settings, "parent": server.pid}))
+                self._spawned_at, self._loaded_seconds = time.perf_counter(), server.load_seconds
+                self._process = server.start(config, [stdin, log, log], [command_read, answer_write])
+            if self._process is None:
+                config.write_text(json.dumps(settings))
+                self._spawned_at, self._loaded_seconds = time.perf_counter(), 0.0
+                self._process = subprocess.Popen(
+                    child_command("flatout.script.trial_child", str(config)),
+                    stdin=stdin,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(command_read, answer_write),
+                    env=trial_environment(self._environment()),
+                    start_new_session=True,
+                )
+        os.close(command_read)
+        os.close(answer_write)
+
+    def _await_first_step(self, timeout_seconds: float) -> None:
+        answer = self._answer(timeout_seconds, starting=True)
+        if answer["event"] == "refused":
+            raise TrialError(answer["reason"])
+        self.isolation = answer
+        ready = self._answer(timeout_seconds, starting=True)
+        if ready["event"] == "alone" and self.setup.fork_server is not None:
+            self.setup.fork_server.obstacle = ready["reason"]
+            self.close()
+            self.spawn()
+            self._await_first_step(timeout_seconds)
+            return
+        self.step_kind = ready["step_kind"]
+        self.start_seconds = time.perf_counter() - self._spawned_at
+        self.startup_seconds = self.start_seconds + self._loaded_seconds
+
+    def describe(self) -> Observed:
+        return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+        command = {"do": "window", "levers": _json(choices), "settle": settle, "steps": steps, "resting": resting}
+        answer = self._ask(command, self._patience(settle + steps, choices))
+        return Window(
+            seconds=tuple(answer["seconds"]),
+            settle_seconds=tuple(answer["settle_seconds"]),
+            apply_seconds=answer["apply_seconds"],
+            resident_bytes=answer["resident_bytes"],
+            rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
+        )
+
+    def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
+        command = {"do": "breakdown", "levers": _json(choices), "steps": steps}
+        return Observed.from_json(self._ask(command, self._patience(steps, choices))["observed"])
+
+    def work(self) -> StepWork:
+        return StepWork(**self._ask({"do": "work"}, self._patience(60, ()))["work"])
+
+    def peak(self, choices: Sequence[Choice]) -> Peak:
+        """Of one step under these levers; a step that is followed takes several times as long."""
+        answer = self._ask({"do": "peak", "levers": _json(choices)}, self._patience(20, choices))
+        return Peak(
+            peak_bytes=answer["peak_bytes"],
+            resident_bytes=answer["peak_resident_bytes"],
+            incidents=dict(answer["incidents"]),
+        )
+
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
+        """What `request.steps` steps computed under these levers; fewer, and 'ended', where the script ends first."""
+        command = {"do": "numerics", "levers": _json(choices), "request": asdict(request)}
+        return self._ask(command, self._patience(3 * request.steps, choices))
+
+    def close(self) -> None:
+        """End the process with everything it started, and remove its scratch. Its log stays."""
+        if self._process is None:
+            return
+        end_trial(self._process)
+        for descriptor in (self._command_write, self._answer_read, self._terminal):
+            if descriptor is None:
+                continue
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        cleanup(self._folder / "scratch")
+        self._process = self._terminal = None
+
+    def log_tail(self, lines: int = 12) -> str:
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _config(self, read_fd: int, write_fd: int) -> dict[str, Any]:
+        (self._folder / "scratch").mkdir()
+        return {
+            "target": asdict(self.setup.target),
+            "scratch": str(self._folder / "scratch"),
+            "shared": [str(path) for path in self.setup.shared],
+            "isolation": self.setup.isolation,
+            "allow_network": self.setup.allow_network,
+            "parent": os.getpid(),
+            "levers": self.setup.levers,
+            "choices": _json(self.choices),
+            "seed": self.setup.seed,
+            "read_fd": read_fd,
+            "write_fd": write_fd,
+        }
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            name: value for choice in self.choices for name, value in choice.lever.environment(choice.value).items()
+        }
+
+    def _stdin(self) -> contextlib.AbstractContextManager[Any]:
+        if self.setup.terminal_size is None or self.setup.stdin_file is not None:
+            return open(self.setup.stdin_file or os.devnull, "rb")
+        self._terminal, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *self.setup.terminal_size, 0, 0))
+        os.write(self._terminal, ENDS_OF_INPUT)
+        return open(slave, "rb", buffering=0)
+
+    def _patience(self, steps: int, choices: Sequence[Choice]) -> float:
+        """How long a command may take before the process counts as hanging."""
+        if self.expected_step_seconds is None:
+            return self.first_steps_seconds
+        expected = HANG_FACTOR * self.expected_step_seconds * steps
+        allowance = COMPILE_ALLOWANCE_SECONDS if any(choice.lever.compiles for choice in choices) else 0.0
+        return max(self.setup.hang_floor_seconds, expected) + allowance
+
+    def _ask(self, command: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):  # it died: the answer says how
+            os.write(self._command_write, (json.dumps(command) + "\n").encode())
+        return self._answer(timeout_seconds)
+
+    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> dict[str, Any]:
+        line = self._read_line(timeout_seconds, broken_off=self.broken_off and not starting)
+        answer: dict[str, Any] = json.loads(line)
+        if answer["event"] == "ended":
+            raise TrialEnded(answer["status"], answer["error"], answer["steps"], answer.get("note", ""))
+        if answer["event"] == "fault":
+            raise TrialError(answer["reason"])
+        if answer["event"] == "stopped":
+            raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
+        return answer
+
+    def _read_line(self, timeout_seconds: float, *, broken_off: bool) -> bytes:
+        end = time.monotonic() + timeout_seconds
+        while b"\n" not in self._buffer:
+            patience = end - time.monotonic()
+            if self.deadline is not None and broken_off:
+                patience = min(patience, self.deadline.grace_seconds_left)
+            ready, _, _ = select.select([self._answer_read], [], [], min(max(0.0, patience), GLANCE_SECONDS))
+            if self.deadline is not None and self.deadline.stopped:
+                raise BudgetSpent(self.deadline)
+            if not ready and broken_off and self._has_passed():
+                raise BudgetSpent(self.deadline)
+            if not ready and patience <= GLANCE_SECONDS:
+                raise TrialHangs(timeout_seconds)
+            if not ready:
+                continue
+            chunk = os.read(self._answer_read, 1 << 16)
+            if not chunk:
+                raise TrialError(self._death())
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _death(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        if code >= 0:
+            return f"the process left with code {code} in the middle of a step"
+        name = signal.Signals(-code).name
+        return f"the process died of {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _json(choices: Sequence[Choice]) -> list[list[Any]]:
+    return [choice.to_json() for choice in choices]
+
+
+def explain_end(end: TrialEnded, name: str) -> ScriptError:
+    """What to tell a person whose script ended before it could be tuned."""
+    lines = [line for line in end.error.strip().splitlines() if line.strip()]
+    if end.status != 0 and lines:
+        trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
+        note = f"\n{end.note}" if end.note else ""
+        return ScriptError(f"{name} failed by itself, without any lever: {end.headline}", remedy=trace + note)
+    if end.status != 0:
+        return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
+    if end.steps == 0:
+        return ScriptError(
+            f"{name} never trains: it ended without a single step",
+            limit="a step is an optimizer's step, or a backward pass followed by a change of the weights",
+            remedy="if it trains in processes that it starts, Flatout does not follow it there",
+        )
+    return ScriptError(
+        f"{name} ended after {end.steps} step{'s' * (end.steps != 1)}",
+        limit="too few to compare anything",
+        remedy="let it make more while it is tuned, with its own options (more epochs, smaller batches)",
+    )

@@ -1,0 +1,97 @@
+"""What search, proof and comparison ask of trials, whatever is tried in them.
+
+TrialSetup     trials of a script: each is a process of its own (`trial_process`)
+StepTrials     trials of a TrainStep: each is a copy of it in this process (`step_trial`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flatout.levers.lever import Choice
+from flatout.levers.observed import Observed, StepWork
+from flatout.script.numerics import NumericsRequest
+from flatout.tuning.deadline import Deadline
+
+if TYPE_CHECKING:
+    from flatout.tuning.trial_process import Peak, Window
+
+
+class RunningTrial(Protocol):
+    """One trial, at a step boundary. Its steps raise TrialError where it fails, TrialEnded where it has no more."""
+
+    expected_step_seconds: float | None
+    """A plain step's length, from which follows when silence counts as hanging; None: not known yet."""
+    first_steps_seconds: float
+    """Patience until that is known."""
+    broken_off: bool
+    """Do steps that are under way when the deadline passes end soon afterwards, with BudgetSpent?"""
+    deadline: Deadline | None
+
+    @property
+    def isolation(self) -> Mapping[str, Any]: ...
+
+    @property
+    def startup_seconds(self) -> float | None:
+        """Of a new process, until the first certain step."""
+
+    @property
+    def start_seconds(self) -> float | None:
+        """The same, as it was here."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def __enter__(self) -> RunningTrial: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def spawn(self) -> None:
+        """Begin to start, and wait for nothing; `start` must follow."""
+
+    def start(self, timeout_seconds: float = ...) -> None: ...
+
+    def describe(self) -> Observed: ...
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window: ...
+
+    def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed: ...
+
+    def work(self) -> StepWork: ...
+
+    def peak(self, choices: Sequence[Choice]) -> Peak: ...
+
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class Trials(Protocol):
+    """Where trials come from, and what they have in common."""
+
+    @property
+    def name(self) -> str:
+        """Of what is tried, for messages."""
+
+    @property
+    def kind(self) -> str:
+        """'script' or 'step'."""
+
+    @property
+    def afresh(self) -> str:
+        """How a trial begins, in words: 'in fresh processes'."""
+
+    @property
+    def work_folder(self) -> Path: ...
+
+    @property
+    def starts_overlap(self) -> bool:
+        """Is it quicker to start two trials at once than one after the other?"""
+
+    def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> RunningTrial:
+        """A new one; `choices` hold from its start."""
+
+    def sharing(self, folder: Path) -> Trials:
+        """The same, where all trials may write into this folder."""

@@ -1,0 +1,205 @@
+"""Compare two ways of running one script, window by window in turn.
+
+An arm is a process and the levers on in it. Both arms may share one process (levers are switched between windows) or
+have one each (the other one waits at a step boundary). Windows alternate in order, A B, B A, A B, ..., so whatever
+the machine does to one arm it does to the other; a pair is the two medians of neighbouring windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flatout.errors import TrialError
+from flatout.levers.lever import Choice
+from flatout.sequential import LOOKS, compare_so_far, is_decided
+from flatout.statistics import Comparison, compare_paired, median
+from flatout.tuning.trial_process import Window
+from flatout.tuning.trials import RunningTrial
+
+LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
+"""32 MiB in a thousand steps."""
+LEAK_WINDOWS = 4
+LEAST_GAIN = 0.01
+"""Less is not kept."""
+FIRST_STEPS = 3
+"""That pass before a trial takes commands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long windows are. `settle` steps after a switch are run and not counted."""
+
+    steps: int
+    settle: int
+    warm_steps: int
+    least_pairs: int = LOOKS[0]
+    most_pairs: int = LOOKS[-1]
+    seconds: float = 60.0
+    """A comparison stops after this time, if it has its least number of pairs."""
+    least_gain: float = LEAST_GAIN
+    stops_when_decided: bool = True
+    """Otherwise all pairs are run that time allows: where the figure is wanted, and not only a decision."""
+
+    @classmethod
+    def for_step(cls, step_seconds: float, *, seconds: float) -> Pace:
+        """Windows of about 0.15 s: long against a stall of the scheduler, short against the machine's drift. Of one
+        step where steps take longer."""
+        return cls(
+            steps=max(1, min(60, round(0.15 / max(step_seconds, 1e-6)))),
+            settle=1 if step_seconds > 0.05 else 2,
+            warm_steps=2 if step_seconds > 0.2 else 4,
+            seconds=seconds,
+        )
+
+    @property
+    def least_steps(self) -> int:
+        """Of the fewest pairs that can decide, in one process."""
+        return self.warm_steps + self.first_window + 2 * self.least_pairs * (self.settle + self.steps)
+
+    @property
+    def first_window(self) -> int:
+        """Steps that tell what a usual step takes after a warm-up."""
+        return max(2 if self.steps == 1 else 3, self.settle + 1)
+
+    def within(self, total_steps: int | None) -> Pace:
+        """Windows so short that a script of `total_steps` gives eight pairs when it is started, or at least two."""
+        if total_steps is None:
+            return self
+        left = total_steps - FIRST_STEPS - self.warm_steps - self.first_window
+        fitting = (left // pairs - self.settle for pairs in (8, 4))
+        steps = next((steps for steps in fitting if steps >= 3), left // 2 - self.settle)
+        return replace(self, steps=max(1, min(self.steps, steps)))
+
+
+@dataclass
+class Arm:
+    """A process and the live choices that are on while it runs."""
+
+    process: RunningTrial
+    choices: Sequence[Choice] = ()
+    resting: bool = False
+    """Watched no more closely than `flatout run` does between its looks."""
+
+    def window(self, *, settle: int, steps: int) -> Window:
+        return self.process.window(self.choices, settle=settle, steps=steps, resting=self.resting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairing:
+    """What the windows of two arms gave."""
+
+    comparison: Comparison
+    baseline_seconds: float
+    candidate_seconds: float
+    startup_seconds: float
+    baseline_medians: tuple[float, ...] = ()
+    candidate_medians: tuple[float, ...] = ()
+    leak_bytes_per_step: float = 0.0
+
+
+class RolledBackInside(TrialError):
+    """The candidate was taken back inside the process: it could not be applied, or the forward failed under it."""
+
+
+def warm_up(arm: Arm, pace: Pace, candidate: Choice | None) -> tuple[float, float]:
+    """Run the first steps of an arm. Returns what they cost beyond a usual step, and the usual step, in seconds."""
+    window = arm.window(settle=pace.warm_steps, steps=pace.first_window)
+    _raise_if_rolled_back(window, candidate)
+    usual = median(window.seconds)
+    spent = sum(window.settle_seconds) + window.apply_seconds
+    return max(0.0, spent - usual * len(window.settle_seconds)), usual
+
+
+def compare_arms(
+    baseline: Arm,
+    candidate: Arm,
+    pace: Pace,
+    choice: Choice | None = None,
+    collected: list[tuple[float, float]] | None = None,
+) -> Pairing:
+    """Pairs of windows until the verdict is clear, or the time or the pairs are used up.
+
+    Each pair goes into `collected` as well, so that a script which ends half-way can be started again and the
+    comparison go on with what it has.
+    """
+    began = time.monotonic()
+    startup, _ = warm_up(candidate, pace, choice)
+    if baseline.process is not candidate.process:
+        warm_up(baseline, pace, None)
+    pairs = collected if collected is not None else []
+    resident: list[tuple[int, int]] = []
+    while True:
+        order = (baseline, candidate) if len(pairs) % 2 == 0 else (candidate, baseline)
+        first = order[0].window(settle=pace.settle, steps=pace.steps)
+        second = order[1].window(settle=pace.settle, steps=pace.steps)
+        ours, theirs = (first, second) if order[0] is baseline else (second, first)
+        _raise_if_rolled_back(theirs, choice)
+        pairs.append((median(ours.seconds), median(theirs.seconds)))
+        resident.append((ours.resident_bytes, theirs.resident_bytes))
+        if _decided(pairs, pace, time.monotonic() - began):
+            break
+    comparison = _compare(pairs, pace)
+    suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident)
+    leak = leak_bytes_per_step(baseline, candidate, pace) if suspicious else 0.0
+    return Pairing(
+        comparison=comparison,
+        baseline_seconds=median([pair[0] for pair in pairs]),
+        candidate_seconds=median([pair[1] for pair in pairs]),
+        startup_seconds=startup,
+        baseline_medians=tuple(pair[0] for pair in pairs),
+        candidate_medians=tuple(pair[1] for pair in pairs),
+        leak_bytes_per_step=leak,
+    )
+
+
+def _compare(pairs: Sequence[tuple[float, float]], pace: Pace) -> Comparison:
+    if pace.stops_when_decided:
+        return compare_so_far(pairs, least_gain=pace.least_gain)
+    return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=pace.least_gain)
+
+
+def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -> bool:
+    if len(pairs) >= pace.most_pairs or (seconds > pace.seconds and len(pairs) >= pace.least_pairs):
+        return True
+    return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
+
+
+def _suspicious(resident: Sequence[tuple[int, int]]) -> bool:
+    """Did the process grow in the candidate's windows more than in the baseline's? Cheap, and often mistaken.
+
+    `resident` holds the memory after each pair's windows (baseline, candidate). As the order alternates, A B, B A,
+    A B, two windows of one arm follow each other between pairs: only there growth is the arm's own, because a lever
+    that is switched may take and give memory by the switching.
+    """
+    ours = [resident[i + 1][0] - resident[i][0] for i in range(1, len(resident) - 1, 2)]
+    theirs = [resident[i + 1][1] - resident[i][1] for i in range(0, len(resident) - 1, 2)]
+    if not theirs:
+        return False
+    return median([float(g) for g in theirs]) > (median([float(g) for g in ours]) if ours else 0.0)
+
+
+def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace) -> float:
+    """Bytes that each step adds under the candidate beyond what it adds plainly; 0 if there is no steady growth.
+
+    Each arm runs several windows in a row. An allocator that rearranges itself grows once or to and fro, a leak grows
+    in every window by about the same.
+    """
+    steps = pace.settle + pace.steps
+    theirs = _growths(candidate, pace)
+    if min(theirs) < 0.5 * median(theirs):
+        return 0.0
+    growth = (median(theirs) - max(0.0, median(_growths(baseline, pace)))) / steps
+    return growth if growth > LEAK_FLOOR_BYTES_PER_STEP else 0.0
+
+
+def _growths(arm: Arm, pace: Pace) -> list[float]:
+    sizes = [arm.window(settle=pace.settle, steps=pace.steps).resident_bytes for _ in range(LEAK_WINDOWS + 1)]
+    return [float(after - before) for before, after in itertools.pairwise(sizes)]
+
+
+def _raise_if_rolled_back(window: Window, candidate: Choice | None) -> None:
+    if candidate is not None and candidate.lever.name in window.rolled_back:
+        raise RolledBackInside(window.rolled_back[candidate.lever.name])

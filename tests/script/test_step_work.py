@@ -1,0 +1,60 @@
+"""What one step computes: operations, and denormal numbers among what they take and give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.levers.observed import StepWork
+from flatout.machine.page_faults import minor_faults, page_fault_seconds
+from flatout.script.step_work import follow_step
+
+
+def step(scale: float = 1.0) -> StepWork:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), scale * torch.randn(16, 8)
+    finish = follow_step()
+    model(batch).square().mean().backward()
+    return finish()
+
+
+def test_operations_are_counted() -> None:
+    found = step()
+    assert found.flops_per_step == 2 * 16 * (8 * 4 * 2 + 4 * 2 * 3)  # no gradient of the inputs
+    assert found.operations_per_step > 10
+    assert found.denormal_share == 0
+
+
+def test_denormal_numbers_are_met() -> None:
+    share = step(1e-39).denormal_share
+    assert share is not None
+    assert share > 0.1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.full((300, 400), 1e-40), torch.full((300, 400), 1e-40).t(), torch.full((2, 3, 70, 80), 1e-40)[:, :, ::2]],
+)
+def test_of_large_and_of_strided_tensors_a_part_is_looked_at(values: torch.Tensor) -> None:
+    finish = follow_step()
+    values.abs()
+    assert finish().denormal_share == 1
+
+
+def test_other_tensors_are_left_alone() -> None:
+    finish = follow_step()
+    torch.zeros(3, dtype=torch.int64) + 1
+    torch.zeros(3, dtype=torch.float64) + 1e-310
+    torch.zeros(0) + 1
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        torch.sparse_coo_tensor([[0]], [1.0], (2,)).coalesce()
+    share = finish().denormal_share
+    assert share in (None, 0)
+
+
+def test_a_page_fault_takes_less_than_a_millisecond() -> None:
+    assert 0 < page_fault_seconds() < 1e-3
+    before = minor_faults()
+    torch.zeros(1 << 24)
+    assert minor_faults() > before

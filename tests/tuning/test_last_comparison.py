@@ -1,0 +1,88 @@
+"""The reported gain: its interval covers what processes differ by, and short scripts are started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.script.entry import Target
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.last_comparison import LEAST_WINDOWS, compare_in_fresh_processes, comparison_of_groups
+from flatout.tuning.trial_process import TrialEnded, TrialSetup
+from flatout.tuning.windows import Pace
+
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
+
+def group(ratio: float, pairs: int = 8) -> list[tuple[float, float]]:
+    return [(ratio * (1 + 1e-4 * i), 1.0) for i in range(pairs)]
+
+
+def test_the_interval_is_as_wide_as_processes_differ() -> None:
+    alike = comparison_of_groups([group(1.3)] * 3, 0.01)
+    unlike = comparison_of_groups([group(1.2), group(1.3), group(1.4)], 0.01)
+    assert alike.verdict == "faster"
+    assert alike.high - alike.low < 0.13
+    assert unlike.low < 1.12
+    assert unlike.high > 1.45
+
+
+def test_processes_that_disagree_show_no_gain() -> None:
+    assert comparison_of_groups([group(0.9), group(1.05), group(1.3)], 0.01).verdict == "not significant"
+
+
+def test_one_pair_of_processes_shows_only_what_no_other_is_likely_to_undo() -> None:
+    """However much its windows agree: where its memory lies may be worth some per cent."""
+    assert comparison_of_groups([group(1.3)], 0.01).verdict == "not significant"
+    assert comparison_of_groups([group(2.0)], 0.01).verdict == "faster"
+
+
+def test_two_pairs_of_processes_that_contradict_what_is_usual_count_by_themselves() -> None:
+    assert comparison_of_groups([group(1.3), group(1.35)], 0.01).verdict == "faster"
+    assert comparison_of_groups([group(1.3), group(1.6)], 0.01).verdict == "not significant"
+
+
+def test_too_few_pairs_have_no_interval() -> None:
+    assert not comparison_of_groups([group(1.3, 1)] * 2, 0.01).has_interval
+
+
+def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:
+    assert compared(tmp_path, 100_000, seconds=0.001, budget_seconds=0.001) >= LEAST_WINDOWS
+
+
+SHORT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(torch.randn(16, 8)).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def compared(tmp_path: Path, steps: int, seconds: float = 0.3, budget_seconds: float = 3.0) -> int:
+    script = tmp_path / "short.py"
+    script.write_text(SHORT.format(steps=steps))
+    setup = TrialSetup(target=Target(path=str(script)), work_folder=tmp_path)
+    pace = Pace.for_step(1e-3, seconds=seconds)
+    return compare_in_fresh_processes(setup, [], pace, Deadline(budget_seconds), seconds).comparison.pairs
+
+
+def test_a_script_that_ends_early_is_started_again(tmp_path: Path) -> None:
+    assert compared(tmp_path, 100) >= LEAST_WINDOWS
+
+
+def test_a_script_too_short_for_any_window(tmp_path: Path) -> None:
+    with pytest.raises(TrialEnded):
+        compared(tmp_path, 8)
+
+
+def test_processes_are_added_until_the_interval_is_narrow() -> None:
+    """Eight that differ by 3 % either way say more than three of them."""
+    ratios = [1.27, 1.33, 1.30, 1.28, 1.32, 1.29, 1.31, 1.30]
+    few, many = (comparison_of_groups([group(ratio, 4) for ratio in ratios[:count]], 0.01) for count in (3, 8))
+    assert many.high - many.low < 0.5 * (few.high - few.low)
+    assert many.low < 1.30 < many.high

@@ -1,0 +1,263 @@
+"""The judge of numbers, given recorded runs: what each claim lets pass, and what it does not."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from flatout.tuning import proof as judge
+from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
+
+STEPS = 40
+NAMES = ("0.weight", "0.bias", "2.weight")
+
+
+def check(step: int, *, gradient: float = 0.0, update: float = 0.0, drift: float = 0.0) -> Check:
+    """Relative errors, at right angles to the gradients."""
+    return Check(
+        step=step,
+        same_generators=True,
+        unlike="",
+        replaced=True,
+        drift=tuple(TensorDifference(name=n, error=drift, moved=1.0, rounding=1e-7) for n in NAMES),
+        gradients=tuple(GradientDifference(name=n, error=gradient * 2, size=2.0, product=4.0) for n in NAMES),
+        updates=tuple(TensorDifference(name=n, error=update * 0.1, moved=0.1, rounding=1e-7) for n in NAMES),
+    )
+
+
+def run(
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    level: float = 1.0,
+    gradient: float = 0.0,
+    drift: float = 0.0,
+    low: float = 1.0,
+) -> Numerics:
+    """Losses that fall from 2 to about `low`, with relative `noise`, and four check steps."""
+    draw = random.Random(seed)
+    losses = tuple(((low + math.exp(-t / 10)) * level * (1 + noise * draw.uniform(-1, 1)),) for t in range(STEPS))
+    return Numerics(
+        losses=losses,
+        norms=tuple(2.0 for _ in losses),
+        by_tensor=((1.0, 1.0, 1.0),) * 4,
+        parameters=NAMES,
+        weight_digest=f"{seed}{noise}{level}{gradient}{low}",
+        checks=tuple(check(step, gradient=gradient, drift=drift) for step in (0, 10, 20, 30)),
+    )
+
+
+PLAIN = run()
+NUDGED = run(seed=1, noise=1e-7, gradient=1e-7, drift=1e-7)
+NOISY = run(seed=2, noise=3e-3, gradient=0.03, drift=0.02)
+"""As 16 bits make it."""
+
+
+def with_check(base: Numerics, index: int, **changes: object) -> Numerics:
+    checks = list(base.checks)
+    checks[index] = replace(checks[index], **changes)  # type: ignore[arg-type]
+    return replace(base, checks=tuple(checks))
+
+
+def with_gradient(base: Numerics, name: str, error: float, product: float) -> Numerics:
+    """The gradient of one parameter, at every check step: its error, and the plain gradient's share in it."""
+
+    def changed(g: GradientDifference) -> GradientDifference:
+        return replace(g, error=error * g.size, product=product * g.size**2) if g.name == name else g
+
+    return replace(base, checks=tuple(replace(c, gradients=tuple(map(changed, c.gradients))) for c in base.checks))
+
+
+def test_equal_bits() -> None:
+    assert judge.not_bit_identical(PLAIN, PLAIN) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"losses": (*PLAIN.losses[:-1], (9.0,))}, "losses differ from step 40"),
+        ({"norms": (3.0, *PLAIN.norms[1:])}, "gradients differ from step 1"),
+        ({"weight_digest": "x"}, "final weights differ"),
+        ({"buffer_digest": "x"}, "final buffers differ"),
+        ({"generator_digest": "x"}, "other random numbers"),
+        ({"losses": PLAIN.losses[:-1], "norms": PLAIN.norms[:-1]}, "ends after 39 steps"),
+        ({"parameters": NAMES[:2]}, "2 parameters are trained; plainly 3"),
+        ({"losses": ((1.0, 1.0), *PLAIN.losses[1:])}, "2 backward passes in step 1; plainly 1"),
+    ],
+)
+def test_what_bit_identical_does_not_let_pass(change: dict[str, object], reason: str) -> None:
+    assert reason in str(judge.not_bit_identical(PLAIN, replace(PLAIN, **change)))  # type: ignore[arg-type]
+
+
+def test_rounding() -> None:
+    candidate = run(seed=2, noise=2e-7, gradient=3e-7, drift=5e-7)
+    assert judge.not_within_rounding(PLAIN, NUDGED, candidate) is None
+
+
+ROUNDED = run(seed=2, noise=1e-7, gradient=1e-7, drift=1e-7)
+
+BEYOND_ROUNDING: dict[str, tuple[Numerics, str]] = {
+    "one gradient of three": (with_gradient(ROUNDED, "0.bias", 1e-3, 1.0), "gradient of 0.bias"),
+    "an update": (with_check(ROUNDED, 2, updates=check(20, update=1e-3).updates), "optimizer's step moves 0.weight"),
+    "one loss": (replace(ROUNDED, losses=(*PLAIN.losses[:-1], (1.001,))), "loss differs by 1"),
+    "weights between checks": (with_check(ROUNDED, 3, drift=check(30, drift=1e-2).drift), "0.weight is 1.0e-02"),
+    "random numbers": (with_check(ROUNDED, 1, same_generators=False), "other random numbers by step 11"),
+    "a gradient that is not there": (with_check(ROUNDED, 1, unlike="0.bias has no gradient"), "0.bias has no gradient"),
+    "a length": (replace(ROUNDED, norms=PLAIN.norms[:-1]), "ends after 39"),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND_ROUNDING)
+def test_what_rounding_does_not_let_pass(what: str) -> None:
+    candidate, reason = BEYOND_ROUNDING[what]
+    assert reason in str(judge.not_within_rounding(PLAIN, NUDGED, candidate))
+
+
+def test_a_gradient_that_rounding_decides_is_no_error() -> None:
+    nudged = with_gradient(NUDGED, "0.bias", 0.5, 1.0)  # the bias before a normalisation
+    candidate = with_gradient(ROUNDED, "0.bias", 1.4, 0.0001)
+    assert judge.not_within_rounding(PLAIN, nudged, candidate) is None
+    assert judge.not_reduced(PLAIN, nudged, with_gradient(NOISY, "0.bias", 30.0, 4.0)) is None
+
+
+def test_noise_of_sixteen_bits_is_reduced_and_not_rounding() -> None:
+    assert judge.not_reduced(PLAIN, NUDGED, NOISY) is None
+    assert judge.drifts(PLAIN, run(seed=3, noise=3e-3), NOISY) is None
+    assert judge.not_within_rounding(PLAIN, NUDGED, NOISY) is not None
+
+
+def with_own_gradients(base: Numerics, update: float) -> Numerics:
+    """A script that updates its weights itself: nothing is replaced, and updates are off as its gradients are."""
+    checks = tuple(replace(c, replaced=False, updates=check(c.step, update=update).updates) for c in base.checks)
+    return replace(base, checks=checks)
+
+
+@pytest.mark.parametrize(("update", "accepted"), [(0.006, True), (0.06, True), (0.3, False)])
+def test_updates_of_a_script_without_an_optimizer_are_as_noisy_as_its_gradients(update: float, accepted: bool) -> None:
+    """word_language_model clips and updates by hand: bf16 was refused there, however right."""
+    nudged = with_own_gradients(NUDGED, 1e-7)
+    found = judge.not_reduced(PLAIN, nudged, with_own_gradients(NOISY, update))
+    assert (found is None) is accepted, found
+    assert "of its way elsewhere" in str(judge.not_within_rounding(PLAIN, nudged, with_own_gradients(PLAIN, update)))
+
+
+BEYOND_REDUCED: dict[str, tuple[Numerics, str]] = {
+    "inverted": (with_gradient(NOISY, "0.bias", 2.0, -1.0), "gradient"),
+    "lost": (with_gradient(NOISY, "0.bias", 1.0, 0.0), "gradient"),
+    "halved": (with_gradient(NOISY, "0.bias", 0.5, 0.5), "gradient"),
+    "drowned": (run(seed=2, noise=3e-3, gradient=1.3), "as a whole differs by 130.0%"),
+    "an update": (with_check(NOISY, 2, updates=check(20, update=1e-3).updates), "from the same gradients"),
+    "another batch": (replace(NOISY, losses=(*NOISY.losses[:20], (1.7,), *NOISY.losses[21:])), "loss of step 21"),
+    "a step in ten lost": (run(seed=2, noise=3e-3, gradient=0.005, drift=0.1), "the weights go 10% of their way"),
+    "a lost momentum": (with_check(NOISY, 2, drift=check(20, drift=0.4).drift), "before step 21"),
+    "NaN": (replace(NOISY, finite=False), "infinite or NaN"),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND_REDUCED)
+def test_what_reduced_does_not_let_pass(what: str) -> None:
+    candidate, reason = BEYOND_REDUCED[what]
+    assert reason in str(judge.not_reduced(PLAIN, NUDGED, candidate))
+
+
+def test_few_parameters_with_large_noise_do_not_hide_behind_the_others() -> None:
+    drowned = with_gradient(NOISY, "0.bias", 1.2, 1.0)
+    small = {"0.weight": 100.0, "0.bias": 1.0, "2.weight": 100.0}
+
+    def sized(base: Numerics) -> Numerics:
+        def scaled(g: GradientDifference) -> GradientDifference:
+            by = small[g.name]
+            return replace(g, error=g.error * by, size=g.size * by, product=g.product * by**2)
+
+        return replace(base, checks=tuple(replace(c, gradients=tuple(map(scaled, c.gradients))) for c in base.checks))
+
+    assert "16 bits do not hold it" in str(judge.not_reduced(PLAIN, sized(NUDGED), sized(drowned)))
+
+
+@pytest.mark.parametrize("low", [1.0, 0.05, 0.001])
+@pytest.mark.parametrize("factor", [0.5, 1.1, 2.3, 7.4])
+def test_a_later_loss_that_is_some_times_as_large_is_never_reduced(low: float, factor: float) -> None:
+    plain, coarse = run(low=low), run(low=low, seed=3, noise=3e-3)
+    other = replace(plain, losses=tuple((loss * (factor if t > 15 else 1),) for t, (loss,) in enumerate(plain.losses)))
+    assert "in the later half" in str(judge.drifts(plain, coarse, other))
+
+
+def test_drift_that_the_scripts_own_chaos_explains() -> None:
+    chaotic = replace(PLAIN, losses=tuple((loss * 1.04,) for (loss,) in PLAIN.losses))
+    assert judge.drifts(PLAIN, chaotic, run(level=1.05)) is None
+    assert judge.drifts(PLAIN, run(seed=3, noise=3e-3), run(level=1.05)) is not None
+
+
+def test_each_loss_of_a_step_counts() -> None:
+    two = replace(PLAIN, losses=tuple((100.0, loss) for (loss,) in PLAIN.losses))
+    worse = replace(PLAIN, losses=tuple((100.0, 1.2 * loss) for (loss,) in PLAIN.losses))
+    assert judge.drifts(two, two, worse) is not None
+
+
+BROKEN: dict[str, Callable[[Numerics], Numerics]] = {
+    "loss": lambda n: replace(n, losses=(*n.losses[:-1], (math.nan,)), weight_digest="x"),
+    "infinite loss": lambda n: replace(n, losses=(*n.losses[:-1], (math.inf,)), weight_digest="x"),
+    "norm": lambda n: replace(n, norms=(*n.norms[:-1], math.nan), weight_digest="x"),
+    "weights": lambda n: replace(n, finite=False, weight_digest="x"),
+}
+
+
+@pytest.mark.parametrize("where", BROKEN)
+def test_nan_passes_nowhere(where: str) -> None:
+    broken = BROKEN[where](PLAIN)
+    assert judge.not_bit_identical(PLAIN, broken)
+    assert judge.not_within_rounding(PLAIN, NUDGED, broken)
+    assert judge.not_reduced(PLAIN, NUDGED, broken)
+    assert judge.drifts(PLAIN, PLAIN, broken)
+    assert judge.not_alike([PLAIN] * 3, [broken] * 3)[0]
+
+
+def test_a_script_that_is_nan_itself_may_stay_so() -> None:
+    plain = BROKEN["loss"](PLAIN)
+    assert judge.not_bit_identical(plain, plain) is None
+    assert judge.not_within_rounding(plain, NUDGED, replace(plain, weight_digest="other")) is None
+
+
+def unrepeatable(level: float, seeds: range, norm: float = 1.0) -> list[Numerics]:
+    runs = [run(seed=seed, noise=0.15, level=level) for seed in seeds]
+    return [replace(one, by_tensor=((norm, 1.0, 1.0),) * 4) for one in runs]
+
+
+PLAINS = unrepeatable(1, range(3))
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.2, 2.0, 10.0])
+def test_levels_that_differ_are_seen_without_any_step_to_compare(factor: float) -> None:
+    reason, _ = judge.not_alike(PLAINS, unrepeatable(factor, range(5, 8)))
+    assert "off those of plain runs" in str(reason)
+
+
+def test_levels_that_agree_come_with_what_would_have_been_seen() -> None:
+    reason, resolution = judge.not_alike(PLAINS, unrepeatable(1, range(5, 8)))
+    assert reason is None
+    assert resolution is not None
+    assert 0.001 < resolution < 0.15
+
+
+def test_a_gradient_of_another_size_is_seen_where_the_losses_are_too_noisy() -> None:
+    assert "gradient of 0.weight" in str(judge.not_alike(PLAINS, unrepeatable(1, range(5, 8), norm=0.3))[0])
+
+
+def test_nothing_is_shown_by_runs_that_differ_too_much() -> None:
+    wild = [run(seed=seed, level=level) for seed, level in ((0, 0.3), (1, 1.0), (2, 2.0))]
+    reason, resolution = judge.not_alike(wild, wild)
+    assert "would not be seen" in str(reason)
+    assert resolution is not None
+    assert resolution > 0.25
+
+
+def test_nothing_recorded() -> None:
+    nothing = Numerics(losses=((),) * 5, norms=(None,) * 5)
+    assert judge.not_bit_identical(nothing, nothing) is None
+    assert judge.largest_loss_difference(nothing, nothing) is None
+    assert "no gradient" in str(judge.not_reduced(nothing, nothing, nothing))
+    assert "no losses" in str(judge.drifts(nothing, nothing, nothing))

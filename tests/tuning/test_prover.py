@@ -1,0 +1,235 @@
+"""Which runs a proof makes and what it concludes, with recorded numbers in place of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from flatout.errors import TrialError
+from flatout.levers.lever import Choice, Lever
+from flatout.plan import Exactness
+from flatout.script.entry import Target
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.numerics import Numerics
+from flatout.tuning.prover import Pattern, Prover
+from flatout.tuning.trial_process import TrialEnded, TrialSetup
+from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, run, with_gradient
+
+
+class Claiming(Lever):
+    plan_field = "threads"
+
+    def __init__(self, name: str, exactness: Exactness) -> None:
+        self.name, self.exactness = name, exactness  # type: ignore[misc]
+
+
+BITS, ROUNDS, REDUCES = (
+    Choice(Claiming(name, claim), True)
+    for name, claim in (("bits", "bit-identical"), ("rounds", "rounding"), ("reduces", "reduced"))
+)
+ROUNDED = run(seed=2, noise=2e-7, gradient=3e-7, drift=5e-7)
+
+
+class Recorded(Prover):
+    """`results` by the labels of the choices; plain runs are PLAIN unless `plain` says otherwise."""
+
+    def __init__(
+        self, folder: Path, results: dict[tuple[str, ...], Any], plain: Sequence[Numerics] = (), **pattern: Any
+    ):
+        setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
+        super().__init__(setup, Pattern(step_seconds=1e-3, **pattern), Deadline(100.0))
+        self.results, self.plain, self.made = results, list(plain), []
+
+    def _record(self, choices: Any, *, role: Any = "free", nudge: Any = "none", then: Any = None) -> Numerics:
+        labels = tuple(choice.label for choice in choices)
+        self.made.append((*labels, role, nudge))
+        if nudge == "rounding":
+            return NUDGED
+        if nudge == "16-bit":
+            return run(seed=3, noise=3e-3)
+        if not labels:
+            return self.plain.pop(0) if self.plain else PLAIN
+        found = self.results[labels]
+        if isinstance(found, Exception):
+            raise found
+        return found.pop(0) if isinstance(found, list) else found
+
+
+def test_claims_are_proved_strictest_first_on_top_of_each_other(tmp_path: Path) -> None:
+    prover = Recorded(tmp_path, {("bits",): PLAIN, ("rounds", "bits"): ROUNDED, ("reduces", "rounds", "bits"): NOISY})
+    proof = prover.prove([REDUCES, ROUNDS, BITS])
+    assert [(claim.levers, claim.verdict) for claim in proof.claims] == [
+        (("bits",), "bit-identical"),
+        (("rounds",), "within rounding"),
+        (("reduces",), "reduced"),
+    ]
+    assert proof.verdict == "reduced"
+    assert proof.repeatable
+    # the bit-identical run has shown that the script repeats itself: no second plain run
+    assert prover.made == [
+        ("reference", "none"),
+        ("bits", "free", "none"),
+        ("checked", "rounding"),
+        ("rounds", "bits", "checked", "none"),
+        ("reduces", "rounds", "bits", "checked", "none"),
+        ("free", "16-bit"),
+        ("reduces", "rounds", "bits", "free", "none"),
+    ]
+
+
+def test_the_first_claim_that_fails_ends_the_proof(tmp_path: Path) -> None:
+    proof = Recorded(tmp_path, {("bits",): ROUNDED}).prove([BITS, REDUCES])
+    assert proof.verdict == "rejected"
+    assert [claim.levers for claim in proof.claims] == [("bits",)]
+    assert "should be bit-identical, but the losses differ" in proof.reason
+
+
+def test_a_reduced_lever_may_turn_out_better_than_it_claims(tmp_path: Path) -> None:
+    assert Recorded(tmp_path, {("reduces",): ROUNDED}).prove([REDUCES]).verdict == "within rounding"
+
+
+def test_a_wrong_gradient_is_rejected_at_every_claim(tmp_path: Path) -> None:
+    for choice in (ROUNDS, REDUCES):
+        wrong = with_gradient(NOISY, "0.bias", 2.0, -1.0)
+        proof = Recorded(tmp_path, {(choice.label,): wrong}).prove([choice])
+        assert proof.verdict == "rejected", choice
+
+
+OTHERS = [run(seed=seed, noise=0.15) for seed in range(1, 4)]
+
+
+@pytest.mark.parametrize("choice", [BITS, ROUNDS, REDUCES])
+def test_a_script_that_does_not_repeat_itself_is_never_within_rounding(tmp_path: Path, choice: Choice) -> None:
+    alike = [run(seed=seed, noise=0.15) for seed in range(5, 10)]
+    proof = Recorded(tmp_path, {(choice.label,): alike}, plain=OTHERS).prove([choice])
+    assert proof.verdict == "statistical"
+    assert not proof.repeatable
+    assert proof.resolution is not None
+    assert "would not have been seen" in proof.reason
+    worse = [run(seed=seed, noise=0.15, level=9.0) for seed in range(5, 10)]
+    assert Recorded(tmp_path, {(choice.label,): worse}, plain=OTHERS).prove([choice]).verdict == "rejected"
+
+
+def test_a_lever_under_which_a_fresh_run_fails(tmp_path: Path) -> None:
+    proof = Recorded(tmp_path, {("rounds",): TrialEnded(1, "Traceback\nValueError: no", 3)}).prove([ROUNDS])
+    assert (proof.verdict, proof.reason) == ("rejected", "a fresh run with it failed: ValueError: no")
+
+
+def test_a_run_that_ends_early_is_another_run(tmp_path: Path) -> None:
+    shorter = replace(PLAIN, losses=PLAIN.losses[:-1], norms=PLAIN.norms[:-1])
+    assert "ends after 39 steps" in Recorded(tmp_path, {("rounds",): shorter}).prove([ROUNDS]).reason
+
+
+def test_the_plain_script_ends_before_the_proof_does(tmp_path: Path) -> None:
+    prover = Recorded(tmp_path, {("bits",): PLAIN}, plain=[replace(PLAIN, ended=True), PLAIN])
+    assert prover.prove([BITS]).verdict == "bit-identical"
+    assert prover.made[:2] == [("reference", "none"), ("reference", "none")]
+    assert prover._steps == PLAIN.steps - 1
+
+
+def test_the_horizon_covers_two_epochs_where_time_allows(tmp_path: Path) -> None:
+    prover = Recorded(tmp_path, {("bits",): PLAIN}, epoch_steps=1000)
+    proof = prover.prove([BITS])
+    assert prover._steps == 2200
+    assert proof.epochs == PLAIN.steps / 1000
+    assert not proof.covers_epochs
+    short = Recorded(tmp_path, {("bits",): PLAIN}, epoch_steps=10**6)
+    short.prove([BITS])
+    assert short._steps is not None
+    assert short._steps < 20_000 + 1
+
+
+def test_what_was_left_unseeded_is_told(tmp_path: Path) -> None:
+    unseeded = replace(PLAIN, unseeded=("numpy.random.default_rng at train.py:3",))
+    proof = Recorded(tmp_path, {("bits",): unseeded}, plain=[unseeded]).prove([BITS])
+    assert "train.py:3" in proof.notes[0]
+
+
+class FromStart(Claiming):
+    switch = "process"
+
+
+FROM_START = Choice(FromStart("allocator", "bit-identical"), True)
+
+
+class Started:
+    """In place of a trial; `log` has what was done in which order, `failing` the starts that fail."""
+
+    log: ClassVar[list[str]] = []
+    failing: ClassVar[list[int]] = []
+    count: ClassVar[int] = 0
+
+    def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "") -> None:
+        type(self).count += 1
+        self.name = f"{self.count}{'+' if choices else ''}"
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def spawn(self) -> None:
+        self.log.append(f"spawn {self.name}")
+
+    def start(self) -> None:
+        if int(self.name.strip("+")) in self.failing:
+            raise TrialError("no memory")
+
+    def numerics(self, choices: Sequence[Choice], request: Any) -> dict[str, Any]:
+        self.log.append(f"record {self.name}")
+        return {}
+
+    def close(self) -> None:
+        self.log.append(f"close {self.name}")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
+    monkeypatch.setattr("flatout.tuning.trial_process.TrialProcess", Started)
+    monkeypatch.setattr(Numerics, "from_answer", lambda answer: PLAIN)
+    monkeypatch.setattr(Started, "log", [])
+    monkeypatch.setattr(Started, "failing", [])
+    monkeypatch.setattr(Started, "count", 0)
+    return Started
+
+
+def unrecorded(folder: Path, **setup: Any) -> Prover:
+    trials = TrialSetup(target=Target(path="train.py"), work_folder=folder, **setup)
+    prover = Prover(trials, Pattern(step_seconds=1e-3), Deadline(100.0))
+    prover._steps = 10
+    return prover
+
+
+def test_the_next_run_starts_while_one_is_recorded(tmp_path: Path, started: type[Started]) -> None:
+    with unrecorded(tmp_path) as prover:
+        prover._record([], then=[FROM_START])
+        prover._record([FROM_START])
+        prover._record([], then=[])
+        prover._record([FROM_START])  # another one than was expected
+    assert started.log == [
+        *("spawn 1", "spawn 2+", "record 1", "close 1", "record 2+", "close 2+"),
+        *("spawn 3", "spawn 4", "record 3", "close 3", "close 4", "spawn 5+", "record 5+", "close 5+"),
+    ]
+
+
+def test_with_the_network_of_the_machine_one_runs_after_the_other(tmp_path: Path, started: type[Started]) -> None:
+    with unrecorded(tmp_path, allow_network=True) as prover:
+        prover._record([], then=[FROM_START])
+        prover._record([FROM_START])
+    assert started.log == ["spawn 1", "record 1", "close 1", "spawn 2+", "record 2+", "close 2+"]
+
+
+def test_what_fails_beside_another_run_is_tried_alone(tmp_path: Path, started: type[Started]) -> None:
+    started.failing = [1, 5]
+    with unrecorded(tmp_path) as prover:
+        prover._record([], then=[FROM_START])
+        assert started.log == ["spawn 1", "spawn 2+", "close 1", "close 2+", "spawn 3", "record 3", "close 3"]
+        prover._record([], then=[FROM_START])
+        started.failing = [5, 6]
+        with pytest.raises(TrialError, match="no memory"):
+            prover._record([FROM_START])

@@ -1,0 +1,162 @@
+"""What a search says and does when its time is short. No script is run to its end here."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import ScriptError
+from flatout.levers.allocator import PreloadedAllocator
+from flatout.levers.compile import Compile
+from flatout.levers.lever import Choice
+from flatout.levers.observed import ModuleSeen, Observed
+from flatout.script.entry import Target
+from flatout.tuning.deadline import BudgetSpent, Deadline
+from flatout.tuning.search import Search, SearchLimits
+from flatout.tuning.short_budget import no_step
+from flatout.tuning.trial_process import TrialProcess, TrialSetup
+from tests.levers.test_catalogue import CPU
+
+pytestmark = pytest.mark.usefixtures("forked_trials")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def search(folder: Path, clock: Clock) -> Search:
+    whole = Deadline(10.0, clock=clock)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
+    return Search(setup, CPU, (), SearchLimits(deadline=whole.reserving(4.0)))
+
+
+def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked.state.startup_seconds = clock.now = 9.0
+    with pytest.raises(ScriptError) as refused:
+        asked._affordable_steps(0.02)
+    assert str(refused.value) == (
+        "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 67 steps, "
+        "and nothing of the budget of 10 s is left for that beside the proof; try --budget 40"
+    )
+
+
+def test_long_steps_are_blamed_where_they_are_long(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked.state.startup_seconds = clock.now = 2.0
+    with pytest.raises(ScriptError, match=r"a step 1 s; .* 4 s of the budget of 10 s is .* give the script smaller"):
+        asked._affordable_steps(1.0)
+
+
+def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    clock.now = 1.8
+    asked.state.restart_seconds = 0.8
+    asked._keep_back(0.0)
+    starts = 0.6 * 5 + 3  # of the proof, of which two go on at once, and of the last comparison's three pairs
+    assert asked._remaining() == pytest.approx(10 - 1.8 - starts * 0.8)
+    before = asked._remaining()
+    asked._keep_back(0.005)
+    assert asked._remaining() < before
+    asked._keep_back(1e9)  # long steps are not all paid for by the search
+    assert asked._remaining() == 0
+    asked.state.startup_seconds = asked.state.restart_seconds = 2.0
+    asked._keep_back(0.001)
+    with pytest.raises(ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30$"):
+        asked._affordable_steps(0.001)
+
+
+def test_no_start_is_begun_that_ends_after_the_time(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked.state.restart_seconds = 2.0
+    clock.now = 4.5
+    lever = PreloadedAllocator()
+    assert lever.switch != "live"
+    assert not asked._try(Choice(lever, "jemalloc"))
+    assert [one.label for one in asked.state.not_tried] == [lever.label("jemalloc")]
+
+
+def test_a_search_that_is_stopped_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    clock.now = 3.0
+    assert not asked.stop()
+    asked.state.kept = [Choice(Compile(), "default")]
+    assert asked.stop()
+    assert asked._remaining() == 0
+    assert not asked._try(Choice(PreloadedAllocator(), "jemalloc"))
+    assert [one.reason for one in asked.state.not_tried] == ["not reached before the search was stopped"]
+    assert asked.state.stopped_after_seconds == 3.0
+    assert asked._enough_seconds() is None
+
+
+def test_silence_is_told_with_the_budget_that_was_given() -> None:
+    error = no_step("train.py", 6.0, None, Deadline(10.0, clock=Clock()))
+    assert str(error).startswith("train.py: no step in 6 s; the budget is 10 s; give it more with --budget")
+
+
+def test_what_the_time_did_not_suffice_for_is_listed_once(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    lever = Compile()
+    asked.levers = (lever,)
+    asked.state.kept = [Choice(lever, "default")]
+    asked.state.observed = Observed(device="cuda:0", modules=(ModuleSeen(kind="Net", parameters=1),))
+    clock.now = 10.0
+    asked._try_lever(lever)
+    listed = list(asked.state.not_tried)
+    assert [one.label for one in listed][:2] == ["torch.compile", "torch.compile reduce-overhead"]
+    asked._second_look()
+    assert asked.state.not_tried == listed
+
+
+STEPS = """
+import time, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10_000):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()
+    time.sleep(1000 if step == 5 else 0)
+"""
+
+
+def test_a_silent_trial_ends_soon_after_the_search_was_stopped(tmp_path: Path) -> None:
+    deadline = Deadline(1000.0)
+    (tmp_path / "train.py").write_text(STEPS)
+    setup = TrialSetup(target=Target(path=str(tmp_path / "train.py")), work_folder=tmp_path, deadline=deadline)
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+        threading.Timer(0.2, lambda: setattr(deadline, "stopped", True)).start()
+        with pytest.raises(BudgetSpent):
+            trial.window([], settle=0, steps=100)
+
+
+def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> None:
+    clock = Clock()
+    deadline = Deadline(10.0, clock=clock)
+    (tmp_path / "train.py").write_text(STEPS)
+    target = Target(path=str(tmp_path / "train.py"))
+    setup = TrialSetup(target=target, work_folder=tmp_path, deadline=deadline)
+    with TrialProcess(setup) as trial:
+        clock.now = 10.4  # what is begun now has some grace
+        assert deadline.passed
+        trial.broken_off = True
+        trial.start(120)
+        clock.now = 10.6
+        with pytest.raises(BudgetSpent, match="the budget of 10 s is spent"):
+            trial.window([], settle=0, steps=100)
+    late = TrialProcess(setup)
+    late.broken_off = True
+    with pytest.raises(BudgetSpent):
+        late.start(120)

@@ -1,0 +1,226 @@
+"""`flatout.tune` of a TrainStep: what is found on its copies, what stays as it was, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatout
+from flatout.errors import UsageError
+from flatout.levers.lever import Choice, Verdict, offer
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.levers.threads import Threads
+from flatout.machine.description import Machine
+from flatout.machine.device import CpuDevice, Mark
+from flatout.plan import Plan
+from flatout.script.numerics import NumericsRequest
+from flatout.tuning.step_trial import StepTrials
+from flatout.tuning.trial_process import TrialEnded
+from tests.tuning import planted_levers as planted
+
+LOSS = flatout.supervised(nn.CrossEntropyLoss())
+
+
+def training(plan: Plan | None = None, loss_fn: Any = LOSS, **options: Any) -> flatout.TrainStep:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return flatout.TrainStep(model, optimizer, loss_fn, plan, **options)
+
+
+def data(count: int = 6) -> list[Any]:
+    chance = torch.Generator().manual_seed(1)
+    return [(torch.randn(16, 8, generator=chance), torch.randint(0, 4, (16,), generator=chance)) for _ in range(count)]
+
+
+def slow_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    time.sleep(0.02)
+    loss: torch.Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return loss
+
+
+@pytest.fixture
+def pretended_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes as long as it sleeps, and nobody waits for it: a busy machine changes nothing."""
+    slept = [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept[0] += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(CpuDevice, "mark", lambda device: Mark(seconds=slept[0]))
+
+
+class Slower(planted.Slower):
+    def apply(self, subject: Subject, value: Any) -> Any:
+        def wrapper(module: Any, call: Any) -> Any:
+            time.sleep(0.005)
+            return call()
+
+        return subject.around_calls(wrapper)
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        return offer(1, reason="planted")
+
+
+class Raises(planted.Raises):
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        return offer("channels_last", reason="planted")
+
+
+@pytest.fixture
+def planted_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    levers = (Slower(), Raises(), planted.Corrupts(), planted.Helps())
+    for place in ("flatout.tuning.step_tuning", "flatout.train.step"):
+        monkeypatch.setattr(f"{place}.LEVERS", levers)
+
+
+@pytest.mark.usefixtures("planted_only", "brief", "pretended_sleep")
+def test_each_planted_lever_goes_for_its_own_reason_and_nothing_of_the_users_moves() -> None:
+    scheduled = torch.optim.lr_scheduler.OneCycleLR
+    step = training(Plan(micro_batches=2).with_choice("nonfinite", "raise", "mine"), slow_loss, clip_norm=1.0)
+    step.scheduler = scheduled(step.optimizer, 0.1, total_steps=5)
+    source = flatout.batches((torch.randn(96, 8), torch.randint(0, 4, (96,))), 16)
+    next(iter(source))
+    weights = [one.clone() for one in step.model.parameters()]
+    at, numbers, mine = source.state_dict(), torch.get_rng_state(), random.getstate()
+    told: list[str] = []
+    found = flatout.tune(step, source, budget_seconds=100, progress=told.append)
+    trials = {trial.label: (trial.outcome, trial.reason) for trial in found.state.trials}
+    assert trials["slower 1"][0] == "dropped", trials
+    assert trials["raises channels_last"] == ("failed", "the step failed under it: RuntimeError: planted failure")
+    assert trials["corrupts gradients"][0] == "failed", trials
+    assert trials["helps"] == ("kept", "faster")
+    assert found.plan.choices() == {"cudnn_benchmark": True, "micro_batches": 2, "nonfinite": "raise"}
+    assert found.plan.reasons["nonfinite"] == "mine"
+    assert found.plan.exactness == "bit-identical"
+    assert found.comparison is not None
+    assert found.comparison.ratio > 2
+    assert all(torch.equal(a, b) for a, b in zip(weights, step.model.parameters(), strict=True))
+    assert not step.optimizer.state
+    assert step.steps == 0
+    assert step.scheduler.last_epoch == 0
+    assert source.state_dict() == at
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert random.getstate() == mine
+    assert "proof: helps is bit-identical?" in told
+    text = found.summary()
+    assert "5 batches, which stay in memory: loading is not tuned" in text
+    assert "window pairs on fresh copies): cudnn_benchmark = True" in text
+    assert json.loads(json.dumps(found.to_json()))["plan"]["cudnn_benchmark"] is True
+
+
+def test_two_trials_take_turns_and_leave_nothing_on(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    other = Choice(Threads(), threads + 1)
+    trials = StepTrials(step=training(), batches=data(), work_folder=tmp_path)
+    with trials.trial() as first, trials.trial() as second:
+        first.start()
+        second.start()
+        windows = [one.window(choices, settle=1, steps=2) for one in (first, second) for choices in ((), (other,))]
+        assert torch.get_num_threads() == threads
+        assert all(len(window.seconds) == 2 for window in windows)
+        one, two = (trial.numerics((), NumericsRequest(steps=5)) for trial in (first, second))
+        assert one == two
+        assert one["losses"] != [one["losses"][0]] * 5
+        assert first.describe().device == "cpu"
+        seen = first.breakdown((), steps=3)
+        assert seen.step_seconds is not None
+        assert sum(seen.breakdown_seconds.values()) == pytest.approx(seen.step_seconds)
+        work = first.work()
+        assert work.flops_per_step == 3 * 2 * 16 * (8 * 16 + 16 * 4) - 2 * 16 * 8 * 16  # no gradient of the inputs
+        assert work.operations_per_step > 20
+        assert work.denormal_share is not None
+        assert first.peak(()).peak_bytes is not None
+    assert not first.alive
+
+
+def test_a_step_that_fails_under_a_choice_says_with_what(tmp_path: Path) -> None:
+    def fails_later(model: nn.Module, batch: Any) -> torch.Tensor:
+        if batch[0].sum() < -1e6:
+            raise ValueError("on this batch")
+        return LOSS(model, batch)
+
+    batches = [*data(4), (torch.full((16, 8), -1e6), data()[0][1])]
+    trials = StepTrials(step=training(loss_fn=fails_later), batches=batches, work_folder=tmp_path)
+    with trials.trial() as trial:
+        trial.start()
+        with pytest.raises(TrialEnded) as ended:
+            trial.window((), settle=1, steps=10)
+    assert ended.value.headline == "ValueError: on this batch"
+    assert ended.value.steps == 4
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is only one")
+
+
+@pytest.mark.parametrize(
+    ("change", "batches", "said"),
+    [
+        ({}, data()[0], "batches is tuple; it is an iterable of batches, .*; for a single one: \\[batch\\]"),
+        ({}, data()[0][0], "batches is Tensor"),
+        ({}, 3, "batches is int"),
+        ({}, [], "there are no batches"),
+        ({}, None, "batches is None"),
+        ({"plan": Plan(precision="bf16", micro_batches=2)}, data(), "makes choices already: 'precision'; .*without"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(change: dict[str, Any], batches: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        flatout.tune(training(**change), batches)
+
+
+def test_models_that_cannot_be_tried_are_refused() -> None:
+    step = training()
+    step.model.compile()
+    with pytest.raises(UsageError, match="compiled already"):
+        flatout.tune(step, data())
+    model = nn.Sequential(Uncopied(8, 4))
+    step = flatout.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS)
+    with pytest.raises(UsageError, match="cannot be copied: TypeError: there is only one"):
+        flatout.tune(step, data())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exactness": "exact"}, "exactness is 'exact'"),
+        ({"budget_seconds": 0}, "budget_seconds is 0"),
+        ({"steps": 0}, "steps is 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        flatout.tune(training(), data(), **options)
+    with pytest.raises(UsageError, match=said):
+        flatout.tune("train.py", **options)
+
+
+def test_the_steps_own_errors_are_its_own() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        flatout.tune(training(), [(torch.randn(4, 5), torch.randint(0, 4, (4,)))])
+    step = training()
+    step.model.eval()
+    with pytest.raises(UsageError, match="evaluation mode"):
+        flatout.tune(step, data())
+
+
+def test_a_subject_is_a_step_or_a_script() -> None:
+    with pytest.raises(UsageError, match="no such script: nowhere"):
+        flatout.tune("nowhere.py")
+    with pytest.raises(UsageError, match="batches is a list; they are a TrainStep's"):
+        flatout.tune("train.py", data())  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match=r"arguments is .*; it is a list of words; for example"):
+        flatout.tune("train.py", arguments="--lr 0.1")
+    with pytest.raises(UsageError, match="subject is a Linear; it is a TrainStep or the path of a script"):
+        flatout.tune(nn.Linear(2, 2))  # type: ignore[call-overload]

@@ -1,0 +1,122 @@
+"""The parent's end of a trial, with scripts that ask for something of their surroundings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.script.entry import Target
+from flatout.tuning.trial_process import TrialEnded, TrialProcess, TrialSetup, explain_end
+
+LOOP = """
+import os, sys, torch
+{before}
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()
+"""
+
+
+def started(folder: Path, before: str, terminal_size: tuple[int, int] | None) -> str:
+    """What a script printed until its first step."""
+    script = folder / "train.py"
+    script.write_text(LOOP.format(before=before))
+    setup = TrialSetup(
+        target=Target.from_command([str(script)]), work_folder=folder, isolation="auto", terminal_size=terminal_size
+    )
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+    return trial.log_tail()
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_script_that_measures_its_terminal_finds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # not forked: a whole start
+    before = "print(os.popen('stty size').read().split(), os.isatty(0), flush=True)"
+    assert started(tmp_path, before, (31, 117)) == "['31', '117'] True"
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_who_reads_from_a_trials_terminal_gets_the_end_of_input(tmp_path: Path) -> None:
+    before = "print(repr(sys.stdin.readline()), repr(sys.stdin.readline()), flush=True)"
+    assert started(tmp_path, before, (24, 80)) == "'' ''"
+    assert started(tmp_path, before, None) == "'' ''"
+
+
+SURROUNDINGS = """
+import errno, multiprocessing, pathlib, socket, subprocess, urllib.request
+import torch.multiprocessing
+
+def answer(queue):
+    queue.put("from the fork server")
+
+def use_surroundings():
+    socket.create_server(("127.0.0.1", 28767))
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    pathlib.Path("train.lock").touch()
+    pathlib.Path("/dev/shm/flatout-test-left").touch()
+    try:
+        urllib.request.urlopen("http://192.0.2.1/metrics", data=b"x", timeout=5)
+    except OSError as error:
+        print(error.reason.strerror)
+    context = multiprocessing.get_context("forkserver")
+    queue = context.SimpleQueue()
+    process = context.Process(target=answer, args=(queue,))
+    process.start()
+    print(queue.get())
+    process.join()
+    for strategy in ("file_descriptor", "file_system"):
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+        print(torch.cat(list(loader)).sum().item(), flush=True)
+"""
+
+
+def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    body = LOOP.format(before="use_surroundings()").replace("\n", "\n    ")
+    script.write_text(f"import os, sys, torch\n{SURROUNDINGS}\nif __name__ == '__main__':\n    {body}")
+    work = tmp_path / "work"
+    work.mkdir()
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=work)
+    with TrialProcess(setup) as first, TrialProcess(setup) as second:
+        for trial in (first, second):
+            trial.start(120)
+        seen = ["Network is unreachable", "from the fork server", "28.0", "28.0"]
+        assert [line for line in first.log_tail().splitlines() if line in seen] == seen
+        assert first.isolation["network"] == "loopback"
+    assert second.log_tail() == first.log_tail()
+    assert [path.name for path in tmp_path.iterdir() if path != work] == ["train.py"]
+    assert not Path("/dev/shm/flatout-test-left").exists()
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import socket\nsocket.create_connection(('192.0.2.1', 80))\n")
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial, pytest.raises(TrialEnded) as ended:
+        trial.start(120)
+    assert "pass --allow-network" in str(explain_end(ended.value, "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("error", "headline"),
+    [
+        ("", ""),
+        ("no module named train", "no module named train"),
+        (
+            "Traceback (most recent call last):\n  File 'a.py', line 3, in f\n    g()\nKeyError: 'x'\n\n"
+            "During handling of the above exception, another exception occurred:\n\n"
+            "Traceback (most recent call last):\n  File 'a.py', line 9, in <module>\n    f()\n    ~^^\n"
+            "RuntimeError: CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA\n",
+            "RuntimeError: CUDA error: out of memory",
+        ),
+    ],
+)
+def test_a_long_message_has_a_headline(error: str, headline: str) -> None:
+    assert TrialEnded(1, error, 0).headline == headline

@@ -1,0 +1,92 @@
+"""What fresh processes decide about a search's result, with recorded numbers in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.levers.lever import Choice, choices_of_plan
+from flatout.plan import Exactness
+from flatout.script.entry import Target
+from flatout.sequential import compare_so_far
+from flatout.tuning import verifier as verifier_module
+from flatout.tuning.deadline import Deadline
+from flatout.tuning.trial import SearchState, Trial
+from flatout.tuning.trial_process import TrialSetup
+from flatout.tuning.verifier import Verifier
+from flatout.tuning.windows import Pairing
+from tests.tuning.test_proof import NOISY, PLAIN, with_gradient
+from tests.tuning.test_prover import BITS, Claiming, Recorded
+
+FASTER = Pairing(
+    comparison=compare_so_far([(2.0, 1.0)] * 8, least_gain=0.01),
+    baseline_seconds=2.0,
+    candidate_seconds=1.0,
+    startup_seconds=0.0,
+)
+WRONG = with_gradient(NOISY, PLAIN.parameters[0], error=0.5, product=0.5)
+
+
+class OfAnotherField(Claiming):
+    plan_field = "memory_format"
+
+
+ROUNDS = Choice(OfAnotherField("rounds", "rounding"), True)
+
+
+def verified(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    results: dict[tuple[str, ...], Any],
+    exactness: Exactness = "reduced",
+) -> tuple[SearchState, Any]:
+    """BITS and ROUNDS were kept; `results` are the numbers of their runs."""
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
+    kept = [BITS, ROUNDS]
+    trials = [
+        Trial(
+            label=choice.label,
+            plan_field=choice.field,
+            value=True,
+            exactness=choice.exactness,
+            outcome="kept",
+            reason="faster",
+        )
+        for choice in kept
+    ]
+    state = SearchState(kept=kept, trials=trials, startup_seconds=1.0)
+    monkeypatch.setattr(verifier_module, "Prover", lambda *_: Recorded(folder, results))
+    verifier = Verifier(setup, state, Deadline(100.0), lambda text: None, exactness)
+    monkeypatch.setattr(verifier, "_final_comparison", lambda: FASTER)
+    return state, verifier.run()[0]
+
+
+def test_a_lever_that_rounds_too_much_is_proved_reduced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state, proof = verified(monkeypatch, tmp_path, {("bits",): PLAIN, ("bits", "rounds"): NOISY})
+    assert proof.verdict == "reduced"
+    assert state.kept == [BITS, Choice(ROUNDS.lever, True, relaxed=True)]
+    trial = state.trials[-1]
+    assert (trial.outcome, trial.exactness) == ("kept", "reduced")
+    assert trial.reason.startswith("beyond rounding: ")
+
+
+def test_not_where_reduced_numbers_are_not_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results = {("bits",): PLAIN, ("bits", "rounds"): NOISY}
+    state, proof = verified(monkeypatch, tmp_path, results, "rounding")
+    assert state.kept == [BITS]
+    assert proof.verdict == "bit-identical"
+
+
+def test_what_is_wrong_is_not_relaxed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state, proof = verified(monkeypatch, tmp_path, {("bits",): PLAIN, ("bits", "rounds"): WRONG})
+    assert state.kept == [BITS]
+    assert proof.verdict == "bit-identical"
+    assert state.trials[-1].outcome == "failed"
+
+
+def test_a_plan_says_which_of_its_choices_are_weaker_than_their_kind() -> None:
+    chosen = choices_of_plan({ROUNDS.field: True}, [ROUNDS.lever], (ROUNDS.field,))
+    assert [choice.exactness for choice in chosen] == ["reduced"]
+    assert [choice.exactness for choice in choices_of_plan({ROUNDS.field: True}, [ROUNDS.lever])] == ["rounding"]

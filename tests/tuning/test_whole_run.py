@@ -1,0 +1,40 @@
+"""A whole run: start-up against what each step saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.tuning.whole_run import own_start_seconds, whole_run
+
+
+def test_start_up_and_steps_are_added_up() -> None:
+    found = whole_run(
+        own_start_seconds=0.5,
+        lever_start_seconds=1.5,
+        script_start_seconds=4.0,
+        plain_step_seconds=0.01,
+        planned_step_seconds=0.005,
+        steps=1000,
+    )
+    assert found.payoff_steps == 400
+    assert found.plain_seconds == pytest.approx(14.0)
+    assert found.planned_seconds == pytest.approx(11.0)
+    assert found.ratio == pytest.approx(14 / 11)
+
+
+def test_a_run_of_unknown_length_has_no_ratio() -> None:
+    found = whole_run(
+        own_start_seconds=0.5,
+        lever_start_seconds=0.0,
+        script_start_seconds=4.0,
+        plain_step_seconds=0.01,
+        planned_step_seconds=0.02,
+        steps=None,
+    )
+    assert (found.ratio, found.payoff_steps) == (None, None)
+
+
+def test_our_own_start_is_measured(tmp_path: Path) -> None:
+    assert 0.0 < own_start_seconds(tmp_path) < 60.0

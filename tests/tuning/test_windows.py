@@ -1,0 +1,95 @@
+"""Windows in turn, with processes that only pretend."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from flatout.levers.lever import Choice, Lever
+from flatout.tuning.trial_process import Window
+from flatout.tuning.windows import Arm, Pace, RolledBackInside, compare_arms, warm_up
+
+
+class Faster(Lever):
+    name, plan_field, exactness = "faster", "threads", "bit-identical"
+
+
+CHOICE = Choice(Faster(), 1)
+PACE = Pace(steps=4, settle=2, warm_steps=3)
+
+
+class Pretended:
+    """A process whose step takes 10 ms, or `candidate` with a choice on; each candidate step keeps `leak` bytes."""
+
+    def __init__(self, candidate: float, *, leak: int = 0, first: float = 0.0, rolled_back: str = "") -> None:
+        self.candidate, self.leak, self.first, self.rolled_back = candidate, leak, first, rolled_back
+        self.order: list[bool] = []
+        self.resident, self.draw = 1 << 30, random.Random(0)
+
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+        on = bool(choices)
+        self.order.append(on)
+        base = self.candidate if on else 0.01
+        self.resident += self.leak * (settle + steps) if on else 0
+        slow, self.first = self.first, 0.0
+        return Window(
+            seconds=tuple(base * self.draw.uniform(0.999, 1.001) for _ in range(steps)),
+            settle_seconds=(base + slow, *(base for _ in range(settle - 1))),
+            apply_seconds=0.0,
+            resident_bytes=self.resident,
+            rolled_back={"faster": self.rolled_back} if self.rolled_back and on else {},
+        )
+
+
+def arms(process: Any) -> tuple[Arm, Arm]:
+    return Arm(process), Arm(process, [CHOICE])
+
+
+def test_faster_and_in_turns() -> None:
+    process = Pretended(0.005, first=2.0)
+    pairing = compare_arms(*arms(process), PACE, CHOICE)
+    assert pairing.comparison.verdict == "faster"
+    assert pairing.startup_seconds == pytest.approx(2.0, rel=0.01)
+    assert process.order[1:7] == [False, True, True, False, False, True]
+    assert pairing.comparison.pairs < PACE.most_pairs
+    assert pairing.leak_bytes_per_step == 0
+
+
+def test_slower_and_no_difference() -> None:
+    assert compare_arms(*arms(Pretended(0.02)), PACE, CHOICE).comparison.verdict == "slower"
+    assert compare_arms(*arms(Pretended(0.01)), PACE, CHOICE).comparison.verdict == "not significant"
+
+
+def test_a_leak_is_told() -> None:
+    pairing = compare_arms(*arms(Pretended(0.005, leak=1 << 20)), PACE, CHOICE)
+    assert pairing.leak_bytes_per_step == pytest.approx(1 << 20, rel=0.01)
+
+
+def test_what_was_taken_back_inside_is_raised() -> None:
+    with pytest.raises(RolledBackInside, match="no such thing"):
+        compare_arms(*arms(Pretended(0.005, rolled_back="no such thing")), PACE, CHOICE)
+
+
+def test_pairs_go_on_where_they_stopped() -> None:
+    collected = [(0.01, 0.005)] * 6
+    pairing = compare_arms(*arms(Pretended(0.005)), PACE, CHOICE, collected)
+    assert pairing.comparison.pairs == len(collected) > 6
+
+
+def test_warm_up_without_a_candidate() -> None:
+    spent, usual = warm_up(Arm(Pretended(0.01, first=1.0)), PACE, None)  # type: ignore[arg-type]
+    assert spent == pytest.approx(1.0, rel=0.01)
+    assert usual == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.parametrize(("step", "steps"), [(1e-4, 60), (0.01, 15), (5.0, 1)])
+def test_pace(step: float, steps: int) -> None:
+    assert Pace.for_step(step, seconds=10.0).steps == steps
+
+
+@pytest.mark.parametrize(("total", "steps"), [(None, 60), (10_000, 60), (120, 11), (40, 5), (25, 5), (8, 1)])
+def test_windows_that_fit_into_a_short_script(total: int | None, steps: int) -> None:
+    assert Pace(steps=60, settle=2, warm_steps=4).within(total).steps == steps

@@ -1,0 +1,87 @@
+"""What is predicted of levers, and what follows from it: the order of trials, and what is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flatout.levers import allocator
+from flatout.levers.catalogue import LEVERS
+from flatout.levers.lever import Lever, Saving
+from flatout.levers.observed import ModuleSeen, Observed
+from flatout.tuning.worth_trying import saving_per_second, worth_trying
+from tests.levers.test_catalogue import AMX, CPU, LOADER, ON_GPU, OPTIMIZER, WITH_GPU
+
+STEP = Observed(
+    step_seconds=0.01,
+    breakdown_seconds={"data": 0.001, "forward": 0.003, "backward": 0.005, "optimizer": 0.001},
+    optimizers=(OPTIMIZER,),
+    loaders=(LOADER,),
+    modules=(ModuleSeen(kind="Net", parameters=1, convolutions=2, dtypes=("float32",)),),
+    threads=4,
+    flops_per_step=1e8,
+    operations_per_step=100,
+    denormal_share=0.0,
+    page_faults_per_step=0.0,
+)
+
+
+def lever(name: str) -> Lever:
+    return next(one for one in LEVERS if one.name == name)
+
+
+@pytest.mark.parametrize("one", LEVERS, ids=lambda one: one.name)
+@pytest.mark.parametrize("seen", [STEP, Observed(), ON_GPU, replace(STEP, page_faults_per_step=9e9)])
+def test_every_prediction_is_an_interval_of_shares(one: Lever, seen: Observed) -> None:
+    found = one.saving(WITH_GPU, seen)
+    assert found.least <= found.expected <= found.most <= 1
+    least, expected, most = found.ratios
+    assert 0 < least <= expected <= most < float("inf")
+
+
+def test_what_cannot_pay_is_left_out_and_says_what_bounds_it() -> None:
+    less = replace(STEP, breakdown_seconds={**STEP.breakdown_seconds, "data": 3e-5, "optimizer": 2e-5})
+    found = {one.name: worth_trying(one, CPU, less, "reduced").reason for one in LEVERS}
+    assert found["batched fetch"] == "predicted to save at most 0.3% of a step: waiting for data is 0.3% of a step"
+    assert found["optimizer"] == "predicted to save at most 0.2% of a step: the optimizer takes 0.2% of a step"
+    assert found["denormals flushed"] == "predicted to save at most 0.0% of a step: a step met no denormal number"
+    assert not found["memory kept by malloc"].startswith("predicted")  # the next process may have page faults
+    long = replace(less, step_seconds=10.0)
+    assert worth_trying(lever("threads"), CPU, long, "reduced").reason.endswith(": an operation takes 100 ms")
+    for name in ("batched fetch", "optimizer", "threads"):
+        assert worth_trying(lever(name), CPU, STEP, "reduced")
+
+
+def test_what_is_asked_for_is_tried_whatever_is_predicted() -> None:
+    assert not worth_trying(lever("denormals flushed"), CPU, STEP, "reduced")
+    assert worth_trying(lever("denormals flushed"), CPU, STEP, "reduced", asked=True)
+    assert worth_trying(lever("autocast"), AMX, STEP, "rounding", asked=True).reason.startswith("it is reduced")
+
+
+def test_denormal_numbers_count_as_they_are_slow_here() -> None:
+    met = replace(STEP, denormal_share=0.01, denormal_slowdown=101.0)
+    found = lever("denormals flushed").saving(CPU, met)
+    assert found.expected == pytest.approx(0.5)
+    assert found.most == pytest.approx(0.75)
+    assert not worth_trying(lever("denormals flushed"), CPU, replace(met, denormal_slowdown=1.01), "reduced")
+    assert worth_trying(lever("denormals flushed"), CPU, Observed(), "reduced")  # nobody has looked
+
+
+def test_page_faults_cost_what_they_cost_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "page_fault_seconds", lambda: 2e-6)
+    found = lever("memory kept by malloc").saving(CPU, replace(STEP, page_faults_per_step=2000.0))
+    assert found.expected == pytest.approx(0.7 * 0.4)
+    assert found.most == pytest.approx(0.6)
+
+
+def test_the_device_is_decided_first_and_then_by_what_is_saved_per_second() -> None:
+    assert [one.name for one in LEVERS if one.comes_first] == ["moved to the GPU"]
+    quick = saving_per_second(lever("optimizer"), CPU, STEP, 1.0)
+    assert quick > saving_per_second(lever("torch.compile"), CPU, STEP, 1.0) > 0
+    more = {**STEP.breakdown_seconds, "optimizer": 0.004}
+    assert saving_per_second(lever("optimizer"), CPU, replace(STEP, breakdown_seconds=more), 1.0) > quick
+
+
+def test_ratios_of_savings() -> None:
+    assert Saving(expected=0.5, least=-1.0, most=1.0).ratios == (0.5, 2.0, 1000.0)
