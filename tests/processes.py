@@ -213,7 +213,8 @@ def fork_trials(replace: Callable[[Any, str, Any], None], server: ForkServer | N
 def brief_comparisons(replace: Callable[[Any, str, Any], None]) -> None:
     """A tune whose budget is long, for a busy machine, need not use it up. replace: as above."""
     replace(search, "COMPARISON_SECONDS", 6.0)
-    replace(last_comparison, "NARROW_ENOUGH", float("inf"))  # as many pairs of processes as are wanted
+    # As many pairs of processes as are wanted, and more where a busy machine made those contradict each other.
+    replace(last_comparison, "NARROW_ENOUGH", 0.5)
     replace(last_comparison, "MOST_SECONDS", 1.0)
     replace(last_comparison, "WANTED_PROCESS_PAIRS", 2)
     replace(prover, "WANTED_STEPS", dict.fromkeys(prover.WANTED_STEPS, 100))
