@@ -13,19 +13,16 @@ is not measured again.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.side_by_side import Command, in_turns
 from flatout.machine.detect import detect
 from flatout.plan import write_plan
 from flatout.script.entry import Target
@@ -114,11 +111,13 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
     )
 
 
-def _commands(folder: Path, arguments: list[str]) -> dict[str, list[str]]:
+def _commands(folder: Path, arguments: list[str]) -> dict[str, Command]:
     flatout = [sys.executable, "-m", "flatout", "run", "--quiet", "--no-report", "--plan", str(folder / "plan.toml")]
     starts = {"plain": [sys.executable], "planned": flatout}
     return {
-        name: [*start, str(SCRIPT), *arguments, "--times", str(folder / f"{name}.json")]
+        name: Command(
+            [*start, str(SCRIPT), *arguments, "--times", str(folder / f"{name}.json")], folder / f"{name}.json"
+        )
         for name, start in starts.items()
     }
 
@@ -126,66 +125,10 @@ def _commands(folder: Path, arguments: list[str]) -> dict[str, list[str]]:
 def _side_by_side(folder: Path, arguments: list[str], steps: int, turn_seconds: float) -> list[tuple[float, float]]:
     """The turns of a pair of processes; with more steps where one had ended before the other was warm."""
     for times in (1, 2, 4, 8):
-        pairs = _in_turns(folder, [*arguments, "--steps", str(times * steps)], turn_seconds)
+        pairs = in_turns(*_commands(folder, [*arguments, "--steps", str(times * steps)]).values(), turn_seconds)
         if pairs:
             return pairs
     raise RuntimeError(f"{8 * steps} steps of {arguments} are too few to have both in turns")
-
-
-def _in_turns(folder: Path, arguments: list[str], turn_seconds: float) -> list[tuple[float, float]]:
-    """Medians (plain, planned) of the steps in neighbouring turns, in seconds, once a third of the steps is over."""
-    for left in folder.glob("*.json"):
-        left.unlink()
-    processes = {
-        name: subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for name, command in _commands(folder, arguments).items()
-    }
-    turns: list[tuple[str, float, float]] = []
-    try:
-        processes["planned"].send_signal(signal.SIGSTOP)
-        while all(process.poll() is None for process in processes.values()):
-            name = "planned" if len(turns) % 4 in (1, 2) else "plain"
-            if (folder / f"{name}.json").exists():  # it has counted the cores that it may use
-                _put_on_cores(processes[name].pid)
-            processes[name].send_signal(signal.SIGCONT)
-            began = time.perf_counter()
-            time.sleep(turn_seconds)
-            ended = time.perf_counter()
-            processes[name].send_signal(signal.SIGSTOP)
-            turns.append((name, began, ended))
-    finally:
-        for process in processes.values():
-            process.send_signal(signal.SIGCONT)
-    for name, process in processes.items():
-        if process.wait() != 0:
-            raise RuntimeError(f"{name}: {process.args} left with {process.returncode}")
-    steps = {name: _steps(folder / f"{name}.json") for name in processes}
-    medians = [(name, _median_within(steps[name], began, ended)) for name, began, ended in turns]
-    pairs = []
-    for (one, first), (_, second) in zip(medians[::2], medians[1::2], strict=False):
-        if first is not None and second is not None:
-            pairs.append((first, second) if one == "plain" else (second, first))
-    return pairs
-
-
-def _put_on_cores(process: int) -> None:
-    """Its main thread on the first, the others on any: also those that it has started since, which inherit its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    for thread in map(int, os.listdir(f"/proc/{process}/task")):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(thread, cores[:1] if thread == process else cores)
-
-
-def _steps(times: Path) -> list[tuple[float, float]]:
-    """(begin, end) of the steps after a third."""
-    ends = json.loads(times.read_text())
-    return list(itertools.pairwise(ends))[len(ends) // 3 :]
-
-
-def _median_within(steps: list[tuple[float, float]], began: float, ended: float) -> float | None:
-    """The first step of a turn, which finds its memory out of the caches, is left out."""
-    inside = [end - begin for begin, end in steps if began <= begin and end <= ended][1:]
-    return median(inside) if inside else None
 
 
 def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple[float, float]:
@@ -194,7 +137,7 @@ def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple
     seconds = {}
     for name in list(commands)[:: 1 if turn % 2 == 0 else -1]:
         began = time.perf_counter()
-        subprocess.run(commands[name], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+        subprocess.run(commands[name].words, check=True, capture_output=True, stdin=subprocess.DEVNULL)
         seconds[name] = time.perf_counter() - began
     return seconds["plain"], seconds["planned"]
 

@@ -1,0 +1,1 @@
+"""Scripts beside their twins changed by hand: `python -m benchmarks.search.twins`."""

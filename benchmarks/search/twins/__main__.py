@@ -1,0 +1,123 @@
+"""Is a lever as good as the same change made by hand?
+
+    python -m benchmarks.search.twins [--only loader ...] [--rounds 5] [--out results.json]
+
+Each script beside this file trains as it stands, or with `--by-hand` with the lines that a person would change. Plain
+`python script --by-hand` runs beside `flatout run script` under a plan of the same levers, and beside plain `python
+script`, in pairs of processes that take turns. The plan should reach 95 % of the gain made by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.side_by_side import Command, in_turns
+from flatout.machine.detect import detect
+from flatout.plan import Plan, write_plan
+from flatout.statistics import Comparison, median
+from flatout.tuning.last_comparison import comparison_of_groups
+
+HERE = Path(__file__).parent
+WANTED_SHARE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    name: str
+    plan: dict[str, Any]
+    steps: int
+    """Of one run: some seconds."""
+
+
+TWINS = (
+    Twin(name="loader", plan={"fetch": "batched", "optimizer": "fused"}, steps=8000),
+    Twin(name="optimizer", plan={"optimizer": "fused"}, steps=1000),
+    Twin(name="autocast", plan={"precision": "bf16"}, steps=120),
+    Twin(name="layout", plan={"memory_format": "channels_last"}, steps=250),
+    Twin(name="attention", plan={"attention": "fused"}, steps=60),
+    Twin(name="compile", plan={"compile": "default"}, steps=600),
+    Twin(name="loss", plan={"loss": "chunked"}, steps=60),
+    Twin(name="threads", plan={"threads": 1}, steps=800),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    twin: str
+    by_hand_step_seconds: float
+    by_hand: Comparison
+    """Plain over by hand: above 1, the change is worth making."""
+    plan: Comparison
+    """By hand over the plan: above 1, the plan is faster than the change by hand."""
+
+    @property
+    def line(self) -> str:
+        verdict = "as good" if self.plan.ratio >= WANTED_SHARE else "BEHIND"
+        return (
+            f"{self.twin:10} {self.by_hand_step_seconds * 1e3:8.3f} ms by hand, x{self.by_hand.ratio:.2f} of plain; "
+            f"the plan's gain is {self.plan.ratio:.1%} of that ({self.plan.low:.1%} to {self.plan.high:.1%})  {verdict}"
+        )
+
+
+def measured(twin: Twin, rounds: int, turn_seconds: float) -> Result:
+    machine = detect()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = Plan(**twin.plan, machine_fingerprint=machine.fingerprint, torch_version=machine.versions.torch)
+        write_plan(folder / "plan.toml", plan)
+        script = [str(HERE / f"{twin.name}.py"), "--steps", str(twin.steps)]
+        runs = [sys.executable, "-m", "flatout", "run", "--quiet", "--no-report", "--plan", str(folder / "plan.toml")]
+        plain = _command(folder / "plain.json", [sys.executable, *script])
+        by_hand = _command(folder / "by_hand.json", [sys.executable, *script, "--by-hand"])
+        planned = _command(folder / "planned.json", [*runs, *script])
+        gained = [in_turns(plain, by_hand, turn_seconds) for _ in range(rounds)]
+        reached = [in_turns(by_hand, planned, turn_seconds) for _ in range(rounds)]
+    return Result(
+        twin=twin.name,
+        by_hand_step_seconds=median([mine for group in reached for mine, _ in group]),
+        by_hand=comparison_of_groups(gained, 0.01),
+        plan=comparison_of_groups(reached, 0.01),
+    )
+
+
+def _command(times: Path, words: list[str]) -> Command:
+    return Command([*words, "--times", str(times)], times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[twin.name for twin in TWINS])
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of processes")
+    parser.add_argument("--turn", type=float, default=0.3, help="seconds of a turn")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    for twin in TWINS:
+        if arguments.only and twin.name not in arguments.only:
+            continue
+        results.append(measured(twin, arguments.rounds, arguments.turn))
+        print(results[-1].line, flush=True)
+        if arguments.out:
+            _write(arguments.out, results)
+    good = sum(result.plan.ratio >= WANTED_SHARE for result in results)
+    print(f"{good} of {len(results)} reach {WANTED_SHARE:.0%} of the gain by hand")
+    return 0
+
+
+def _write(path: Path, results: list[Result]) -> None:
+    machine = detect()
+    document = {
+        "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+        "results": [asdict(result) for result in results],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
