@@ -50,8 +50,8 @@ FORECASTS_AFTER_THE_FIRST = 24
 PREDICTION_MISS = 1.25
 """What is predicted to be slower by more than this than the first that fits is not looked at any more."""
 ROUNDS = 3
-TIMED_SECONDS = 0.1
-"""Of quick steps, as many are timed together as take this long."""
+TIMED_SECONDS, TIMED_STEPS = 0.1, 2
+"""Steps are timed for so long, and so many at the least."""
 MOST_FORECASTS = 120
 TIMING_SAMPLES = 32
 """Samples of the steps that are timed, where the example batch has more: shares hardly change with it."""
@@ -68,7 +68,7 @@ class Considered:
     predicted_ratio: float | None
     """Time of a step over that of the plan as given, the product of the measures' own ratios; None: unknown."""
     step_seconds: float | None = None
-    """Median of real steps, for the finalists."""
+    """Of real steps, for the finalists: the median of the quickest of some rounds."""
 
     @property
     def exactness(self) -> Exactness:
@@ -174,7 +174,6 @@ class _Problem:
         self.considered: dict[tuple[Any, ...], Considered] = {}
         self.timed_by = ""
         self.unknown: list[str] = []
-        self._steps = 2
         self._forecasts: dict[tuple[Any, ...], MemoryForecast] = {}
         self._kinds: list[list[Choices]] = []
         self._ratios: dict[tuple[Any, ...], float] = {}
@@ -255,25 +254,23 @@ class _Problem:
         size = min(self.samples, TIMING_SAMPLES)
         while size >= 1:
             self.tell(f"trying whether {size} samples run here")
-            seconds = self._seconds({}, size, steps=1)
-            if seconds is not None:
-                self._steps = max(2, math.ceil(TIMED_SECONDS / seconds))
+            if self._seconds({}, size, timed_seconds=0.0) is not None:
                 return size
             size //= 2
         return None
 
     def _interleaved(self, all_choices: list[Choices], size: int) -> list[float]:
-        """Median seconds of a step of each, in rounds by turns: the machine's drift falls on all alike."""
+        """Seconds of a step of each, in rounds by turns: the quickest round, as disturbances only add to a time."""
         taken: list[list[float]] = [[] for _ in all_choices]
         for number in range(ROUNDS):
             for index, choices in enumerate(all_choices):
                 self.tell(f"timing {label_of(choices)}, round {number + 1} of {ROUNDS}")
-                seconds = self._seconds(choices, size, steps=self._steps)
+                seconds = self._seconds(choices, size)
                 taken[index].append(seconds if seconds is not None else float("inf"))
-        return [statistics.median(one) for one in taken]
+        return [min(one) for one in taken]
 
-    def _seconds(self, choices: Choices, size: int, *, steps: int) -> float | None:
-        """Median of some real steps after a first; None where they do not fit. The user's state is put back."""
+    def _seconds(self, choices: Choices, size: int, *, timed_seconds: float = TIMED_SECONDS) -> float | None:
+        """Median of real steps after a first; None where they do not fit. The user's state is put back."""
         import torch
 
         if choices.get("micro_batches", 1) > size:
@@ -285,7 +282,7 @@ class _Problem:
         with state_kept(tried.model, tried.optimizer), generators_kept():
             step = TrainStep(tried.model, tried.optimizer, tried.loss_fn, plan)
             try:
-                for _ in range(1 + steps):
+                while len(seconds) < 1 + TIMED_STEPS or sum(seconds[1:]) < timed_seconds:
                     began = time.perf_counter()
                     step(batch)
                     if tried.device_type == "cuda":
