@@ -24,7 +24,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from flatout.replaced import replaced
+
+if TYPE_CHECKING:
+    from flatout.data.indices import Indices, LoaderOrder
+
+
+DATA_SETS = "torch.utils.data.dataset"
+"""Where torch's own are; looked up in every batch, which `import` takes microseconds for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +48,15 @@ def strategy(dataset: Any, collate_fn: Any) -> Strategy:
     """Whether whole-batch fetching fits `dataset`. None of its samples is fetched to find out."""
     from torch.utils.data import Dataset, IterableDataset, default_collate
 
+    from flatout.data.indices import Indices
+
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
         return Strategy(obstacle="the data set is a stream, or no Dataset")
     if collate_fn is not default_collate:
         return Strategy(obstacle="the loader has a collate function of its own")
     whole = WholeBatches()
     try:
-        whole.batch(dataset, [0])
+        whole.batch(dataset, Indices([0]))
     except whole.not_possible as error:
         return Strategy(obstacle=str(error) or f"its samples cannot be read ({type(error).__name__})")
     return Strategy(kind="batched")
@@ -55,7 +66,7 @@ class WholeBatches:
     """Makes whole batches of any data set that allows it; remembers no data, only what code of `__getitem__` says."""
 
     def __init__(self) -> None:
-        from flatout.data.sample_code import NotWholeBatch
+        from flatout.data.indices import NotWholeBatch
 
         self._codes: dict[FunctionType, Any] = {}
         self.not_possible: tuple[type[Exception], ...] = (
@@ -63,10 +74,10 @@ class WholeBatches:
         )
         """What `batch` raises where the samples have to be fetched one by one."""
 
-    def batch(self, dataset: Any, wanted: Sequence[int]) -> Any:
-        """The samples at `wanted`, collated as by torch's default_collate; one of `not_possible` where that fails."""
-        if (subset := indices_above(dataset, wanted)) is not None:
-            return self.batch(dataset.dataset, subset)
+    def batch(self, dataset: Any, wanted: Indices) -> Any:
+        """The samples `wanted`, collated as by torch's default_collate; one of `not_possible` where that fails."""
+        if (below := _indices_above(dataset, wanted)) is not None:
+            return self.batch(dataset.dataset, below)
         if (tensors := tensors_of(dataset)) is not None:
             return _tensor_rows(tensors, wanted)
         return self._code(dataset).batch(dataset, wanted)
@@ -80,52 +91,54 @@ class WholeBatches:
         return self._codes[function]
 
 
-def indices_above(dataset: Any, wanted: Sequence[int]) -> list[int] | None:
+def _indices_above(dataset: Any, wanted: Indices) -> Indices | None:
     """The indices below a Subset of those asked of it, as it has them now; None where `dataset` is none of torch's."""
-    import torch
-    from torch.utils.data import Subset
-
-    if type(dataset) is not Subset or not _is_torchs(Subset, "__getitem__", "__getitems__"):
+    home = sys.modules[DATA_SETS]
+    if type(dataset) is not home.Subset or not _are_torchs(home, home.Subset, "__getitem__", "__getitems__"):
         return None
+    from flatout.data.indices import Indices
+
     indices: Any = dataset.indices
-    numpy = sys.modules.get("numpy")
     if type(indices) in (list, tuple, range):
-        return [indices[i] for i in wanted]
+        return Indices([indices[i] for i in wanted.numbers])
+    torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
     array = type(indices) is torch.Tensor or (numpy is not None and type(indices) is numpy.ndarray)
-    if array and set(map(type, wanted)) == {int}:  # True would be a mask
-        found = indices[list(wanted)].tolist()
+    if array and set(map(type, wanted.numbers)) == {int}:  # True would be a mask
+        found = indices[list(wanted.numbers)].tolist()
         if set(map(type, found)) == {int}:
-            return found
+            return Indices(found)
     raise ValueError(f"its indices are a {type(indices).__name__}")
 
 
 def tensors_of(dataset: Any) -> Sequence[Any] | None:
     """What a TensorDataset holds now; None where `dataset` fetches its samples in another way."""
-    from torch.utils.data import TensorDataset
-
-    kind = type(dataset)
-    if not isinstance(dataset, TensorDataset) or kind.__getitem__ is not TensorDataset.__getitem__:
+    home = sys.modules[DATA_SETS]
+    kind, torchs = type(dataset), home.TensorDataset
+    if not isinstance(dataset, torchs) or kind.__getitem__ is not torchs.__getitem__:
         return None
-    if not _is_torchs(TensorDataset, "__getitem__") or kind.__getattribute__ is not object.__getattribute__:
+    if not _are_torchs(home, torchs, "__getitem__") or kind.__getattribute__ is not object.__getattribute__:
         return None
-    if getattr(dataset, "__getitems__", None) or type(vars(dataset).get("tensors")) not in (tuple, list):
+    held = vars(dataset)
+    if getattr(dataset, "__getitems__", None) or type(held.get("tensors")) not in (tuple, list):
         return None
-    tensors: Sequence[Any] = vars(dataset)["tensors"]
+    tensors: Sequence[Any] = held["tensors"]
     return tensors
 
 
-def _is_torchs(kind: Any, *names: str) -> bool:
+def _are_torchs(home: Any, kind: Any, *names: str) -> bool:
     """Are these methods still torch's own, not a script's in their place?"""
-    home = vars(sys.modules[kind.__module__])
-    functions = [vars(kind)[name] for name in names]
-    return all(isinstance(one, FunctionType) and one.__globals__ is home for one in functions)
+    functions = vars(kind)
+    for name in names:
+        function = functions[name]
+        if type(function) is not FunctionType or function.__globals__ is not vars(home):
+            return False
+    return True
 
 
-def _tensor_rows(tensors: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    from flatout.data.sample_code import index_tensor, rows_of, within
+def _tensor_rows(tensors: Sequence[Any], wanted: Indices) -> list[Any]:
+    from flatout.data.sample_code import rows_of
 
-    indices = index_tensor(wanted)
-    return [rows_of(tensor, within(indices, wanted, len(tensor))) for tensor in tensors]
+    return [rows_of(tensor, wanted.within(len(tensor))) for tensor in tensors]
 
 
 def leaves(batch: Any) -> list[Any]:
@@ -160,22 +173,21 @@ def batched_fetch(*, on_mismatch: Callable[[str], None] | None = None) -> Iterat
 
     `on_mismatch` is told when a batch differed from the loader's own; that data set is left alone from then on.
     """
+    from torch.utils.data import dataloader
     from torch.utils.data._utils import fetch as torch_fetch
 
     patch = _Patch(on_mismatch)
-    fetcher_class: Any = torch_fetch._MapDatasetFetcher
-    patch.original = original = fetcher_class.fetch
 
-    def fetch(fetcher: Any, wanted: Any) -> Any:
-        return patch.fetch(fetcher, wanted)
+    def fetching(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        patch.original = original
+        return patch.fetch
 
-    fetcher_class.fetch = fetch
-    try:
+    fetcher_class, iterator_class = torch_fetch._MapDatasetFetcher, dataloader._SingleProcessDataLoaderIter
+    with (
+        replaced(fetcher_class, "fetch", fetching),
+        replaced(iterator_class, "_next_index", lambda _: patch.next_index),
+    ):
         yield
-    finally:
-        patch.on = False  # whoever has put something around it since goes on calling it
-        if fetcher_class.fetch is fetch:
-            fetcher_class.fetch = original
 
 
 class _Patch:
@@ -188,17 +200,28 @@ class _Patch:
         from torch.utils.data._utils import worker
         from torch.utils.data._utils.collate import default_collate_fn_map
 
-        self.on = True
+        from flatout.data.indices import Indices, LoaderOrder, loader_order
+
         self._collations: Any = default_collate_fn_map
         self._torchs_collations = dict(self._collations)
         self._whole = WholeBatches()
+        self._indices_class, self._order_class, self._loader_order = Indices, LoaderOrder, loader_order
         self._on_mismatch = on_mismatch
         self._dataset_class, self._default_collate, self._worker = Dataset, default_collate, worker
         self._seen: dict[int, tuple[weakref.ref[Any], set[Any] | None]] = {}
         """By identity, for a data set may not be hashable: the shapes compared so far; None: it is left alone."""
+        self._order: LoaderOrder | None = None
+        """Of the loader whose indices were asked for last: it fetches next."""
+
+    def next_index(self, iterator: Any) -> Any:
+        if iterator._num_yielded == 0 and (order := self._loader_order(iterator)) is not None:
+            iterator._sampler_iter = order
+        order = iterator._sampler_iter
+        self._order = order if type(order) is self._order_class else None
+        return next(order)
 
     def fetch(self, fetcher: Any, wanted: Any) -> Any:
-        if not self.on or not fetcher.auto_collation or fetcher.collate_fn is not self._default_collate:
+        if not fetcher.auto_collation or fetcher.collate_fn is not self._default_collate:
             return self.original(fetcher, wanted)
         if self._collations != self._torchs_collations:  # the script has registered one of its own
             return self.original(fetcher, wanted)
@@ -209,7 +232,9 @@ class _Patch:
         if seen is None:
             return self.original(fetcher, wanted)
         try:
-            batch = self._whole.batch(dataset, wanted)
+            order = self._order
+            indices = order.indices(wanted) if order is not None else self._indices_class(wanted)
+            batch = self._whole.batch(dataset, indices)
         except self._whole.not_possible:  # the script's own error, if it is one, is raised below
             return self.original(fetcher, wanted)
         shape = _shape(batch)

@@ -15,7 +15,7 @@ but of pure functions with exact types, so that there is nothing that one sample
 Everything else raises `NotWholeBatch`, and the data set is left to fetch its samples one by one.
 
     code = sample_code(dataset)              # raises NotWholeBatch, which says what stands in the way
-    code.batch(dataset, [3, 1, 7])           # as the loader's default_collate gives it
+    code.batch(dataset, Indices([3, 1, 7]))  # as the loader's default_collate gives it
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from flatout.data.indices import Indices, NotWholeBatch
+
 NUMBERS = (bool, int, float)
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -50,10 +52,6 @@ LARGEST_CUT = 2.0**31
 TRANSFORMS = ("Compose", "ToTensor", "Normalize")
 IMAGE_MODES = {3: "L", 4: "RGB"}
 """Dimensions of a batch of images -> PIL's mode."""
-
-
-class NotWholeBatch(Exception):
-    """The samples have to be fetched one by one; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ class SampleCode:
         self._body = tree.body
         self._self, self._index = (argument.arg for argument in tree.args.args)
 
-    def batch(self, dataset: Any, wanted: Sequence[int]) -> Any:
-        """The samples at `wanted` as `default_collate` would put them together. Raises NotWholeBatch."""
+    def batch(self, dataset: Any, wanted: Indices) -> Any:
+        """The samples `wanted` as `default_collate` would put them together. Raises NotWholeBatch."""
         function = _function_of(dataset)
         if function is not self.function or function.__code__ is not self.code:
             raise NotWholeBatch("its __getitem__ was replaced")
@@ -139,12 +137,11 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 class _Run:
     """One batch under way: local names and what they stand for."""
 
-    def __init__(self, dataset: Any, function: FunctionType, wanted: Sequence[int], names: tuple[str, str]) -> None:
+    def __init__(self, dataset: Any, function: FunctionType, wanted: Indices, names: tuple[str, str]) -> None:
         self._dataset, self._globals, self._wanted = dataset, function.__globals__, wanted
         self._local = function.__code__.co_varnames
-        self._index = Plain(list(wanted))
+        self._index = Plain(list(wanted.numbers))
         self._names: dict[str, Any] = {names[0]: dataset, names[1]: self._index}
-        self._indices: Tensor | None = None
 
     def statements(self, body: Sequence[ast.stmt]) -> tuple[bool, Any]:
         """(was there a return, its value)"""
@@ -234,23 +231,17 @@ class _Run:
     def _rows(self, stored: Any) -> Rows | Plain:
         """`stored[index]` of each sample."""
         if type(stored) is Tensor:
-            return Rows("tensor", rows_of(stored, self.indices(len(stored) if stored.dim() else 0)))
+            return Rows("tensor", rows_of(stored, self._wanted.within(len(stored) if stored.dim() else 0)))
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(stored) is numpy.ndarray and stored.ndim and not stored.dtype.hasobject:
-            taken = numpy.take(stored, self.indices(len(stored)).numpy(), axis=0)
+            taken = numpy.take(stored, self._wanted.within(len(stored)).numpy(), axis=0)
             try:
                 return Rows("array" if stored.ndim > 1 else "scalar", torch.from_numpy(taken))
             except TypeError as error:  # a type of numpy's that torch lacks
                 raise NotWholeBatch(str(error)) from None
         if type(stored) in (list, tuple):
-            return Plain([stored[i] for i in self._wanted])
+            return Plain([stored[i] for i in self._wanted.numbers])
         raise NotWholeBatch(f"its __getitem__ takes samples from a {type(stored).__name__}")
-
-    def indices(self, length: int) -> Tensor:
-        """Where a tensor of `length` rows is taken from; none is negative."""
-        if self._indices is None:
-            self._indices = index_tensor(self._wanted)
-        return within(self._indices, self._wanted, length)
 
     def _call(self, node: ast.Call) -> Any:
         arguments = [self.value(argument) for argument in node.args]
@@ -286,20 +277,6 @@ class _Run:
                 if isinstance(dtype, torch.dtype):
                     return dtype
         raise NotWholeBatch("its __getitem__ makes tensors in a way that is not known")
-
-
-def index_tensor(wanted: Sequence[int]) -> Tensor:
-    """Indices as int64 [batch] on the CPU; NotWholeBatch for what are no plain ints (True picks no row)."""
-    if set(map(type, wanted)) != {int}:
-        raise NotWholeBatch("its indices are no plain numbers")
-    return torch.tensor(wanted, dtype=torch.int64, device="cpu")
-
-
-def within(indices: Tensor, wanted: Sequence[int], length: int) -> Tensor:
-    """The same counted from the beginning. Raises IndexError past the ends, which a GPU would not survive."""
-    if not -length <= min(wanted) <= max(wanted) < length:
-        raise IndexError(f"index out of range of {length} samples")
-    return indices if min(wanted) >= 0 else torch.where(indices < 0, indices + length, indices)
 
 
 def rows_of(stored: Tensor, indices: Tensor) -> Tensor:

@@ -113,13 +113,17 @@ class Whole:
         """Keep a copy of the data on that device from now on."""
         from torch.utils.data import TensorDataset
 
-        everything = self._whole.batch(self._dataset, range(len(self)))
+        from flatout.data.indices import Indices
+
+        everything = self._whole.batch(self._dataset, Indices(range(len(self))))
         self._dataset = TensorDataset(*(tensor.to(device) for tensor in everything))
 
     def batch(self, indices: Any, epoch: int) -> Any:
+        from flatout.data.indices import Indices
+
         if (tensors := tensors_of(self._dataset)) is not None:
             return [tensor.index_select(0, indices.to(tensor.device)) for tensor in tensors]
-        return self._whole.batch(self._dataset, indices.tolist())
+        return self._whole.batch(self._dataset, Indices(indices.tolist()))
 
 
 def _lies_in_tensors(dataset: Any) -> bool:

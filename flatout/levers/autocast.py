@@ -13,10 +13,10 @@ from typing import Any
 
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.replaced import replaced
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.precision.autocast import autocast_call, loss_scaled_backward
+from flatout.replaced import replaced
 
 CAST_SECONDS = 10e-6
 """What casting the inputs and results of one operation takes, where these are small, at the most."""

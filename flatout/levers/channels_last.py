@@ -15,10 +15,10 @@ from typing import Any
 
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.replaced import replaced
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.precision.outputs import outputs_changed
+from flatout.replaced import replaced
 
 
 class ChannelsLast(Lever):

@@ -18,9 +18,9 @@ from typing import Any
 
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.replaced import replaced
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+from flatout.replaced import replaced
 
 LEAST_CLASSES = 1024
 LEAST_SCORES_BYTES = 4 << 20

@@ -278,7 +278,7 @@ class _Problem:
         tried = self._with(choices)
         batch = repeated(tried.batch, tried.samples, size)
         plan = tried.plan.without("compile") if tried.plan.compile is not None else tried.plan
-        seconds = []
+        seconds: list[float] = []
         with state_kept(tried.model, tried.optimizer), generators_kept():
             step = TrainStep(tried.model, tried.optimizer, tried.loss_fn, plan)
             try:

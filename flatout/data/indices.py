@@ -1,0 +1,135 @@
+"""Which samples make a batch, and the order in which torch's own samplers draw them.
+
+A RandomSampler draws one permutation; torch cuts it up number by number into lists, and whoever takes whole batches has
+to make tensors of these again. `LoaderOrder` draws what torch's samplers draw, at the same moments and from the same
+generators, and hands out the same lists; beside each it keeps the piece of the permutation that the list is made of.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from types import FunctionType, GeneratorType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import sampler as samplers
+
+
+class NotWholeBatch(Exception):
+    """The samples have to be fetched one by one; the text says why."""
+
+
+class Indices:
+    """The samples of one batch, as a data set is asked for them and as a tensor.
+
+    tensor: known to hold `numbers`, which are all in 0 ... below - 1.
+    """
+
+    __slots__ = ("_below", "_tensor", "numbers")
+
+    def __init__(self, numbers: Sequence[int], tensor: Tensor | None = None, below: int | None = None) -> None:
+        self.numbers, self._tensor, self._below = numbers, tensor, below
+
+    def within(self, length: int) -> Tensor:
+        """Int64 [batch] on the CPU: where they are in a tensor of `length` rows; none is negative.
+
+        Raises NotWholeBatch for what are no plain numbers (True picks no row), IndexError past the ends, which a GPU
+        would not survive.
+        """
+        if self._tensor is None:
+            if set(map(type, self.numbers)) != {int}:
+                raise NotWholeBatch("its indices are no plain numbers")
+            self._tensor = torch.tensor(self.numbers, dtype=torch.int64, device="cpu")
+        if self._below is not None and self._below <= length:
+            return self._tensor
+        least = min(self.numbers)
+        if not -length <= least <= max(self.numbers) < length:
+            raise IndexError(f"index out of range of {length} samples")
+        return self._tensor if least >= 0 else torch.where(self._tensor < 0, self._tensor + length, self._tensor)
+
+
+class LoaderOrder:
+    """Stands in the place of `iter(batch_sampler)`."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self._batches = self._drawn(batch_sampler)
+        self._last: tuple[list[int], Tensor, int] | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        return next(self._batches)
+
+    def indices(self, wanted: Sequence[int]) -> Indices:
+        """With the tensor, if `wanted` is what was handed out last."""
+        last = self._last
+        return Indices(*last) if last is not None and last[0] == wanted else Indices(wanted)
+
+    def _drawn(self, batch_sampler: Any) -> Iterator[list[int]]:
+        """As torch's BatchSampler: what it reads of itself, and when."""
+        drop_last, size = batch_sampler.drop_last, batch_sampler.batch_size
+        pieces = _pieces(batch_sampler.sampler)
+        piece, numbers, at = _Piece(torch.empty(0, dtype=torch.int64), 0), list[int](), 0
+        while True:
+            batch = numbers[at : at + size]
+            self._last = (batch[:], piece.order[at : at + size], piece.below)
+            at += size
+            while len(batch) < size and (drawn := next(pieces, None)) is not None:
+                if numbers_of := drawn.order.tolist():
+                    piece, numbers, at = drawn, numbers_of, size - len(batch)
+                    self._last = None if batch else (numbers[:at], piece.order[:at], piece.below)
+                    batch += numbers[:at]
+            if not batch or (drop_last and len(batch) < size):
+                return
+            yield batch
+            if not drop_last:
+                size = batch_sampler.batch_size
+
+
+class _Piece(NamedTuple):
+    order: Tensor
+    """Int64 [samples], or fewer."""
+    below: int
+
+
+def loader_order(iterator: Any) -> LoaderOrder | None:
+    """For torch's iterator of a DataLoader, of which no batch was asked yet; None where the order is not torch's own:
+    another sampler, one with replacement, or classes that a script has changed."""
+    batches: Any = iterator._sampler_iter
+    batch_sampler: Any = iterator._index_sampler
+    if type(batches) is not GeneratorType or inspect.getgeneratorstate(batches) != inspect.GEN_CREATED:
+        return None
+    frame: Any = batches.gi_frame
+    own = type(batch_sampler) is samplers.BatchSampler and _is_torchs(samplers.BatchSampler, batches.gi_code)
+    if not own or frame.f_locals["self"] is not batch_sampler:
+        return None
+    sampler = batch_sampler.sampler
+    if type(sampler) not in (samplers.RandomSampler, samplers.SequentialSampler) or not _is_torchs(type(sampler)):
+        return None
+    if getattr(sampler, "replacement", False) or type(batch_sampler.batch_size) is not int:
+        return None
+    return LoaderOrder(batch_sampler)
+
+
+def _is_torchs(kind: Any, code: Any = None) -> bool:
+    function = vars(kind)["__iter__"]
+    known = isinstance(function, FunctionType) and function.__globals__ is vars(samplers)
+    return known and (code is None or function.__code__ is code)
+
+
+def _pieces(sampler: Any) -> Iterator[_Piece]:
+    """Permutations, one after the other. As torch does, the last one is drawn even where nothing of it is used."""
+    samples = len(sampler.data_source)
+    if type(sampler) is samplers.SequentialSampler:
+        yield _Piece(torch.arange(samples, device="cpu"), samples)
+        return
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    for _ in range(sampler.num_samples // samples):
+        yield _Piece(torch.randperm(samples, generator=generator).cpu(), samples)
+    yield _Piece(torch.randperm(samples, generator=generator)[: sampler.num_samples % samples].cpu(), samples)
