@@ -21,22 +21,34 @@ from flatout.statistics import median
 
 @dataclass(frozen=True)
 class Command:
+    """A training script that takes `--steps N` and `--times FILE`."""
+
     words: list[str]
     times: Path
     """Made by the script when training begins; at its end the seconds at which its steps ended, on the machine's clock,
     as JSON."""
 
 
-def in_turns(one: Command, other: Command, turn_seconds: float) -> list[tuple[float, float]]:
+def in_turns(one: Command, other: Command, steps: int, turn_seconds: float) -> list[tuple[float, float]]:
     """Medians (one, other) of the steps in neighbouring turns, in seconds, once a third of the steps is over.
 
-    Raises RuntimeError if one of them fails.
+    More steps where the one has ended before the other was warm. Raises RuntimeError if one of them fails.
     """
+    for times in (1, 2, 4, 8):
+        if pairs := _turns(one, other, times * steps, turn_seconds):
+            return pairs
+    raise RuntimeError(f"{8 * steps} steps of {one.words} are too few to have both in turns")
+
+
+def _turns(one: Command, other: Command, steps: int, turn_seconds: float) -> list[tuple[float, float]]:
     commands = (one, other)
     for command in commands:
         command.times.unlink(missing_ok=True)
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = [subprocess.Popen(command.words, **quiet) for command in commands]
+    processes = [
+        subprocess.Popen([*command.words, "--steps", str(steps), "--times", str(command.times)], **quiet)
+        for command in commands
+    ]
     turns: list[tuple[int, float, float]] = []
     try:
         processes[1].send_signal(signal.SIGSTOP)
@@ -56,9 +68,9 @@ def in_turns(one: Command, other: Command, turn_seconds: float) -> list[tuple[fl
     for process in processes:
         if process.wait() != 0:
             raise RuntimeError(f"{process.args} left with {process.returncode}")
-    steps = [_steps(command.times) for command in commands]
-    medians = [(number, _median_within(steps[number], began, ended)) for number, began, ended in turns]
-    pairs = []
+    taken = [_steps(command.times) for command in commands]
+    medians = [(number, _median_within(taken[number], began, ended)) for number, began, ended in turns]
+    pairs: list[tuple[float, float]] = []
     for (number, first), (_, second) in zip(medians[::2], medians[1::2], strict=False):
         if first is not None and second is not None:
             pairs.append((second, first) if number else (first, second))

@@ -98,9 +98,10 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
             )
         write_plan(folder / "plan.toml", result.plan)
         turn_seconds = max(LEAST_TURN_SECONDS, STEPS_A_TURN * (result.baseline_seconds or 0.0))
-        groups = [_side_by_side(folder, arguments, steps, turn_seconds) for _ in range(rounds)]
-        command = [*arguments, "--steps", str(steps)]
-        wholes = [_one_after_the_other(folder, command, turn) for turn in range(WHOLE_ROUNDS)]
+        commands = _commands(folder, arguments).values()
+        groups = [in_turns(*commands, steps, turn_seconds) for _ in range(rounds)]
+        whole = [*arguments, "--steps", str(steps)]
+        wholes = [_one_after_the_other(folder, whole, turn) for turn in range(WHOLE_ROUNDS)]
     return Result(
         case=case,
         plain_step_seconds=median([plain for group in groups for plain, _ in group]),
@@ -114,21 +115,7 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
 def _commands(folder: Path, arguments: list[str]) -> dict[str, Command]:
     flatout = [sys.executable, "-m", "flatout", "run", "--quiet", "--no-report", "--plan", str(folder / "plan.toml")]
     starts = {"plain": [sys.executable], "planned": flatout}
-    return {
-        name: Command(
-            [*start, str(SCRIPT), *arguments, "--times", str(folder / f"{name}.json")], folder / f"{name}.json"
-        )
-        for name, start in starts.items()
-    }
-
-
-def _side_by_side(folder: Path, arguments: list[str], steps: int, turn_seconds: float) -> list[tuple[float, float]]:
-    """The turns of a pair of processes; with more steps where one had ended before the other was warm."""
-    for times in (1, 2, 4, 8):
-        pairs = in_turns(*_commands(folder, [*arguments, "--steps", str(times * steps)]).values(), turn_seconds)
-        if pairs:
-            return pairs
-    raise RuntimeError(f"{8 * steps} steps of {arguments} are too few to have both in turns")
+    return {name: Command([*start, str(SCRIPT), *arguments], folder / f"{name}.json") for name, start in starts.items()}
 
 
 def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple[float, float]:

@@ -57,40 +57,42 @@ class FusedOptimizer(Lever):
 
 def _switch(optimizer: Any, value: str) -> Undo[Any]:
     flags: dict[str, bool | None] = {"fused": value == "fused", "foreach": value == "foreach"}
+    unset = dict.fromkeys(flags)
+    prepare = _Preparation() if value == "fused" else None
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer itself
         _set_flags(optimizer, flags)
-        _move_step_counters(optimizer, to_device=value == "fused")
-        if value != "fused":
+        if prepare is None:
+            _move_step_counters(optimizer, to_device=False)
             return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer itself
         if closure is None:
-            _prepare(optimizer)
+            prepare(optimizer)
             return None
         others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], _prepared(optimizer, closure), *args[2:]), others
+        return (args[0], _prepared(optimizer, closure, prepare), *args[2:]), others
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        _set_flags(optimizer, dict.fromkeys(flags))
+        _set_flags(optimizer, unset)
 
     hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
 
     def undo(optimizer: Any) -> None:
         for hook in hooks:
             hook.remove()
-        _set_flags(optimizer, dict.fromkeys(flags))  # a step that raised has left them
+        _set_flags(optimizer, unset)  # a step that raised has left them
         _move_step_counters(optimizer, to_device=False)
 
     return undo
 
 
-def _prepared(optimizer: Any, closure: Any) -> Any:
+def _prepared(optimizer: Any, closure: Any, prepare: _Preparation) -> Any:
     """A closure makes the gradients inside the step: only behind it they can be prepared."""
 
     @functools.wraps(closure)
     def prepared() -> Any:
         loss = closure()
-        _prepare(optimizer)
+        prepare(optimizer)
         return loss
 
     return prepared
@@ -99,27 +101,70 @@ def _prepared(optimizer: Any, closure: Any) -> Any:
 def _set_flags(optimizer: Any, flags: dict[str, bool | None]) -> None:
     """Only where the optimizer knows the flag: a state dict gets no key that it never had."""
     for group in optimizer.param_groups:
-        group.update({name: flag for name, flag in flags.items() if name in group})
+        for name, flag in flags.items():
+            if name in group:
+                group[name] = flag
 
 
-def _prepare(optimizer: Any) -> None:
-    """What the fused kernels take for granted: gradients and moments lie as their parameter does, and either all
-    parameters of a group have a momentum or none has (an unfrozen layer comes without)."""
+class _Preparation:
+    """What the fused kernels take for granted: gradients and moments lie as their parameter does, step counters are
+    beside the weights, and either all parameters of a group have a momentum or none has (an unfrozen layer comes
+    without). It runs in every step, and so asks each tensor for its strides and for nothing else."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[list[int], list[int]] | None = None
+        """Identity and length of each parameter's state, when `_moments` was made."""
+        self._moments: list[tuple[str, ...]] = []
+        """By parameter, what of its state is as large as itself."""
+        self._complete = False
+        """Has each of these parameters a moment?"""
+
+    def __call__(self, optimizer: Any) -> None:
+        self._look_at(optimizer.state)
+        for (parameter, state), moments in zip(optimizer.state.items(), self._moments, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            strides = parameter.stride()
+            if gradient.stride() != strides:
+                parameter.grad = as_laid_out(gradient, parameter)
+            for name in moments:
+                if state[name].stride() != strides:
+                    state[name] = as_laid_out(state[name], parameter)
+            if not parameter.is_cpu:
+                _move_step_counter(parameter, state, to_device=True)
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        if len(optimizer.state) < parameters or not self._complete:
+            _prepare_stateless(optimizer)
+
+    def _look_at(self, states: Any) -> None:
+        seen = list(map(id, states.values())), list(map(len, states.values()))
+        if seen != self._seen:
+            self._moments = [_moments(parameter, state) for parameter, state in states.items()]
+            self._complete = all(
+                one.dim() == 0 or bool(found) for one, found in zip(states, self._moments, strict=True)
+            )
+            open_ones = any(value is None for state in states.values() for value in state.values())
+            self._seen = None if open_ones else seen  # what is None may become a moment
+
+
+def _moments(parameter: Any, state: dict[str, Any]) -> tuple[str, ...]:
     import torch
 
+    shape, tensors = parameter.shape, {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    return tuple(name for name, one in tensors.items() if one.dim() and one.shape == shape)
+
+
+def _prepare_stateless(optimizer: Any) -> None:
+    """Parameters before their first step, or beside others that have a momentum already."""
     for group in optimizer.param_groups:
         ready = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [optimizer.state.get(parameter, {}) for parameter in ready]
-        for parameter, state in zip(ready, states, strict=True):
-            if parameter.grad.stride() != parameter.stride():
-                parameter.grad = as_laid_out(parameter.grad, parameter)
-            for name, moment in state.items():
-                if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape and moment.dim():
-                    state[name] = as_laid_out(moment, parameter)
-        if group.get("momentum") and any(state.get("momentum_buffer") is not None for state in states):
-            for parameter, state in zip(ready, states, strict=True):
-                if state.get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = _first_momentum(parameter, group)
+        without = [one for one in ready if optimizer.state.get(one, {}).get("momentum_buffer") is None]
+        for parameter in without:
+            parameter.grad = as_laid_out(parameter.grad, parameter)
+        if group.get("momentum") and len(without) < len(ready):
+            for parameter in without:
+                optimizer.state[parameter]["momentum_buffer"] = _first_momentum(parameter, group)
 
 
 def as_laid_out(tensor: Any, model: Any) -> Any:
@@ -139,14 +184,16 @@ def _first_momentum(parameter: Any, group: dict[str, Any]) -> Any:
 
 
 def _move_step_counters(optimizer: Any, *, to_device: bool) -> None:
-    """On CUDA the fused kernel wants its step counters beside the weights; torch's default keeps them on the host."""
     for parameter, state in optimizer.state.items():
-        step = state.get("step")
-        if parameter.device.type == "cpu" or not hasattr(step, "device"):
-            continue
-        wanted = parameter.device.type if to_device else "cpu"
-        if step.device.type != wanted:
-            state["step"] = step.to(parameter.device if to_device else "cpu")
+        if not parameter.is_cpu:
+            _move_step_counter(parameter, state, to_device=to_device)
+
+
+def _move_step_counter(parameter: Any, state: dict[str, Any], *, to_device: bool) -> None:
+    """On CUDA the fused kernel wants its step counters beside the weights; torch's default keeps them on the host."""
+    step: Any = state.get("step")
+    if hasattr(step, "device") and step.is_cpu == to_device:
+        state["step"] = step.to(parameter.device if to_device else "cpu")
 
 
 def see_optimizer(optimizer: Any) -> OptimizerSeen:

@@ -48,3 +48,54 @@ def trained(kind: Callable[[Any], torch.optim.Optimizer], by: str, *, fused: boo
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_lie_otherwise_than_their_weights(kind: Any, by: str) -> None:
     torch.testing.assert_close(trained(kind, by, fused=True), trained(kind, by, fused=False), rtol=1e-4, atol=1e-6)
+
+
+def _loaded(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter]) -> None:
+    """A checkpoint whose moments lie as they were when it was saved, not as the weights do now."""
+    state = optimizer.state_dict()
+    for one in state["state"].values():
+        one.update({name: value.contiguous() for name, value in one.items() if isinstance(value, Tensor)})
+    optimizer.load_state_dict(state)
+
+
+def _moment_replaced(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter]) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() == 4:
+                state[name] = value.contiguous()
+
+
+def _laid_out_anew(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter]) -> None:
+    weights[0].data = weights[0].data.contiguous()
+
+
+def _unfrozen(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter]) -> None:
+    weights[2].requires_grad_(True)
+
+
+def _another_group(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter]) -> None:
+    weights.append(torch.nn.Parameter(torch.ones(3, 2).t().contiguous().t()))
+    optimizer.add_param_group({"params": [weights[-1]]})
+
+
+@pytest.mark.parametrize("event", [_loaded, _moment_replaced, _laid_out_anew, _unfrozen, _another_group])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_changes_between_steps(kind: Any, event: Any) -> None:
+    def run(*, fused: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(6, 4, 3, 3)), torch.nn.Parameter(torch.tensor(0.5))]
+        weights += [torch.nn.Parameter(torch.randn(4, 2), requires_grad=False)]
+        weights[0].data = weights[0].data.contiguous(memory_format=torch.channels_last)
+        optimizer, subject = kind(weights), Subject()
+        subject.optimizers.add(optimizer)
+        with FusedOptimizer().apply(subject, "fused" if fused else "foreach"):
+            for number in range(5):
+                if number == 3:
+                    event(optimizer, weights)
+                for weight in weights:
+                    if weight.requires_grad:
+                        weight.grad = torch.arange(weight.numel()).view(weight.shape).float().sin()
+                optimizer.step()
+        return [weight.detach().contiguous() for weight in weights]
+
+    torch.testing.assert_close(run(fused=True), run(fused=False), rtol=1e-4, atol=1e-6)

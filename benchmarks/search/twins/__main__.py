@@ -36,14 +36,14 @@ class Twin:
 
 
 TWINS = (
-    Twin(name="loader", plan={"fetch": "batched", "optimizer": "fused"}, steps=8000),
-    Twin(name="optimizer", plan={"optimizer": "fused"}, steps=1000),
-    Twin(name="autocast", plan={"precision": "bf16"}, steps=120),
-    Twin(name="layout", plan={"memory_format": "channels_last"}, steps=250),
-    Twin(name="attention", plan={"attention": "fused"}, steps=60),
-    Twin(name="compile", plan={"compile": "default"}, steps=600),
-    Twin(name="loss", plan={"loss": "chunked"}, steps=60),
-    Twin(name="threads", plan={"threads": 1}, steps=800),
+    Twin(name="loader", plan={"fetch": "batched", "optimizer": "fused"}, steps=6000),
+    Twin(name="optimizer", plan={"optimizer": "fused"}, steps=800),
+    Twin(name="autocast", plan={"precision": "bf16"}, steps=100),
+    Twin(name="layout", plan={"memory_format": "channels_last"}, steps=100),
+    Twin(name="attention", plan={"attention": "fused"}, steps=120),
+    Twin(name="compile", plan={"compile": "default"}, steps=250),
+    Twin(name="loss", plan={"loss": "chunked"}, steps=20),
+    Twin(name="threads", plan={"threads": 1}, steps=1500),
 )
 
 
@@ -71,23 +71,24 @@ def measured(twin: Twin, rounds: int, turn_seconds: float) -> Result:
         folder = Path(name)
         plan = Plan(**twin.plan, machine_fingerprint=machine.fingerprint, torch_version=machine.versions.torch)
         write_plan(folder / "plan.toml", plan)
-        script = [str(HERE / f"{twin.name}.py"), "--steps", str(twin.steps)]
-        runs = [sys.executable, "-m", "flatout", "run", "--quiet", "--no-report", "--plan", str(folder / "plan.toml")]
-        plain = _command(folder / "plain.json", [sys.executable, *script])
-        by_hand = _command(folder / "by_hand.json", [sys.executable, *script, "--by-hand"])
-        planned = _command(folder / "planned.json", [*runs, *script])
-        gained = [in_turns(plain, by_hand, turn_seconds) for _ in range(rounds)]
-        reached = [in_turns(by_hand, planned, turn_seconds) for _ in range(rounds)]
+        script = str(HERE / f"{twin.name}.py")
+        report = folder / "report.json"
+        options = ["--quiet", "--report", str(report), "--plan", str(folder / "plan.toml")]
+        runs = [sys.executable, "-m", "flatout", "run", *options]
+        plain = Command([sys.executable, script], folder / "plain.json")
+        by_hand = Command([sys.executable, script, "--by-hand"], folder / "by_hand.json")
+        planned = Command([*runs, script], folder / "planned.json")
+        gained = [in_turns(plain, by_hand, twin.steps, turn_seconds) for _ in range(rounds)]
+        reached = [in_turns(by_hand, planned, twin.steps, turn_seconds) for _ in range(rounds)]
+        ran = json.loads(report.read_text())
+        if ran["plan_notes"] or len(ran["applied"]) != len(twin.plan):
+            raise RuntimeError(f"{twin.name}: {ran['applied']} of {twin.plan} was applied: {ran['plan_notes']}")
     return Result(
         twin=twin.name,
         by_hand_step_seconds=median([mine for group in reached for mine, _ in group]),
         by_hand=comparison_of_groups(gained, 0.01),
         plan=comparison_of_groups(reached, 0.01),
     )
-
-
-def _command(times: Path, words: list[str]) -> Command:
-    return Command([*words, "--times", str(times)], times)
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 model = nn.Sequential(nn.Embedding(256, WIDTH), Block(), Block(), nn.Linear(WIDTH, 256))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-text = torch.randint(0, 256, (16, TOKENS + 1))
+text = torch.randint(0, 256, (3, TOKENS + 1))
 
 begin()
 while True:

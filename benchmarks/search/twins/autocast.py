@@ -6,7 +6,7 @@ from torch import nn
 
 model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024), nn.GELU(), nn.Linear(1024, 100))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-x, y = torch.randn(512, 1024), torch.randint(0, 100, (512,))
+x, y = torch.randn(256, 1024), torch.randint(0, 100, (256,))
 
 begin()
 while True:

@@ -16,7 +16,7 @@ model = nn.Sequential(
     block(3, 32, 1), block(32, 64, 2), block(64, 128, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)
 ).to(memory_format=layout)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-images, labels = torch.randn(32, 3, 64, 64), torch.randint(0, 10, (32,))
+images, labels = torch.randn(12, 3, 64, 64), torch.randint(0, 10, (12,))
 
 begin()
 while True:

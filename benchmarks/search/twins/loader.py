@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 BATCH = 32
 images, labels = torch.randn(1797, 64), torch.randint(0, 10, (1797,))
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=BY_HAND)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=BY_HAND or None)
 loader = DataLoader(TensorDataset(images, labels), batch_size=BATCH, shuffle=True)
 
 

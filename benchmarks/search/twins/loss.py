@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-text = torch.randint(0, VOCABULARY, (8, 129))
+text = torch.randint(0, VOCABULARY, (2, 129))
 
 begin()
 while True:

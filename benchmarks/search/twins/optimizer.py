@@ -6,7 +6,7 @@ from torch import nn
 
 layers = [layer for _ in range(24) for layer in (nn.Linear(96, 96), nn.LayerNorm(96), nn.GELU())]
 model = nn.Sequential(*layers, nn.Linear(96, 10))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=BY_HAND)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=BY_HAND or None)
 x, y = torch.randn(64, 96), torch.randint(0, 10, (64,))
 
 begin()
