@@ -73,6 +73,7 @@ LISTED = {
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
     "torch.autograd._get_sequence_nr",
+    "torch.autograd._profiler_enabled",
     "torch.compiler._is_compiling_flag",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.modules.conv._ConvNd",

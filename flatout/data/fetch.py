@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 DATA_SETS = "torch.utils.data.dataset"
 """Where torch's own are; looked up in every batch, which `import` takes microseconds for."""
+NAMES_IN_NEXT = (
+    *("torch", "autograd", "profiler", "record_function", "_profile_name", "_sampler_iter", "_reset", "_next_data"),
+    *("_num_yielded", "_dataset_kind", "_DatasetKind", "Iterable", "_IterableDataset_len_called", "_dataset"),
+    *("_num_workers", "warnings", "warn"),
+)
+"""What `__next__` of torch's iterators speaks of, in torch 2.11 to 2.15. Another one is called as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,7 @@ class WholeBatches:
         if (below := _indices_above(dataset, wanted)) is not None:
             return self.batch(dataset.dataset, below)
         if (tensors := tensors_of(dataset)) is not None:
-            return _tensor_rows(tensors, wanted)
+            return [wanted.rows_of(tensor) for tensor in tensors]
         return self._code(dataset).batch(dataset, wanted)
 
     def _code(self, dataset: Any) -> Any:
@@ -135,12 +141,6 @@ def _are_torchs(home: Any, kind: Any, *names: str) -> bool:
     return True
 
 
-def _tensor_rows(tensors: Sequence[Any], wanted: Indices) -> list[Any]:
-    from flatout.data.sample_code import rows_of
-
-    return [rows_of(tensor, wanted.within(len(tensor))) for tensor in tensors]
-
-
 def leaves(batch: Any) -> list[Any]:
     """The tensors of a collated batch."""
     if isinstance(batch, dict):
@@ -186,6 +186,7 @@ def batched_fetch(*, on_mismatch: Callable[[str], None] | None = None) -> Iterat
     with (
         replaced(fetcher_class, "fetch", fetching),
         replaced(iterator_class, "_next_index", lambda _: patch.next_index),
+        replaced(iterator_class, "__next__", lambda _: patch.next_batch),
     ):
         yield
 
@@ -196,7 +197,8 @@ class _Patch:
     original: Callable[[Any, Any], Any]
 
     def __init__(self, on_mismatch: Callable[[str], None] | None) -> None:
-        from torch.utils.data import Dataset, default_collate
+        import torch
+        from torch.utils.data import Dataset, dataloader, default_collate
         from torch.utils.data._utils import worker
         from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -205,6 +207,9 @@ class _Patch:
         self._collations: Any = default_collate_fn_map
         self._torchs_collations = dict(self._collations)
         self._whole = WholeBatches()
+        self._iterator_class: Any = dataloader._BaseDataLoaderIter
+        self._torchs_next: Any = None
+        self._profiler_enabled = torch.autograd._profiler_enabled
         self._indices_class, self._order_class, self._loader_order = Indices, LoaderOrder, loader_order
         self._on_mismatch = on_mismatch
         self._dataset_class, self._default_collate, self._worker = Dataset, default_collate, worker
@@ -212,6 +217,27 @@ class _Patch:
         """By identity, for a data set may not be hashable: the shapes compared so far; None: it is left alone."""
         self._order: LoaderOrder | None = None
         """Of the loader whose indices were asked for last: it fetches next."""
+
+    def next_batch(self, iterator: Any) -> Any:
+        """As torch's own, without the record for a profiler where there is none: opening one takes as long as indexing.
+
+        Where the script or the watch has put something in the place of torch's own, that is called.
+        """
+        own = self._iterator_class.__next__
+        if own is not self._torchs_next and not self._is_torchs_next(own):
+            return own(iterator)
+        if type(iterator._sampler_iter) is not self._order_class or self._profiler_enabled():
+            return own(iterator)
+        batch = iterator._next_data()
+        iterator._num_yielded += 1
+        return batch
+
+    def _is_torchs_next(self, function: Any) -> bool:
+        """Is it the one known here?"""
+        known = isinstance(function, FunctionType) and function.__code__.co_names == NAMES_IN_NEXT
+        if known:
+            self._torchs_next = function
+        return known
 
     def next_index(self, iterator: Any) -> Any:
         if iterator._num_yielded == 0 and (order := self._loader_order(iterator)) is not None:
@@ -268,4 +294,7 @@ class _Patch:
 
 def _shape(batch: Any) -> Any:
     """Of each tensor of a batch its type and shape, as something to compare by."""
-    return tuple((leaf.dtype, leaf.shape) for leaf in leaves(batch))
+    tensor = sys.modules["torch"].Tensor
+    if type(batch) is list and set(map(type, batch)) == {tensor}:
+        return tuple([(leaf.dtype, leaf.shape) for leaf in batch])
+    return tuple([(leaf.dtype, leaf.shape) for leaf in leaves(batch)])

@@ -8,6 +8,7 @@ generators, and hands out the same lists; beside each it keeps the piece of the 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from types import FunctionType, GeneratorType
 from typing import Any, NamedTuple
@@ -48,6 +49,30 @@ class Indices:
         if not -length <= least <= max(self.numbers) < length:
             raise IndexError(f"index out of range of {length} samples")
         return self._tensor if least >= 0 else torch.where(self._tensor < 0, self._tensor + length, self._tensor)
+
+    def rows_of(self, stored: Tensor) -> Tensor:
+        """Copies of these rows of `stored`, as stacking them gives."""
+        usual = _USUAL.get(id(stored))
+        if usual is None or usual() is not stored:
+            _check_kind(stored)
+        if stored.requires_grad:
+            raise NotWholeBatch(UNUSUAL)
+        indices = self.within(len(stored))
+        return stored.index_select(0, indices if stored.is_cpu else indices.to(stored.device))
+
+
+UNUSUAL = "it keeps tensors of an unusual kind"
+_USUAL: dict[int, weakref.ref[Tensor]] = {}
+"""By identity, those that were seen to be of the usual kind, which none can lose: to ask each time costs as much as to
+take the rows."""
+
+
+def _check_kind(stored: Tensor) -> None:
+    odd = stored.is_quantized or stored.is_conj() or stored.is_neg() or stored.is_nested
+    if type(stored) is not Tensor or odd or stored.layout is not torch.strided or not stored.dim():
+        raise NotWholeBatch(UNUSUAL)
+    key = id(stored)
+    _USUAL[key] = weakref.ref(stored, lambda _: _USUAL.pop(key, None))
 
 
 class LoaderOrder:

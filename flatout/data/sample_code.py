@@ -231,7 +231,7 @@ class _Run:
     def _rows(self, stored: Any) -> Rows | Plain:
         """`stored[index]` of each sample."""
         if type(stored) is Tensor:
-            return Rows("tensor", rows_of(stored, self._wanted.within(len(stored) if stored.dim() else 0)))
+            return Rows("tensor", self._wanted.rows_of(stored))
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(stored) is numpy.ndarray and stored.ndim and not stored.dtype.hasobject:
             taken = numpy.take(stored, self._wanted.within(len(stored)).numpy(), axis=0)
@@ -277,16 +277,6 @@ class _Run:
                 if isinstance(dtype, torch.dtype):
                     return dtype
         raise NotWholeBatch("its __getitem__ makes tensors in a way that is not known")
-
-
-def rows_of(stored: Tensor, indices: Tensor) -> Tensor:
-    """Copies of the rows at `indices` (not negative), as stacking them gives."""
-    odd = stored.requires_grad or stored.is_quantized or stored.is_conj() or stored.is_neg() or stored.is_nested
-    if type(stored) is not Tensor or odd or stored.layout is not torch.strided or not stored.dim():
-        raise NotWholeBatch("it keeps tensors of an unusual kind")
-    if stored.device.type != "cpu":
-        indices = indices.to(stored.device)
-    return stored.index_select(0, indices)
 
 
 def _arithmetic(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:

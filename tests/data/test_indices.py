@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.fetch import batched_fetch, same_bits
 from flatout.data.indices import Indices, LoaderOrder, NotWholeBatch, loader_order
@@ -143,3 +144,38 @@ def test_turned_on_and_off_within_epochs_and_two_loaders_at_once() -> None:
     with batched_fetch():
         always = run(switching=False)
     assert same_bits(always, run(switching=False))
+
+
+def test_a_profiler_sees_the_loader_as_ever() -> None:
+    loader = DataLoader(DATA, 4, shuffle=True)
+    with batched_fetch():
+        list(loader)
+        with torch.profiler.profile() as profile:
+            assert len(list(loader)) == 3
+    records = [one for one in profile.events() if "enumerate(DataLoader)" in one.name]
+    assert len(records) == 4  # three batches, and the end
+
+
+def test_what_a_script_puts_in_the_place_of_next_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = _BaseDataLoaderIter.__next__, list[Any]()
+
+    def __next__(iterator: Any) -> Any:
+        batch = own(iterator)
+        seen.append(batch)
+        return batch
+
+    loader = DataLoader(DATA, 4, shuffle=True)
+    with batched_fetch():
+        list(loader)
+        monkeypatch.setattr(_BaseDataLoaderIter, "__next__", __next__)
+        assert same_bits(list(loader), seen)
+    assert len(seen) == 3
+
+
+def test_data_that_begin_to_need_gradients_are_fetched_one_by_one() -> None:
+    rows = torch.randn(8, 2)
+    loader = DataLoader(TensorDataset(rows), 4)
+    with batched_fetch():
+        list(loader)
+        rows.requires_grad_()
+        assert all(batch.requires_grad for (batch,) in loader)
