@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flatout.tracebacks import leave_no_frame
+
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
@@ -20,7 +22,11 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
     @functools.wraps(original)
     def standing_in(*args: Any, **kwargs: Any) -> Any:
-        return (other if on else original)(*args, **kwargs)
+        try:
+            return (other if on else original)(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frame(error)
+            raise
 
     setattr(owner, name, standing_in)
     try:

@@ -257,11 +257,13 @@ class _Patch:
         seen = self._shapes(dataset)
         if seen is None:
             return self.original(fetcher, wanted)
+        order, found = self._order, True
         try:
-            order = self._order
             indices = order.indices(wanted) if order is not None else self._indices_class(wanted)
             batch = self._whole.batch(dataset, indices)
-        except self._whole.not_possible:  # the script's own error, if it is one, is raised below
+        except self._whole.not_possible:
+            found = False
+        if not found:  # the script's own error, if it is one, is raised here, and is not led to by ours
             return self.original(fetcher, wanted)
         shape = _shape(batch)
         if shape in seen:

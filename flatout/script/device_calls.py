@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.levers.subject import Subject
 from flatout.script.patches import Patches
-from flatout.script.tracebacks import leave_no_frame
+from flatout.tracebacks import leave_no_frame
 
 ASKING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
 MOVING = ("to", "cuda")

@@ -22,7 +22,7 @@ from types import ModuleType
 
 from flatout.errors import ScriptError, UsageError
 from flatout.script.own_modules import set_aside
-from flatout.script.tracebacks import own_frames_removed
+from flatout.tracebacks import own_frames_removed
 
 RUNPY_AND_ITS_OWN = ("runpy", "types", "contextlib", "warnings", "importlib.machinery")
 """What Python has imported before `python -m` runs a module's first line."""

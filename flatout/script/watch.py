@@ -35,8 +35,8 @@ from flatout.script.patches import ImportWatch, Patches
 from flatout.script.spans import Spans, StepRow
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
-from flatout.script.tracebacks import leave_no_frame
 from flatout.script.weights import WeightProbe
+from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
     from flatout.script.step_look import Look
@@ -409,9 +409,8 @@ class Watch:
 
     def _wrap_loader_iter(self, original: Any) -> Any:
         def __iter__(loader: Any) -> Any:
-            if not self._here():
-                return self._unseen(original, loader)
-            for hook in self.subject.iterator_hooks:
+            here = self._here()
+            for hook in self.subject.iterator_hooks if here else ():
                 hook(loader)
             began = time.perf_counter()
             try:
@@ -419,6 +418,8 @@ class Watch:
             except BaseException as error:
                 leave_no_frame(error)
                 raise
+            if not here:
+                return iterator
             kept = getattr(loader, "_iterator", None) is iterator
             self._loader_of[iterator] = (weakref.ref(loader), None if kept else loader)
             if loader in self.subject.loaders:
@@ -431,10 +432,10 @@ class Watch:
 
     def _wrap_next(self, original: Any) -> Any:
         def __next__(iterator: Any) -> Any:
-            if self.resting or not self._here():
-                return self._unseen(original, iterator)
-            self._last_loader = self._loader_of.get(iterator, (None,))[0]
-            span = self._spans.enter("pending") if self.rows is not None else None
+            span = None
+            if not self.resting and self._here():
+                self._last_loader = self._loader_of.get(iterator, (None,))[0]
+                span = self._spans.enter("pending") if self.rows is not None else None
             try:
                 return original(iterator)
             except BaseException as error:
@@ -445,14 +446,6 @@ class Watch:
                     self._spans.leave(span)
 
         return __next__
-
-    @staticmethod
-    def _unseen(original: Any, *args: Any) -> Any:
-        try:
-            return original(*args)
-        except BaseException as error:
-            leave_no_frame(error)
-            raise
 
     def _boundary(self) -> None:
         if self.steps == 0:

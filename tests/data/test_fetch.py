@@ -6,6 +6,7 @@ import gc
 import importlib
 import random
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +18,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+import flatout
 from flatout.data.fetch import batched_fetch, same_bits, strategy
 from tests.data.kept_data_sets import DATA_SETS, LEFT_ALONE, Counting, Labelled, Shared
+
+PACKAGE = Path(flatout.__file__).parent
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -401,3 +405,15 @@ def test_transforms_with_hooks_or_of_another_class_are_called(transforms: Any) -
         data = Pictures(torch.zeros(4, 6, 5, dtype=torch.uint8), chain)
         assert strategy(data, default_collate).kind == ""
     assert seen == []
+
+
+def test_an_error_that_a_script_prints_shows_torchs_frames_and_none_of_ours() -> None:
+    dataset = DATA_SETS["row of each"]()
+    with batched_fetch():
+        epochs_of(dataset, 1)
+        with pytest.raises(IndexError) as caught:
+            list(DataLoader(dataset, batch_sampler=Listed([[0], [99]])))
+    assert caught.value.__context__ is None
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert len(files) > 3
+    assert not [file for file in files if file.startswith(str(PACKAGE))]

@@ -13,7 +13,7 @@ import torch
 import flatout
 from flatout.memory.tracking import Tracker
 from flatout.script.patches import ImportWatch
-from flatout.script.tracebacks import own_frames_removed
+from flatout.tracebacks import own_frames_removed
 
 HERE = str(Path(flatout.__file__).parent)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+_PACKAGE = str(Path(__file__).resolve().parent) + "/"
 _IMPORT_MACHINERY = "<frozen importlib."
 _DISPATCH = "__torch_dispatch__"
 _AROUND_DISPATCH = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
