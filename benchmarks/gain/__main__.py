@@ -28,7 +28,7 @@ from flatout.plan import write_plan
 from flatout.script.entry import Target
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.tuning.last_comparison import comparison_of_groups
-from flatout.tuning.script_tuning import TuneRequest, tune_script
+from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
 
 SCRIPT = Path(__file__).with_name("training.py")
 # kind, width, batch, steps of one run from outside: some seconds, as a machine's disturbances last about one
@@ -58,6 +58,8 @@ class Result:
     seen: Comparison | None
     whole_runs: Comparison | None
     kept: tuple[str, ...]
+    tried: tuple[str, ...] = ()
+    """What became of each lever, the proof and the last comparison, in words."""
 
     @property
     def right(self) -> bool:
@@ -95,6 +97,7 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
                 seen=None,
                 whole_runs=None,
                 kept=(),
+                tried=_in_words(result),
             )
         write_plan(folder / "plan.toml", result.plan)
         turn_seconds = max(LEAST_TURN_SECONDS, STEPS_A_TURN * (result.baseline_seconds or 0.0))
@@ -109,7 +112,14 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
         seen=comparison_of_groups(groups, 0.01),
         whole_runs=compare_paired([plain for plain, _ in wholes], [planned for _, planned in wholes]),
         kept=tuple(choice.label for choice in result.state.kept),
+        tried=_in_words(result),
     )
+
+
+def _in_words(result: TuneResult) -> tuple[str, ...]:
+    trials = [f"{trial.label}: {trial.outcome}, {trial.reason}" for trial in result.state.trials]
+    skipped = [f"{entry.label}: not tried, {entry.reason}" for entry in result.state.not_tried]
+    return (*trials, *skipped, *result.warnings)
 
 
 def _commands(folder: Path, arguments: list[str]) -> dict[str, Command]:
@@ -161,7 +171,11 @@ def _results_in(path: Path) -> list[Result]:
             for name in ("stated", "seen", "whole_runs")
         }
         return Result(
-            case=found["case"], plain_step_seconds=found["plain_step_seconds"], kept=tuple(found["kept"]), **compared
+            case=found["case"],
+            plain_step_seconds=found["plain_step_seconds"],
+            kept=tuple(found["kept"]),
+            tried=tuple(found.get("tried", ())),
+            **compared,
         )
 
     return [result(found) for found in json.loads(path.read_text())["results"]]

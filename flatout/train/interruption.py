@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
+
+from flatout.signals import told_of
 
 
 class BrokenOff(BaseException):
@@ -56,20 +57,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals(*, breaks_off: bool = True) -> Iterator[Stop]:
-    """While it lasts, SIGTERM and Ctrl-C only ask to stop. Outside of the main thread nothing can be caught.
-
-    Ctrl-C is left alone where it has a handler of the program's own, or is ignored (a job in the background).
-    """
+    """While it lasts, SIGTERM and Ctrl-C only ask to stop."""
     stop = Stop(breaks_off=breaks_off)
-    if threading.current_thread() is not threading.main_thread():
+    with told_of(stop._handle, signal.SIGTERM, signal.SIGINT):
         yield stop
-        return
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, stop._handle) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+from flatout.signals import told_of
 
 STOPPING = "stopping the search; what was found so far is proved (Ctrl-C again: end without a plan)"
 
 
 @contextlib.contextmanager
 def stopped_by_interrupt(stop: Callable[[], bool], progress: Callable[[str], None]) -> Iterator[None]:
-    """Within, the first Ctrl-C calls `stop`, which returns whether there is anything to go on with.
-
-    Outside of the main thread, and where Ctrl-C has a handler of the program's own or is ignored, nothing is changed.
-    """
-    mine = threading.current_thread() is threading.main_thread()
-    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
+    """Within, the first Ctrl-C calls `stop`, which returns whether there is anything to go on with."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,8 +24,5 @@ def stopped_by_interrupt(stop: Callable[[], bool], progress: Callable[[str], Non
         with contextlib.suppress(RuntimeError):  # it came in the middle of another line
             progress(STOPPING)
 
-    signal.signal(signal.SIGINT, handle)
-    try:
+    with told_of(handle, signal.SIGINT):
         yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

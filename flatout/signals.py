@@ -1,0 +1,25 @@
+"""Signals as requests: a function is told, and decides what to do about them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def told_of(handle: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
+    """Within, these signals call `handle`. Outside of the main thread, where nothing can be caught, none does.
+
+    Ctrl-C is left alone where it has a handler of the program's own, or is ignored (a job in the background).
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    plain = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = {one: signal.signal(one, handle) for one in signals if mine and (plain or one != signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler if handler is not None else signal.SIG_DFL)
