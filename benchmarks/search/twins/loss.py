@@ -29,7 +29,7 @@ while True:
     optimizer.zero_grad()
     x, y = text[:, :-1], text[:, 1:].flatten()
     if BY_HAND:
-        options = nn.LinearCrossEntropyOptions()
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
         hidden = model.hidden(x).flatten(0, 1)
         loss = nn.functional.linear_cross_entropy(hidden, model.head.weight, y, options=options)
     else:
