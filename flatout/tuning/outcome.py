@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 
 from flatout.levers.lever import Lever
 from flatout.machine.description import Machine
 from flatout.plan import Exactness, Plan
+from flatout.signals import told_of
 from flatout.timing import LoadWatch
-from flatout.tuning.interruption import stopped_by_interrupt
 from flatout.tuning.search import Search, SearchLimits
 from flatout.tuning.trial import Proof, SearchState
 from flatout.tuning.trials import Trials
@@ -22,6 +24,7 @@ PROOF_SHARE = 0.4
 PATIENCE, PATIENCE_SECONDS = 2.0, 30.0
 """What proof and last comparison get after a search that somebody stopped: the larger of so many times what they need
 at the least, and this."""
+STOPPING = "stopping the search; what was found so far is proved (Ctrl-C again: end without a plan)"
 EXACTNESS_OF: dict[str, Exactness] = {
     "bit-identical": "bit-identical",
     "within rounding": "rounding",
@@ -53,7 +56,7 @@ def search_and_prove(
     mine = replace(limits, deadline=deadline.reserving(deadline.budget_seconds * PROOF_SHARE))
     search = Search(trials, machine, levers, mine, progress)
     load = LoadWatch()
-    with stopped_by_interrupt(search.stop, progress) if limits.only is None else nullcontext():
+    with stopped_by_interrupt(search.stop, progress) if limits.only is None else contextlib.nullcontext():
         with deadline.stage("the search"):
             state = search.run()
         state.warnings += busy(load, "the search")
@@ -103,3 +106,21 @@ def _weaker(proof: Proof | None) -> list[str]:
     if proof.verdict == "statistical":
         weaker.append(f"no step could be compared, as the script does not repeat itself: {proof.reason}")
     return weaker
+
+
+@contextlib.contextmanager
+def stopped_by_interrupt(stop: Callable[[], bool], progress: Callable[[str], None]) -> Iterator[None]:
+    """Within, the first Ctrl-C calls `stop`, which returns whether anything was kept: then the search alone ends.
+
+    A second one ends everything, and so does the first where nothing was kept.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not stop():
+            raise KeyboardInterrupt
+        with contextlib.suppress(RuntimeError):  # it came in the middle of another line
+            progress(STOPPING)
+
+    with told_of(handle, signal.SIGINT):
+        yield

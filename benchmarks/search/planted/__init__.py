@@ -1,35 +1,22 @@
-"""A lever that does nothing, or takes off a known share of a step, for `benchmarks.search.planted`."""
+"""A lever that does nothing, or removes a known share of a step, for `benchmarks.search.planted`."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from flatout.levers.lever import Lever, Verdict, offer
-from flatout.levers.observed import Observed
+from benchmarks.proof.planted import Planted
 from flatout.levers.subject import Subject
-from flatout.machine.description import Machine
 
 
-class WastesNothing(Lever):
-    """What the script wastes is no longer wasted; nothing, if that is nothing."""
-
-    name = "planted"
-    plan_field = "cudnn_benchmark"  # any field will do: nothing is saved
-    exactness = "bit-identical"
-
-    def applies(self, machine: Machine, observed: Observed) -> Verdict:
-        return offer(True, reason="planted")
-
-    @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        builtins.wastes_nothing = True  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            builtins.wastes_nothing = False  # type: ignore[attr-defined]
+@contextlib.contextmanager
+def _nothing_wasted(subject: Subject) -> Iterator[None]:
+    builtins.wastes_nothing = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        builtins.wastes_nothing = False  # type: ignore[attr-defined]
 
 
-LEVERS = (WastesNothing(),)
+LEVERS = (Planted("planted", "bit-identical", _nothing_wasted),)

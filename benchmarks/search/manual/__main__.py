@@ -1,11 +1,10 @@
-"""Is a lever as good as the same change made by hand?
+"""Each lever against the same optimization written by hand.
 
-    python -m benchmarks.search.twins [--only loader ...] [--rounds 5] [--out results.json]
+    python -m benchmarks.search.manual [--only loader ...] [--rounds 5] [--out results.json]
 
-Each script beside this file trains as it stands, or with `--by-hand` with the lines that a person would change. Plain
-`python script --by-hand` runs beside `flatout run script` under a plan of the same levers, and beside plain `python
-script`, in pairs of processes that take turns. The plan should reach 95 % of the gain made by hand. What --out holds
-already is not measured again.
+Each script in this folder trains unoptimized, or optimized by hand with `--by-hand`. `python script --by-hand` is timed
+against `flatout run script` with a plan of the same levers, and against `python script`, in pairs of processes that
+take turns. A plan should reach 95 % of the manual speedup. Results already in --out are not measured again.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ WANTED_SHARE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Twin:
+class Case:
     name: str
     plan: dict[str, Any]
     steps: int
     """Of one run: some seconds."""
 
 
-TWINS = (
-    Twin(name="loader", plan={"fetch": "batched", "optimizer": "fused"}, steps=6000),
-    Twin(name="optimizer", plan={"optimizer": "fused"}, steps=800),
-    Twin(name="autocast", plan={"precision": "bf16"}, steps=100),
-    Twin(name="layout", plan={"memory_format": "channels_last"}, steps=100),
-    Twin(name="attention", plan={"attention": "fused"}, steps=120),
-    Twin(name="compile", plan={"compile": "default"}, steps=250),
-    Twin(name="loss", plan={"loss": "chunked"}, steps=100),
-    Twin(name="threads", plan={"threads": 1}, steps=1500),
+CASES = (
+    Case(name="loader", plan={"fetch": "batched", "optimizer": "fused"}, steps=6000),
+    Case(name="optimizer", plan={"optimizer": "fused"}, steps=800),
+    Case(name="autocast", plan={"precision": "bf16"}, steps=100),
+    Case(name="layout", plan={"memory_format": "channels_last"}, steps=100),
+    Case(name="attention", plan={"attention": "fused"}, steps=120),
+    Case(name="compile", plan={"compile": "default"}, steps=250),
+    Case(name="loss", plan={"loss": "chunked"}, steps=100),
+    Case(name="threads", plan={"threads": 1}, steps=1500),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    twin: str
+    case: str
     by_hand_step_seconds: float
     by_hand: Comparison
     """Plain over by hand: above 1, the change is worth making."""
@@ -61,31 +60,31 @@ class Result:
     def line(self) -> str:
         verdict = "as good" if self.plan.ratio >= WANTED_SHARE else "BEHIND"
         return (
-            f"{self.twin:10} {self.by_hand_step_seconds * 1e3:8.3f} ms by hand, x{self.by_hand.ratio:.2f} of plain; "
-            f"the plan's gain is {self.plan.ratio:.1%} of that ({self.plan.low:.1%} to {self.plan.high:.1%})  {verdict}"
+            f"{self.case:10} {self.by_hand_step_seconds * 1e3:8.3f} ms by hand, x{self.by_hand.ratio:.2f} speedup; "
+            f"the plan reaches {self.plan.ratio:.1%} of that ({self.plan.low:.1%} to {self.plan.high:.1%})  {verdict}"
         )
 
 
-def measured(twin: Twin, rounds: int, turn_seconds: float) -> Result:
+def measured(case: Case, rounds: int, turn_seconds: float) -> Result:
     machine = detect()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plan = Plan(**twin.plan, machine_fingerprint=machine.fingerprint, torch_version=machine.versions.torch)
+        plan = Plan(**case.plan, machine_fingerprint=machine.fingerprint, torch_version=machine.versions.torch)
         write_plan(folder / "plan.toml", plan)
-        script = str(HERE / f"{twin.name}.py")
+        script = str(HERE / f"{case.name}.py")
         report = folder / "report.json"
         options = ["--quiet", "--report", str(report), "--plan", str(folder / "plan.toml")]
         runs = [sys.executable, "-m", "flatout", "run", *options]
         plain = Command([sys.executable, script], folder / "plain.json")
         by_hand = Command([sys.executable, script, "--by-hand"], folder / "by_hand.json")
         planned = Command([*runs, script], folder / "planned.json")
-        gained = [in_turns(plain, by_hand, twin.steps, turn_seconds) for _ in range(rounds)]
-        reached = [in_turns(by_hand, planned, twin.steps, turn_seconds) for _ in range(rounds)]
+        gained = [in_turns(plain, by_hand, case.steps, turn_seconds) for _ in range(rounds)]
+        reached = [in_turns(by_hand, planned, case.steps, turn_seconds) for _ in range(rounds)]
         ran = json.loads(report.read_text())
-        if ran["plan_notes"] or len(ran["applied"]) != len(twin.plan):
-            raise RuntimeError(f"{twin.name}: {ran['applied']} of {twin.plan} was applied: {ran['plan_notes']}")
+        if ran["plan_notes"] or len(ran["applied"]) != len(case.plan):
+            raise RuntimeError(f"{case.name}: {ran['applied']} of {case.plan} was applied: {ran['plan_notes']}")
     return Result(
-        twin=twin.name,
+        case=case.name,
         by_hand_step_seconds=median([mine for group in reached for mine, _ in group]),
         by_hand=comparison_of_groups(gained, 0.01),
         plan=comparison_of_groups(reached, 0.01),
@@ -94,22 +93,22 @@ def measured(twin: Twin, rounds: int, turn_seconds: float) -> Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[twin.name for twin in TWINS])
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--rounds", type=int, default=5, help="pairs of processes")
     parser.add_argument("--turn", type=float, default=0.3, help="seconds of a turn")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results = _results_in(arguments.out) if arguments.out and arguments.out.exists() else []
-    known = {result.twin for result in results}
-    for twin in TWINS:
-        if twin.name in known or (arguments.only and twin.name not in arguments.only):
+    known = {result.case for result in results}
+    for case in CASES:
+        if case.name in known or (arguments.only and case.name not in arguments.only):
             continue
-        results.append(measured(twin, arguments.rounds, arguments.turn))
+        results.append(measured(case, arguments.rounds, arguments.turn))
         print(results[-1].line, flush=True)
         if arguments.out:
             _write(arguments.out, results)
     good = sum(result.plan.ratio >= WANTED_SHARE for result in results)
-    print(f"{good} of {len(results)} reach {WANTED_SHARE:.0%} of the gain by hand")
+    print(f"{good} of {len(results)} reach {WANTED_SHARE:.0%} of the manual speedup")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What every twin has: its arguments, and when its steps ended."""
+"""Arguments and step times, shared by the scripts in this folder."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ import time
 import torch
 
 _parser = argparse.ArgumentParser()
-_parser.add_argument("--by-hand", action="store_true", help="with the lines that a person would change")
+_parser.add_argument("--by-hand", action="store_true", help="run the version optimized by hand")
 _parser.add_argument("--steps", type=int, default=200)
 _parser.add_argument("--times", help="a file for when the steps ended, in seconds on the machine's clock")
 arguments = _parser.parse_args()

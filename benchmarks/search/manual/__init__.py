@@ -1,0 +1,1 @@
+"""Each lever against the same optimization written by hand: `python -m benchmarks.search.manual`."""

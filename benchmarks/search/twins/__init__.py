@@ -1,1 +1,0 @@
-"""Scripts beside their twins changed by hand: `python -m benchmarks.search.twins`."""
