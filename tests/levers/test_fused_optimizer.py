@@ -81,6 +81,9 @@ def _another_group(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Para
 @pytest.mark.parametrize("event", [_loaded, _moment_replaced, _laid_out_anew, _unfrozen, _another_group])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_changes_between_steps(kind: Any, event: Any) -> None:
+    if event is _another_group and kind is KINDS[2] and torch.__version__ < "2.13":
+        pytest.skip("torch's own Adagrad had no state for a group that is added later (KeyError: 'sum' in plain torch)")
+
     def run(*, fused: bool) -> list[Tensor]:
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(6, 4, 3, 3)), torch.nn.Parameter(torch.tensor(0.5))]
