@@ -21,112 +21,31 @@ import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flatout import __version__
 from flatout.errors import PlanError, UsageError
-from flatout.plan_document import RENAMED, SCHEMA, line, nearest, one_of, parse, short, toml_value
-
-Exactness = Literal["bit-identical", "rounding", "reduced"]
-"""What a choice does to the numbers: nothing, another order of summation, or fewer bits."""
-
-
-def _choice(meaning: str, *, low: int | None = None, high: int | None = None) -> Any:
-    """A field of [plan]: what it does, and for whole numbers the limits (both included)."""
-    return field(default=None, metadata={"meaning": meaning, "low": low, "high": high})
+from flatout.plan_choices import (
+    CARRIERS,
+    SAME_PLAN,
+    Carrier,
+    Choices,
+    Exactness,
+    choice_names,
+    contradiction,
+    declared,
+)
+from flatout.plan_document import RENAMED, SCHEMA, line, nearest, one_of, parse, short
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Choices):
     """How to run a script, a training step or a model: choices, each with its reason, and where they are from.
 
     Raises PlanError for a choice that is unknown, malformed, or contradicts another.
     """
-
-    precision: Literal["fp32", "bf16", "fp16"] | None = _choice(
-        "dtype of autocast regions; fp16 also scales the loss, so that small gradients do not vanish"
-    )
-    matmul_precision: Literal["highest", "high", "medium"] | None = _choice(
-        "how exact fp32 products are: highest = fp32, high = TF32 on CUDA, medium = bf16 inside the product"
-    )
-    compile: Literal["default", "regional", "reduce-overhead", "max-autotune"] | None = _choice(
-        "torch.compile: the whole model in this mode; regional = each repeated block once (starts sooner)"
-    )
-    memory_format: Literal["channels_last"] | None = _choice(
-        "layout of images and convolution weights in memory: NHWC instead of NCHW"
-    )
-    attention: Literal["fused"] | None = _choice(
-        "attention that the model computes by hand: fused = by torch's kernel, which keeps no matrix of weights"
-    )
-    loss: Literal["chunked"] | None = _choice(
-        "cross-entropy of a last linear layer's scores: chunked = these are never held whole (saves memory)"
-    )
-    optimizer: Literal["fused", "foreach"] | None = _choice(
-        "implementation of the optimizer's step: fused = one kernel for it all, foreach = one per operation"
-    )
-    fetch: Literal["batched", "cached"] | None = _choice(
-        "in-memory data in the main process: batched = whole batches, made from the live data (cached: the same)"
-    )
-    device: Literal["cuda"] | None = _choice(
-        "where a script runs that names no device itself: cuda = its model is moved to the GPU, and what meets it"
-    )
-    data_device: Literal["cuda"] | None = _choice(
-        "where batches() keeps tensors: cuda = copied there once, so that later changes are not seen (needs fetch)"
-    )
-    loader_workers: int | None = _choice("processes of batches(); 0 = load in the main process", low=0, high=256)
-    persistent_workers: bool | None = _choice("keep the loader's workers alive between epochs")
-    prefetch_factor: int | None = _choice("batches that each loader worker holds ready", low=1, high=64)
-    pin_memory: bool | None = _choice("page-locked batches, so that copies to the device overlap with compute")
-    threads: int | None = _choice("intra-op threads of torch on the CPU", low=1, high=1024)
-    flush_denormals: bool | None = _choice("treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly")
-    allocator: Literal["retain", "jemalloc", "tcmalloc", "mimalloc"] | None = _choice(
-        "CPU memory: retain = glibc keeps freed memory for reuse; else the allocator to preload"
-    )
-    cudnn_benchmark: bool | None = _choice("let cuDNN time its algorithms once per input shape and keep the fastest")
-
-    micro_batches: int | None = _choice(
-        "parts that each batch is split into, for one optimizer step; the batch does not grow", low=1, high=65536
-    )
-    activation_checkpointing: Literal["block", "selective"] | None = _choice(
-        "recompute activations in backward: block = of each repeated block, selective = all but matrix products"
-    )
-    checkpointed_blocks: int | None = _choice(
-        "of how many repeated blocks, from the first, activations are recomputed; unset = of all", low=1, high=4096
-    )
-    optimizer_in_backward: bool | None = _choice(
-        "update each parameter as soon as its gradient is there, and free it: gradients are never held together"
-    )
-    optimizer_state: Literal["8bit"] | None = _choice(
-        "Adam's two moments: 8bit = one byte an element, with a scale for each 256 (needs torchao)"
-    )
-    activation_offload: bool | None = _choice(
-        "activations wait in the host's memory for the backward pass, page-locked (CUDA only)"
-    )
-    out_of_memory: Literal["split", "exact", "raise"] | None = _choice(
-        "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run"
-    )
-    nonfinite: Literal["skip", "raise"] | None = _choice(
-        "a gradient with inf or NaN: skip that step and count it, or raise; unset = not looked for (fp16 always skips)"
-    )
-
-    weights: Literal["int8", "int4"] | None = _choice(
-        "inference: bits in which the linear layers' weights are held; int8 = one scale a row, int4 = one a group of 32"
-    )
-    activations: Literal["int8"] | None = _choice(
-        "inference: inputs of the linear layers rounded to 8 bits, one scale a token, so that products run in int8"
-    )
-    batching: Literal["packed", "equal", "padded"] | None = _choice(
-        "inference on ragged inputs: packed = one row, no padding; equal = of one length; padded = to the longest"
-    )
-    batch_tokens: int | None = _choice(
-        "inference on ragged inputs: tokens of one batch, padding included", low=1, high=2**30
-    )
-    fold_batch_norm: bool | None = _choice("inference: multiply batch norms into the convolutions before them")
-    speculation: Literal["lookup"] | None = _choice(
-        "generation: guess tokens from the text so far and check several at once; same distribution"
-    )
 
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Choice -> why it was made; only for choices that are set."""
@@ -181,6 +100,26 @@ class Plan:
         unset: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **unset, reasons={name: why for name, why in self.reasons.items() if name not in names})
 
+    def part_for(self, carrier: Carrier) -> Plan:
+        """The same plan with nothing but what this one carries out: 'script', 'step', 'batches', 'predict' or
+        'generate'."""
+        if carrier not in CARRIERS:
+            raise PlanError(f"carrier is {short(carrier)}", limit=f"it is {one_of(CARRIERS)}")
+        return self.without(*(name for name in self.choices() if carrier not in declared()[name].by))
+
+    def check_for(self, carrier: Carrier) -> None:
+        """PlanError for a choice that this one does not carry out, nor who is given the same plan."""
+        same = next((group for group in SAME_PLAN if carrier in group), (carrier,))
+        for name, value in self.choices().items():
+            by = declared()[name].by
+            if not set(by) & set(same):
+                others = " and ".join(CARRIERS[one] for one in by)
+                raise PlanError(
+                    f"the plan's {name} is {short(value)}",
+                    limit=f"{CARRIERS[carrier]} does not carry it out ({others} would)",
+                    remedy=f"use plan.part_for({carrier!r})" if carrier != "script" else f"remove {name}",
+                )
+
     def mismatch(self, machine_fingerprint: str | None, torch_version: str | None) -> str | None:
         """Why the plan must be verified again here; None if it was measured on this machine with this torch."""
         if self.machine_fingerprint is None:
@@ -195,7 +134,7 @@ class Plan:
         """The plan as a document for people, which from_toml reads back."""
         parts = [_header(self), f"schema = {SCHEMA}\n", "[plan]"]
         for name, value in self.choices().items():
-            parts += [f"# {_choice_fields()[name].metadata['meaning']}", line(name, value)]
+            parts += [f"# {declared()[name].meaning}", line(name, value)]
         parts += [
             "",
             "[reasons]",
@@ -215,16 +154,11 @@ class Plan:
             raise PlanError(f"{source}: {error.what}", limit=error.limit, remedy=error.remedy) from None
 
 
-PROVENANCE = tuple(one.name for one in fields(Plan) if "meaning" not in one.metadata and one.name != "reasons")
+PROVENANCE = tuple(one.name for one in fields(Plan) if "declared" not in one.metadata and one.name != "reasons")
 """The keys of [provenance]: everything that is neither a choice nor a reason."""
 
 _LISTS = ("argv", "warnings", "proved_reduced")
 _TEXTS = ("script", "loop", "machine_fingerprint", "machine_name", "torch_version", "flatout_version")
-
-
-def choice_names() -> tuple[str, ...]:
-    """The keys of [plan], in the order of declaration."""
-    return tuple(_choice_fields())
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -264,11 +198,6 @@ def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
 
 
 @functools.cache
-def _choice_fields() -> dict[str, Field[Any]]:
-    return {one.name: one for one in fields(Plan) if "meaning" in one.metadata}
-
-
-@functools.cache
 def _kinds() -> dict[str, type | tuple[str, ...]]:
     """Choice -> bool, int or the words allowed, read from the annotations: they are written once."""
     hints = get_type_hints(Plan)
@@ -280,8 +209,7 @@ def _kinds() -> dict[str, type | tuple[str, ...]]:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    kind, metadata = _kinds()[name], _choice_fields()[name].metadata
-    low, high = metadata["low"], metadata["high"]
+    kind, low, high = _kinds()[name], declared()[name].low, declared()[name].high
     if isinstance(kind, tuple):
         if not isinstance(value, str) or value not in kind:
             what = f"{name} is {short(value)}"
@@ -294,42 +222,10 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def _check_contradictions(plan: Plan) -> None:
-    _check_memory_choices(plan)
-    if not plan.loader_workers:
-        have = "unset" if plan.loader_workers is None else "0"
-        for name in ("persistent_workers", "prefetch_factor"):
-            if value := getattr(plan, name):
-                what = f"{name} is {toml_value(value)} while loader_workers is {have}"
-                raise PlanError(what, limit="it needs worker processes", remedy=f"set loader_workers or drop {name}")
-    elif plan.fetch is not None:
-        what = f"fetch is {plan.fetch!r} while loader_workers is {plan.loader_workers}"
-        raise PlanError(what, limit="fetch works in the main process", remedy="drop one of the two")
-    if plan.data_device is not None:
-        what = f"data_device is {plan.data_device!r}"
-        if plan.fetch is None:
-            raise PlanError(f"{what} while fetch is unset", limit="it needs fetch", remedy="set fetch = 'batched'")
-        if plan.pin_memory:
-            limit = "only batches in the CPU's memory can be page-locked"
-            raise PlanError(f"{what} while pin_memory is true", limit=limit, remedy="drop one of the two")
-
-
-def _check_memory_choices(plan: Plan) -> None:
-    if plan.checkpointed_blocks is not None and plan.activation_checkpointing is None:
-        what = f"checkpointed_blocks is {plan.checkpointed_blocks} while activation_checkpointing is unset"
-        raise PlanError(what, limit="it says of how many", remedy="set activation_checkpointing = 'block'")
-    if not plan.optimizer_in_backward:
-        return
-    needs_all = {
-        "micro_batches": (plan.micro_batches or 1) > 1,
-        "nonfinite": plan.nonfinite is not None,
-        "precision": plan.precision == "fp16",
-    }
-    for name, clash in needs_all.items():
-        if clash:
-            what = f"optimizer_in_backward is true while {name} is {toml_value(getattr(plan, name))}"
-            raise PlanError(
-                what, limit="that needs all gradients before the first update", remedy="drop one of the two"
-            )
+    found = contradiction(plan.choices())
+    if found is not None:
+        what, limit, remedy = found
+        raise PlanError(what, limit=limit, remedy=remedy)
 
 
 def _check_reasons(plan: Plan) -> None:
@@ -427,16 +323,17 @@ def _home(name: str) -> str:
 
 def _allowed(name: str) -> str:
     """The values of a choice, in words."""
-    kind, metadata = _kinds()[name], _choice_fields()[name].metadata
+    kind, limits = _kinds()[name], declared()[name]
     if isinstance(kind, tuple):
         return one_of(kind)
-    return "True or False" if kind is bool else f"a whole number from {metadata['low']} to {metadata['high']}"
+    return "True or False" if kind is bool else f"a whole number from {limits.low} to {limits.high}"
 
 
 def _document(plan: type[Plan]) -> None:
     """Give `help(Plan)` every choice with its meaning, and a wrong argument an error that names the right one."""
     choices = "\n\n".join(
-        f"{name}: {_allowed(name)}\n    {one.metadata['meaning']}" for name, one in _choice_fields().items()
+        f"{name}: {_allowed(name)}\n    {one.meaning}\n    {one.exactness}; {', '.join(CARRIERS[by] for by in one.by)}"
+        for name, one in declared().items()
     )
     plan.__doc__ = f"{inspect.cleandoc(plan.__doc__ or '')}\n\nA choice that is None is left as it is:\n\n{choices}"
     known, initialise = {one.name for one in fields(plan)}, plan.__init__

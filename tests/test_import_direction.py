@@ -17,9 +17,9 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 # fmt: off
 ROOMS = [
     "errors", "units", "signals", "tracebacks", "replaced", "generators", "statistics", "sequential", "timing",
-    "environment", "machine", "plan_document", "plan", "arguments", "precision", "kernels", "memory", "data", "models",
-    "levers", "checkpoint", "train", "infer", "parallel", "profile", "script", "diagnose", "tuning", "bench", "report",
-    "cli",
+    "environment", "machine", "plan_document", "plan_choices", "plan", "arguments", "precision", "kernels", "memory",
+    "data", "models", "levers", "checkpoint", "train", "infer", "parallel", "profile", "script", "diagnose", "tuning",
+    "bench", "report", "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""

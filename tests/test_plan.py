@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 
 import flatout
 from flatout.errors import PlanError, UsageError
-from flatout.plan import (
-    PROVENANCE,
-    Exactness,
-    Plan,
-    _choice_fields,
-    _kinds,
-    choice_names,
-    read_plan,
-    write_plan,
-)
+from flatout.plan import PROVENANCE, Plan, _kinds, read_plan, write_plan
+from flatout.plan_choices import CARRIERS, Exactness, choice_names, declared
 from flatout.plan_document import SCHEMA
 
 FULL = Plan(
@@ -64,8 +56,8 @@ def _plans() -> st.SearchStrategy[Plan]:
     """Any plan: each field over its whole range, what contradicts left out."""
 
     def values(name: str) -> st.SearchStrategy[Any]:
-        kind, limits = _kinds()[name], _choice_fields()[name].metadata
-        known = st.booleans() if kind is bool else st.integers(limits["low"], limits["high"]) if kind is int else None
+        kind, limits = _kinds()[name], declared()[name]
+        known = st.booleans() if kind is bool else st.integers(limits.low, limits.high) if kind is int else None
         return st.none() | (known if known is not None else st.sampled_from(kind))
 
     texts = st.none() | st.text()
@@ -94,6 +86,8 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
         fields |= {"checkpointed_blocks": None}
     if (fields["micro_batches"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16":
         fields |= {"optimizer_in_backward": None}
+    if fields["weights"] != "int8":
+        fields |= {"activations": None}
     return Plan(**fields, reasons={name: reason for name in choice_names() if fields[name] is not None})
 
 
@@ -119,18 +113,18 @@ def test_an_empty_plan_changes_nothing() -> None:
 
 def test_choices_come_in_the_order_of_declaration() -> None:
     assert list(FULL.choices()) == [
-        "precision",
-        "compile",
         "loader_workers",
         "persistent_workers",
         "prefetch_factor",
         "flush_denormals",
+        "precision",
+        "compile",
     ]
     assert Plan(loader_workers=0, pin_memory=False).choices() == {"loader_workers": 0, "pin_memory": False}
 
 
 def test_every_choice_is_documented() -> None:
-    assert all(len(field.metadata["meaning"]) > 20 for field in _choice_fields().values())
+    assert all(len(one.meaning) > 20 for one in declared().values())
 
 
 def test_a_plan_is_a_value() -> None:
@@ -165,7 +159,7 @@ def test_a_plan_is_a_value() -> None:
             "exactness is 'round'; it must be 'bit-identical', 'rounding' or 'reduced'; did you mean ",
         ),
         ({"reasons": "fast"}, "reasons is 'fast'; it must map choices to texts"),
-        ({"reasons": {"treads": "x"}}, "a plan has no choice 'treads'; there are precision, "),
+        ({"reasons": {"treads": "x"}}, "a plan has no choice 'treads'; there are device, "),
         ({"reasons": {"threads": "x"}}, "there is a reason for threads, which is not set; set threads or drop "),
         ({"reasons": {"threads": 4}, "threads": 2}, "the reason for threads is 4; it must be a text"),
     ],
@@ -183,6 +177,8 @@ def test_a_wrong_value_is_named_with_limit_and_remedy(choices: dict[str, Any], m
         {"fetch": "batched", "loader_workers": 1},
         {"data_device": "cuda"},
         {"checkpointed_blocks": 2},
+        {"activations": "int8"},
+        {"optimizer_in_backward": True, "precision": "fp16"},
         {"optimizer_in_backward": True, "micro_batches": 2},
         {"data_device": "cuda", "fetch": "cached", "pin_memory": True},
     ],
@@ -198,6 +194,40 @@ def test_contradictions_name_both_sides_and_a_way_out(choices: dict[str, Any]) -
 def test_what_only_looks_contradictory_is_allowed() -> None:
     Plan(precision="fp16", matmul_precision="medium")
     Plan(persistent_workers=False, loader_workers=0, fetch="cached", data_device="cuda", pin_memory=False)
+
+
+def test_what_a_choice_needs_is_carried_out_by_whoever_carries_out_that_choice() -> None:
+    """Otherwise the part of a plan for one of them would be no plan."""
+    for one in declared().values():
+        needed = [rule.other for rule in one.beside if not rule.allows(None)]
+        assert all(set(one.by) <= set(declared()[other].by) for other in needed)
+        assert set(one.by) <= set(CARRIERS)
+        assert {*one.replaces, *one.pairs_with, *(rule.other for rule in one.beside)} <= set(declared())
+
+
+@given(_plans(), st.sampled_from(list(CARRIERS)))
+@settings(max_examples=50)
+def test_the_part_for_one_is_what_it_carries_out(plan: Plan, carrier: Any) -> None:
+    part = plan.part_for(carrier)
+    part.check_for(carrier)
+    assert part.choices() == {name: value for name, value in plan.choices().items() if carrier in declared()[name].by}
+    assert set(part.reasons) <= set(part.choices())
+
+
+def test_a_choice_for_somebody_else_is_refused_by_name() -> None:
+    plan = Plan(precision="bf16", micro_batches=4, fetch="batched", weights="int8")
+    for carrier, named in (
+        ("generate", "fetch"),
+        ("predict", "fetch"),
+        ("script", "micro_batches"),
+        ("step", "weights"),
+    ):
+        with pytest.raises(PlanError, match=rf"the plan's {named} is .*; {CARRIERS[carrier]} does not carry it out"):
+            plan.check_for(carrier)
+    plan.without("weights").check_for("step")  # the same plan goes to batches()
+    plan.without("weights").check_for("batches")
+    with pytest.raises(PlanError, match="carrier is 'training'; it is 'script', 'step'"):
+        plan.part_for("training")  # type: ignore[arg-type]
 
 
 def test_with_choice_and_without_undo_each_other() -> None:
@@ -316,7 +346,7 @@ def test_help_explains_every_choice() -> None:
     text = inspect.getdoc(Plan) or ""
     for name in choice_names():
         assert f"\n{name}: " in text
-        assert _choice_fields()[name].metadata["meaning"] in text
+        assert declared()[name].meaning in text
     assert "micro_batches: a whole number from 1 to 65536\n" in text
     assert "precision" in inspect.signature(Plan).parameters
 

@@ -10,7 +10,7 @@ from flatout.levers.lever import Lever, Verdict, offer
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness
 
 Context = Callable[[Subject], contextlib.AbstractContextManager[None]]
 

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.proof.planted import Context, Planted, before_step, on_modules, replaced
 from flatout.levers.catalogue import LEVERS as CATALOGUE
 from flatout.levers.subject import Subject
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness
 
 FUNCTIONAL = "torch.nn.functional"
 

@@ -122,15 +122,15 @@ class Run:
 
     def _make_deterministic(self) -> None:
         from flatout import environment
-        from flatout.script.deterministic import NOT_DETERMINISTIC, make_deterministic
+        from flatout.plan_choices import declared
+        from flatout.script.deterministic import make_deterministic
 
         changed = environment.deterministic_environment()
         if changed is not None:  # the order of hashes is fixed when Python starts
             os.execve(sys.executable, [*sys.orig_argv], changed)
-        left_out = [
-            name for name in NOT_DETERMINISTIC if self.plan is not None and getattr(self.plan, name) is not None
-        ]
-        if left_out:
+        chosen = self.plan.choices() if self.plan is not None else {}
+        left_out = [name for name in chosen if not declared()[name].repeatable]
+        if self.plan is not None and left_out:
             self.plan = self.plan.without(*left_out)
             self._note(f"left out, because the run is to be deterministic: {', '.join(left_out)}")
         make_deterministic()
@@ -147,14 +147,14 @@ class Run:
         from flatout.plan import read_plan
 
         if "--plan" in self.options:
-            return read_plan(Path(self.options["--plan"]))
+            return _for_scripts(self.options["--plan"], read_plan(self.options["--plan"]))
         if not Path(PLAN_NAME).exists():
             return None
-        plan = read_plan(Path(PLAN_NAME))
+        plan = read_plan(PLAN_NAME)
         if plan.script is not None and not _same_script(plan.script, self.target):
             self._note(f"{PLAN_NAME} is for {plan.script}: not applied (give --plan to apply it all the same)")
             return None
-        return plan
+        return _for_scripts(PLAN_NAME, plan)
 
     def _choices(self) -> list[Any]:
         if self.plan is None or not self.plan.choices():
@@ -170,9 +170,6 @@ class Run:
         elif "--trust-plan" not in self.options:
             self._compare_arguments()
         choices = choices_of_plan(self.plan.choices(), LEVERS, self.plan.proved_reduced)
-        carried_out = {choice.field for choice in choices}
-        if left_out := [name for name in self.plan.choices() if name not in carried_out]:
-            self._note(f"not applied to a script, only by TrainStep and batches: {', '.join(left_out)}")
         self._enter_environment(choices)
         return choices
 
@@ -409,6 +406,17 @@ def _is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
         return False
+
+
+def _for_scripts(path: str, plan: Any) -> Any:
+    """The plan; PlanError where it chooses what no script can be given."""
+    from flatout.errors import PlanError
+
+    try:
+        plan.check_for("script")
+    except PlanError as error:
+        raise PlanError(f"{path}: {error.what}", limit=error.limit, remedy=error.remedy) from None
+    return plan
 
 
 def _same_script(planned: str, target: Target) -> bool:

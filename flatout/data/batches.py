@@ -240,7 +240,7 @@ def batches(
     """
     from torch.utils.data import DataLoader
 
-    plan = as_plan(plan)
+    plan = as_plan(plan, "batches")
     as_whole_number(seed, "seed", least=-(2**63))
     rank, ranks = _ranks(rank, ranks)
     order: EpochOrder | BatchOrder | None = None

@@ -28,7 +28,6 @@ class ActivationCheckpointing(Lever):
 
     name = "activation checkpointing"
     plan_field = "activation_checkpointing"
-    exactness = "bit-identical"
     acts_on_forward = True
 
     def __init__(self, blocks: int | None = None) -> None:

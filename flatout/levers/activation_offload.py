@@ -80,7 +80,6 @@ class ActivationOffload(Lever):
 
     name = "activation offload"
     plan_field = "activation_offload"
-    exactness = "bit-identical"
     acts_on_forward = True
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:

@@ -36,8 +36,6 @@ class RetainMemory(Lever):
 
     name = "memory kept by malloc"
     plan_field = "allocator"
-    in_steps = False
-    exactness = "bit-identical"
     switch = "start"
     """Once mallopt was called, glibc no longer adapts its thresholds: such a process is no plain one any more."""
 
@@ -81,8 +79,6 @@ class PreloadedAllocator(Lever):
 
     name = "allocator"
     plan_field = "allocator"
-    in_steps = False
-    exactness = "bit-identical"
     switch = "process"
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:

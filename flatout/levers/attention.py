@@ -30,7 +30,6 @@ class FusedAttention(Lever):
 
     name = "fused attention"
     plan_field = "attention"
-    exactness = "rounding"
     acts_on_forward = True
     compiles = True
 

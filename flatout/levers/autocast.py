@@ -27,7 +27,6 @@ class Autocast(Lever):
 
     name = "autocast"
     plan_field = "precision"
-    exactness = "reduced"
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:

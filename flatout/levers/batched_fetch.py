@@ -17,8 +17,6 @@ class BatchedFetch(Lever):
 
     name = "batched fetch"
     plan_field = "fetch"
-    in_steps = False
-    exactness = "bit-identical"
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         share = observed.share("data")

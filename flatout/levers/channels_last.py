@@ -26,7 +26,6 @@ class ChannelsLast(Lever):
 
     name = "channels_last"
     plan_field = "memory_format"
-    exactness = "rounding"
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:

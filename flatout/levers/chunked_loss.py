@@ -34,8 +34,6 @@ class ChunkedLoss(Lever):
 
     name = "fused linear + cross-entropy"
     plan_field = "loss"
-    exactness = "rounding"
-    aim = "memory"
     acts_on_forward = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:

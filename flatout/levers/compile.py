@@ -25,7 +25,6 @@ class Compile(Lever):
 
     name = "torch.compile"
     plan_field = "compile"
-    exactness = "rounding"
     acts_on_forward = True
     compiles = True
 

@@ -17,7 +17,8 @@ class CudnnBenchmark(Lever):
 
     name = "cudnn.benchmark"
     plan_field = "cudnn_benchmark"
-    exactness = "rounding"
+    of_process = True
+    cheap_to_switch = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         return Saving(expected=0.1 * observed.busy_share, least=-0.02, most=0.5 * observed.busy_share)

@@ -20,7 +20,7 @@ class FlushDenormals(Lever):
 
     name = "denormals flushed"
     plan_field = "flush_denormals"
-    exactness = "rounding"
+    of_process = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         share = observed.denormal_share

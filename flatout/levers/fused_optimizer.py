@@ -20,7 +20,6 @@ class FusedOptimizer(Lever):
 
     name = "optimizer"
     plan_field = "optimizer"
-    exactness = "rounding"
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         share = observed.share("optimizer")

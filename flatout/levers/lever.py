@@ -1,6 +1,7 @@
-"""What a lever is: one reversible change of how a loop runs.
+"""What a lever is: one reversible change of how a loop runs. It carries out one choice of a plan.
 
-`exactness` says what the change may do to the numbers:
+What the choice declares (`flatout.plan_choices`) holds for its levers too. `exactness` says what the change may do to
+the numbers:
     bit-identical   every bit of every weight stays the same
     rounding        the same arithmetic in another order: differences of the size of fp32 rounding
     reduced         fewer bits in some products, by intent
@@ -24,12 +25,9 @@ from typing import Any, ClassVar, Literal
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.plan import Exactness
+from flatout.plan_choices import Aim, Declared, Exactness, declared
 
 Switch = Literal["live", "start", "loader", "process"]
-Aim = Literal["time", "memory"]
-
-EXACTNESS_ORDER: tuple[Exactness, ...] = ("bit-identical", "rounding", "reduced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +77,30 @@ class Lever:
 
     name: ClassVar[str]
     plan_field: ClassVar[str]
-    exactness: ClassVar[Exactness]
     switch: ClassVar[Switch] = "live"
-    aim: ClassVar[Aim] = "time"
-    """'memory': a search keeps it also where it is not faster, if memory is short or it was asked for."""
     acts_on_forward: ClassVar[bool] = False
     """True where it changes what runs inside the model: a failure there names this lever before others."""
     compiles: ClassVar[bool] = False
     """True where the first steps pay for compilation, so that a silent minute is not taken for a hang."""
 
-    in_steps: ClassVar[bool] = True
-    """Can TrainStep carry it out? Otherwise it acts on loading, or on a whole process."""
-
+    of_process: ClassVar[bool] = False
+    """Is it a setting of the whole process, rather than of a model, an optimizer or a loader?"""
+    cheap_to_switch: ClassVar[bool] = False
+    """Such a setting that TrainStep turns on for its own calls alone, so that other models keep their numbers."""
     comes_first: ClassVar[bool] = False
     """True where every other lever is another one once this is on."""
+
+    @property
+    def declared(self) -> Declared:
+        return declared()[self.plan_field]
+
+    @property
+    def exactness(self) -> Exactness:
+        return self.declared.exactness
+
+    @property
+    def aim(self) -> Aim:
+        return self.declared.aim
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         """What it is predicted to save of a step. It decides when the lever is tried, and whether it can pay at all."""

@@ -24,7 +24,8 @@ class MatmulPrecision(Lever):
 
     name = "fp32 products"
     plan_field = "matmul_precision"
-    exactness = "reduced"
+    of_process = True
+    cheap_to_switch = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         dtype = "tf32" if observed.device.startswith("cuda") else "bf16"

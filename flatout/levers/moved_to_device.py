@@ -23,8 +23,6 @@ class MovedToDevice(Lever):
 
     name = "moved to the GPU"
     plan_field = "device"
-    in_steps = False
-    exactness = "rounding"
     switch = "process"
     comes_first = True
     acts_on_forward = True

@@ -16,8 +16,6 @@ class PinnedMemory(Lever):
 
     name = "pinned memory"
     plan_field = "pin_memory"
-    in_steps = False
-    exactness = "bit-identical"
     switch = "loader"
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:

@@ -21,7 +21,7 @@ class Threads(Lever):
 
     name = "threads"
     plan_field = "threads"
-    exactness = "rounding"
+    of_process = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         if observed.threads > machine.cpu.available_cores or not observed.operations_per_step:

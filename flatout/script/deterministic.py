@@ -18,8 +18,6 @@ from typing import Any
 from flatout.script.patches import ImportWatch
 
 SEED = 0
-NOT_DETERMINISTIC = ("cudnn_benchmark",)
-"""Choices of a plan by which the kernels that run are chosen by time."""
 
 
 def make_deterministic() -> None:

@@ -34,7 +34,7 @@ def evaluate(model: Any, batches: Iterable[Any], measure: Measure, plan: Plan | 
     """
     import torch
 
-    precision = as_plan(plan).precision
+    precision = as_plan(plan, "step").precision
     as_model(model)
     remedy = "pass flatout.batches(data, 64, shuffle=False), or [batch]"
     as_iterable(batches, "batches", limit="it is an iterable of batches", remedy=remedy)

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 from flatout.errors import MachineError, UsageError
 from flatout.generators import generators_kept
 from flatout.levers.compile import repeated_blocks
-from flatout.levers.lever import EXACTNESS_ORDER
 from flatout.memory.forecast import MemoryForecast, Target
 from flatout.memory.out_of_memory import is_out_of_memory
-from flatout.plan import Exactness, Plan
+from flatout.plan import Plan
+from flatout.plan_choices import EXACTNESS_ORDER, Exactness
 from flatout.train.forecast import count_operations, forecast_training
 from flatout.train.largest_batch import repeated, state_kept, tell_terminal
 from flatout.train.loss import LossFn
@@ -303,7 +303,7 @@ class _Problem:
         ranked = []
         for parts in itertools.product(*([{}, *kind] for kind in self._kinds)):
             choices: Choices = {name: value for part in parts for name, value in part.items()}
-            if not choices or contradict(choices):
+            if not choices or contradict(choices, self.training.plan):
                 continue
             ratio = 1.0
             for part in parts:
@@ -344,7 +344,7 @@ class _Problem:
     def _refuse_the_impossible(self) -> None:
         """Look first whether the strongest measures together are enough: the search for the fastest may be long."""
         seen: list[MemoryForecast] = []
-        for choices in strongest(self._kinds):
+        for choices in strongest(self._kinds, self.training.plan):
             made = self._forecast_or_none(choices)
             if made is not None:
                 seen.append(made)

@@ -8,9 +8,9 @@ from typing import Any
 
 from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
 from flatout.levers.compile import repeated_blocks
-from flatout.levers.lever import EXACTNESS_ORDER
 from flatout.memory.forecast import Target
-from flatout.plan import Exactness
+from flatout.plan import Plan
+from flatout.plan_choices import Exactness, allowed, contradiction, declared, worst
 from flatout.train.low_bit import REMEDY, low_bit_obstacle
 from flatout.train.training import Training
 
@@ -20,22 +20,9 @@ CHUNKED = "loss held in chunks of bytes"
 """A choice that is no field of a plan: it belongs to the loss function."""
 
 
-EXACTNESS_OF: dict[str, Exactness] = {
-    "activation_checkpointing": "bit-identical",
-    "checkpointed_blocks": "bit-identical",
-    "activation_offload": "bit-identical",
-    "optimizer_in_backward": "bit-identical",
-    "micro_batches": "rounding",
-    CHUNKED: "rounding",
-    "precision": "reduced",
-    "optimizer_state": "reduced",
-}
-"""What a measure does to the numbers. (Accumulation changes more where layers mix a batch's samples.)"""
-
-
 def exactness_of(choices: Choices) -> Exactness:
-    """That of the least exact among them."""
-    return max((EXACTNESS_OF[name] for name in choices), key=EXACTNESS_ORDER.index, default="bit-identical")
+    """That of the least exact among them. (Accumulation changes more where layers mix a batch's samples.)"""
+    return worst(declared()["loss" if name == CHUNKED else name].exactness for name in choices)
 
 
 def of_plan(choices: Choices) -> Choices:
@@ -63,10 +50,9 @@ def measures_of(training: Training, target: Target, samples: int, exactness: Exa
     if plan.micro_batches is None and samples > 1:
         parts = [count for count in (2, 4, 8, 16, 32) if count <= samples]
         kinds.append([{"micro_batches": count} for count in parts])
-    if plan.optimizer_in_backward is None and plan.nonfinite is None and plan.precision != "fp16":
+    if plan.optimizer_in_backward is None and not contradict({"optimizer_in_backward": True}, plan):
         kinds.append([{"optimizer_in_backward": True}])
-    allowed = EXACTNESS_ORDER[: EXACTNESS_ORDER.index(exactness) + 1]
-    return [kind for kind in kinds if exactness_of(kind[0]) in allowed]
+    return [kind for kind in kinds if allowed(exactness_of(kind[0]), exactness)]
 
 
 def left_out(training: Training, target: Target, exactness: Exactness) -> list[str]:
@@ -88,7 +74,7 @@ def _checkpointings(blocks: int) -> Iterator[Choices]:
             yield {"activation_checkpointing": kind, "checkpointed_blocks": count}
 
 
-def strongest(kinds: list[list[Choices]]) -> Iterator[Choices]:
+def strongest(kinds: list[list[Choices]], plan: Plan) -> Iterator[Choices]:
     """The measures in their highest degree all together; also without those that take memory themselves.
 
     bf16 casts weights; moments in 8 bits are fp32 while their parameter is stepped, or where they are taken over.
@@ -96,7 +82,7 @@ def strongest(kinds: list[list[Choices]]) -> Iterator[Choices]:
     degrees = [[{}, *kind] if kind[0].keys() & {"precision", "optimizer_state"} else kind for kind in kinds if kind]
     for parts in itertools.product(*(_highest(kind) for kind in degrees)):
         choices = {name: value for part in parts for name, value in part.items()}
-        if contradict(choices):
+        if contradict(choices, plan):
             yield {name: value for name, value in choices.items() if name != "micro_batches"}
             yield {name: value for name, value in choices.items() if name != "optimizer_in_backward"}
         else:
@@ -109,8 +95,9 @@ def _highest(kind: list[Choices]) -> list[Choices]:
     return kind if not kind[0] else kind[-1:]
 
 
-def contradict(choices: Choices) -> bool:
-    return bool(choices.get("optimizer_in_backward")) and choices.get("micro_batches", 1) > 1
+def contradict(choices: Choices, plan: Plan) -> bool:
+    """Can they not all be added to the plan?"""
+    return contradiction({**plan.choices(), **of_plan(choices)}) is not None
 
 
 def key_of(choices: Choices) -> tuple[Any, ...]:

@@ -25,11 +25,10 @@ from typing import Any
 
 from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of, wrong
 from flatout.data.nested import batch_length, split_batch
-from flatout.errors import MachineError, PlanError, UsageError
+from flatout.errors import MachineError, UsageError
 from flatout.levers.activation_checkpointing import ActivationCheckpointing
-from flatout.levers.activation_offload import ActivationOffload
 from flatout.levers.applied import Applied
-from flatout.levers.catalogue import LEVERS
+from flatout.levers.catalogue import levers_of
 from flatout.levers.lever import choices_of_plan
 from flatout.levers.model_call import calls_wrapped
 from flatout.levers.subject import Subject
@@ -47,13 +46,7 @@ from flatout.train.placement import explain_batch
 from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
-_DURING_CALLS = ("matmul_precision", "cudnn_benchmark")
-"""Settings of the whole process, cheap to change: they hold during calls, so that other models keep their numbers."""
 _NOTHING = contextlib.nullcontext()
-OF_LOADING = ("fetch", "data_device", "loader_workers", "persistent_workers", "prefetch_factor", "pin_memory")
-"""Choices that `batches` carries out."""
-_OF_INFERENCE = ("weights", "activations", "batching", "batch_tokens", "fold_batch_norm", "speculation")
-"""Choices that `predict` and `generate` carry out: rounded or folded weights cannot be trained."""
 
 
 class TrainStep:
@@ -79,9 +72,8 @@ class TrainStep:
         scheduler: Any = None,
         weigh: Weigh | None = None,
     ) -> None:
-        self.plan = as_plan(plan)
+        self.plan = as_plan(plan, "step")
         check_clip_norm(clip_norm)
-        _check_trains(self.plan)
         parameters = _trained(as_model(model), as_optimizer(optimizer))
         _check_scheduler(scheduler, optimizer)
         as_loss_fn(loss_fn)
@@ -223,7 +215,7 @@ class TrainStep:
     # inside
 
     def _apply_levers(self) -> None:
-        wanted = {name: value for name, value in self.plan.choices().items() if name not in OF_LOADING}
+        wanted = self.plan.part_for("step").choices()
         if wanted.get("precision") == "fp32":
             del wanted["precision"]
         if wanted.get("precision") == "fp16":
@@ -233,8 +225,9 @@ class TrainStep:
         if "activation_checkpointing" in wanted:
             self._levers.enter_context(without_key_value_cache(self.model))
         checkpointing = ActivationCheckpointing(self.plan.checkpointed_blocks)
-        choices = choices_of_plan(wanted, (*LEVERS, ActivationOffload(), checkpointing))
-        self._during_calls = [one for one in choices if one.lever.plan_field in _DURING_CALLS]
+        levers = [checkpointing if isinstance(one, ActivationCheckpointing) else one for one in levers_of("step")]
+        choices = choices_of_plan(wanted, levers)
+        self._during_calls = [one for one in choices if one.lever.cheap_to_switch]
         self._applied.set([one for one in choices if one not in self._during_calls])
 
     @contextlib.contextmanager
@@ -391,16 +384,6 @@ def _check_optimizer(optimizer: Any) -> None:
             limit="it evaluates the loss several times a step, which TrainStep does not do",
             remedy="call its step(closure) in a loop of your own, or take SGD or AdamW",
         )
-
-
-def _check_trains(plan: Plan) -> None:
-    for name in _OF_INFERENCE:
-        if (value := getattr(plan, name)) is not None:
-            remedy = f"train with plan.without({name!r}); predict and generate carry it out"
-            raise PlanError(f"{name} is {value!r}", limit="a training step has no use for it", remedy=remedy)
-    if plan.device is not None:
-        remedy = "move the model with model.to(flatout.device()) and take plan.without('device')"
-        raise PlanError(f"device is {plan.device!r}", limit="it moves scripts that name no device", remedy=remedy)
 
 
 def _check_weigh(weigh: Any) -> None:

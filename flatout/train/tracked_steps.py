@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.data.nested import tensors_in
 from flatout.plan import Plan
+from flatout.plan_choices import declared
 from flatout.train.step import TrainStep
 from flatout.train.training import Training
 
@@ -18,22 +19,10 @@ if TYPE_CHECKING:
 STEPS = 2
 """The first makes the optimizer's state, the second has it from the start."""
 
-_NOT_OF_MEMORY = (
-    "compile",
-    "threads",
-    "flush_denormals",
-    "allocator",
-    "cudnn_benchmark",
-    "matmul_precision",
-    "attention",
-    "nonfinite",
-)
-"""Choices that change time alone, or cannot be carried out on fake tensors, where what they hold is small."""
-
 
 def carried_out(plan: Plan) -> Plan:
     """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and asks for no value."""
-    plan = plan.without(*(name for name in _NOT_OF_MEMORY if getattr(plan, name) is not None))
+    plan = plan.without(*(name for name in plan.choices() if not declared()[name].in_forecasts))
     return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
 
 

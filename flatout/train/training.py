@@ -27,7 +27,7 @@ class Training:
     @classmethod
     def of(cls, model: Any, optimizer: Any, loss_fn: Any, batch: Any, plan: Plan | None) -> Training:
         """Checked: UsageError where one of them cannot be what it is given as."""
-        plan = as_plan(plan)
+        plan = as_plan(plan, "step")
         as_model(model)
         as_optimizer(optimizer)
         check_optimizer_of(optimizer, model)

@@ -10,7 +10,8 @@ from types import FrameType
 
 from flatout.levers.lever import Lever
 from flatout.machine.description import Machine
-from flatout.plan import Exactness, Plan
+from flatout.plan import Plan
+from flatout.plan_choices import Exactness
 from flatout.signals import told_of
 from flatout.timing import LoadWatch
 from flatout.tuning.search import Search, SearchLimits

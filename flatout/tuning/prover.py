@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import TrialError
-from flatout.levers.lever import EXACTNESS_ORDER, Choice, split_by_switch
-from flatout.plan import Exactness
+from flatout.levers.lever import Choice, split_by_switch
+from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.tuning import proof as judge
 from flatout.tuning.deadline import Deadline
@@ -206,13 +206,13 @@ class Prover:
         except TrialError as error:
             candidates, reason, resolution = [], _failure(error), None
         labels = tuple(choice.label for choice in choices)
-        worst = max((choice.exactness for choice in choices), key=EXACTNESS_ORDER.index)
+        claimed = worst(choice.exactness for choice in choices)
         verdict: ProofVerdict = "rejected" if reason else "statistical"
         told = reason or (
             f"{STATISTICAL_RUNS} runs of each differ no more than plain runs do among themselves; "
             f"a difference of the losses below {resolution:.1%} would not have been seen"
         )
-        claim = Claim(levers=labels, claimed=worst, verdict=verdict, reason=told)
+        claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=told)
         losses = {"candidate_losses": candidates[0].mean_losses()} if candidates else {}
         return self._proof([claim], plain, {"resolution": resolution, **losses})
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from flatout.environment import inductor_folder
 from flatout.machine.description import Machine
-from flatout.plan import Exactness, Plan
+from flatout.plan import Plan
+from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.script.trial_child import load_levers
 from flatout.script.work_folder import work_folder

@@ -15,10 +15,10 @@ from typing import Any
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.break_even import describe, payoff_steps, pays
-from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever, Verdict, split_by_switch
+from flatout.levers.lever import Choice, Lever, Verdict, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness, worst
 from flatout.tuning.deadline import BudgetSpent, Deadline
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.short_budget import enough_for, no_step, too_slow
@@ -46,10 +46,6 @@ SLOWER_START = 3.0
 MOST_RESTARTS = 60
 ATTEMPTS = 6
 """So often a short script is started again within one comparison."""
-CONFLICTS = {
-    "compile": ("attention",),
-}
-"""Choices that cannot stand beside each other, or of which one does the other's work: the newer replaces the older."""
 
 Progress = Callable[[str], None]
 
@@ -363,7 +359,7 @@ class Search:
     def _with(self, choices: Sequence[Choice]) -> list[Choice]:
         replaced = {choice.field for choice in choices}
         for choice in choices:
-            replaced |= set(CONFLICTS.get(choice.field, ()))
+            replaced |= set(choice.lever.declared.replaces)
         wanted = [choice for choice in self.state.kept if choice.field not in replaced] + list(choices)
         places = {lever.name: place for place, lever in enumerate(self.levers)}
         return sorted(wanted, key=lambda choice: places.get(choice.lever.name, len(places)))  # as a plan applies them
@@ -436,13 +432,12 @@ class Search:
         payoff: int | None,
         cost_seconds: float,
     ) -> None:
-        worst = max((choice.exactness for choice in choices), key=EXACTNESS_ORDER.index)
         self.state.trials.append(
             Trial(
                 label=label,
                 plan_field="+".join(choice.field for choice in choices),
                 value=choices[0].value if len(choices) == 1 else [choice.value for choice in choices],
-                exactness=worst,
+                exactness=worst(choice.exactness for choice in choices),
                 outcome=outcome,
                 reason=reason,
                 baseline_seconds=pairing.baseline_seconds if pairing else None,

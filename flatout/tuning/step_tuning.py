@@ -24,10 +24,11 @@ from flatout.errors import UsageError
 from flatout.generators import generators_kept
 from flatout.levers.catalogue import LEVERS
 from flatout.machine.with_ceilings import machine_with_ceilings
-from flatout.plan import Exactness, Plan
+from flatout.plan import Plan
+from flatout.plan_choices import Exactness
 from flatout.statistics import Comparison
 from flatout.train.ranks import ranks_of
-from flatout.train.step import OF_LOADING, TrainStep
+from flatout.train.step import TrainStep
 from flatout.tuning.deadline import Deadline
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.search import SearchLimits
@@ -120,7 +121,7 @@ def tune_step(
     """See `flatout.tune`."""
     began, deadline = time.perf_counter(), Deadline(budget_seconds)
     _check(step)
-    levers = [lever for lever in LEVERS if lever.in_steps]
+    levers = [lever for lever in LEVERS if "step" in lever.declared.by]
     with (
         generators_kept(),
         warnings.catch_warnings(),
@@ -147,7 +148,7 @@ def tune_step(
 
 
 def _check(step: TrainStep) -> None:
-    own = [name for name in step.plan.choices() if name not in (*KEEPS, *OF_LOADING)]
+    own = [name for name in step.plan.part_for("step").choices() if name not in KEEPS]
     if own:
         names = ", ".join(repr(name) for name in own)
         raise UsageError(

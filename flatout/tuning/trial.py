@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flatout.levers.lever import Choice, Saving
 from flatout.levers.observed import Observed
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness
 from flatout.statistics import Comparison
 
 Outcome = Literal["kept", "dropped", "failed"]

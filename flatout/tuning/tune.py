@@ -9,7 +9,7 @@ from typing import Any, overload
 from flatout.arguments import as_budget_seconds, as_exactness, as_whole_number, wrong
 from flatout.errors import UsageError
 from flatout.machine.with_ceilings import machine_with_ceilings
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.train.step import TrainStep
 from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script

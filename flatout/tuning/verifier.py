@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness
 from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
 from flatout.tuning.deadline import Deadline

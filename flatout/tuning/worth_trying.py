@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flatout.levers.catalogue import INTERACTING
-from flatout.levers.lever import EXACTNESS_ORDER, Choice, Lever, Verdict, refuse
+from flatout.levers.lever import Choice, Lever, Verdict, refuse
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness, allowed
 from flatout.tuning.trial import SearchState
 from flatout.tuning.windows import LEAST_GAIN, Pace
 
@@ -28,7 +28,7 @@ def worth_trying(
     lever: Lever, machine: Machine, observed: Observed, exactness: Exactness, *, asked: bool = False
 ) -> Verdict:
     """The values to try, or why none. asked: somebody wants just this, whatever it is predicted to save."""
-    if EXACTNESS_ORDER.index(lever.exactness) > EXACTNESS_ORDER.index(exactness):
+    if not allowed(lever.exactness, exactness):
         return refuse(f"it is {lever.exactness}, and --exactness is {exactness}")
     verdict = lever.applies(machine, observed)
     if not verdict or asked or lever.aim == "memory":

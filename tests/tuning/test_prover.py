@@ -11,7 +11,7 @@ import pytest
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice, Lever
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.tuning.deadline import Deadline
 from flatout.tuning.numerics import Numerics

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatout.levers.lever import Choice, choices_of_plan
-from flatout.plan import Exactness
+from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.sequential import compare_so_far
 from flatout.tuning import verifier as verifier_module

@@ -21,9 +21,9 @@ from flatout.infer.choosing.closeness import ROUNDING_ERROR, Accuracy, Tolerance
 from flatout.infer.choosing.in_turns import Turns, in_turns
 from flatout.infer.choosing.tuning import InferenceTrial, Outcome
 from flatout.levers.break_even import Counted, describe, payoff_steps, pays
-from flatout.levers.lever import EXACTNESS_ORDER
 from flatout.memory.out_of_memory import is_out_of_memory
-from flatout.plan import Exactness, Plan
+from flatout.plan import Plan
+from flatout.plan_choices import Exactness, allowed, declared, worst
 from flatout.timing import Clock
 from flatout.units import format_seconds
 
@@ -47,7 +47,6 @@ class Option:
 
     label: str
     choices: Mapping[str, Any]
-    exactness: Exactness
     replaces: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     """Fields of the plan that, once kept, make it pointless."""
@@ -55,6 +54,11 @@ class Option:
     """Fields whose place it may take where it cannot stand beside them."""
     pairs_with: str = ""
     """The field of a choice with which it may help although neither does alone."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """What it is declared to do to the numbers."""
+        return worst(declared()[name].exactness for name in self.choices)
 
     def on(self, plan: Plan) -> Plan:
         """The plan with this change."""
@@ -187,7 +191,7 @@ class InferenceSearch:
         self._update(cost_seconds=self._clock() - began, on_top_of=tuple(one.label for one in before))
 
     def _refusal(self, option: Option) -> str:
-        if not self._allowed(option.exactness):
+        if not allowed(option.exactness, self.limits.exactness):
             return f"it is {option.exactness}, and exactness is {self.limits.exactness}"
         chosen = self.current.plan.choices()
         for name in option.unless:
@@ -207,9 +211,6 @@ class InferenceSearch:
             return ""
         return f"{self.limits.items:,} {self.subject.unit}s take {format_seconds(whole)}: no time to earn it back"
 
-    def _allowed(self, exactness: Exactness) -> bool:
-        return EXACTNESS_ORDER.index(exactness) <= EXACTNESS_ORDER.index(self.limits.exactness)
-
     def _made(self, plan: Plan) -> Made:
         began = self._clock()
         runner = self.subject.make(plan)
@@ -228,7 +229,7 @@ class InferenceSearch:
         made.accuracy = made.runner.judge()
         exactness = self._seen(option, made)
         self._update(exactness=exactness, accuracy=made.accuracy)
-        if not self._allowed(exactness):
+        if not allowed(exactness, self.limits.exactness):
             reason = f"on the sample it is {exactness} ({made.accuracy}), and exactness is {self.limits.exactness}"
             self._update(reason=reason)
         elif reason := self.limits.tolerance.why_not(made.accuracy, self.plain.accuracy):
@@ -259,7 +260,7 @@ class InferenceSearch:
             seen = "bit-identical"  # beside what is on already nothing can be seen
         elif now.error > ROUNDING_ERROR:
             seen = "reduced"
-        return max(option.exactness, seen, key=EXACTNESS_ORDER.index)
+        return worst((option.exactness, seen))
 
     def _faster(self, made: Made, least_gain: float) -> bool:
         """Timed against what is kept; the verdict goes into the last trial."""
@@ -413,7 +414,6 @@ def _both(first: Option, second: Option) -> Option:
     return Option(
         label=f"{second.label} + {first.label}",
         choices={**second.choices, **first.choices},
-        exactness=max(first.exactness, second.exactness, key=EXACTNESS_ORDER.index),
         replaces=(*first.replaces, *second.replaces),
     )
 

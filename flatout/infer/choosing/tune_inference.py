@@ -27,10 +27,10 @@ from flatout.infer.choosing.tuning import InferenceTuning, Task
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.left_unchanged import left_unchanged
-from flatout.levers.lever import EXACTNESS_ORDER
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
-from flatout.plan import Exactness, Plan
+from flatout.plan import Plan
+from flatout.plan_choices import Exactness, worst
 from flatout.timing import LoadWatch
 
 FEW_ANSWERS = 100
@@ -182,14 +182,13 @@ def _with_reasons(tuning: InferenceTuning, doubts: list[str]) -> Plan:
         near = "" if trial.accuracy is None else f"; {trial.accuracy}"
         for name in trial.choices:
             reasons[name] = f"{gain}; {trial.exactness}{near}{cost}"
-    worst = [trial.exactness for trial in tuning.kept]
     return replace(
         tuning.plan,
         reasons={name: why for name, why in reasons.items() if getattr(tuning.plan, name) is not None},
         machine_fingerprint=tuning.machine_fingerprint,
         machine_name=tuning.machine_name,
         torch_version=tuning.torch_version,
-        exactness=max(worst, key=EXACTNESS_ORDER.index) if worst else None,
+        exactness=worst(trial.exactness for trial in tuning.kept) if tuning.kept else None,
         speedup=None if tuning.comparison is None else tuning.comparison.ratio,
         warnings=tuple(doubts),
     )

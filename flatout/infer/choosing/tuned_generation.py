@@ -74,11 +74,11 @@ class TunedGeneration:
         if self.device.type == "cpu":
             seen = Observed(device="cpu", threads=torch.get_num_threads())
             for value in Threads().applies(machine, seen).values:
-                found.append(Option(label=f"{value} threads", choices={"threads": value}, exactness="rounding"))
-        lookup = Option(label="lookup of guesses", choices={"speculation": "lookup"}, exactness="rounding")
-        bf16 = Option(label="bf16", choices={"precision": "bf16"}, exactness="reduced")
+                found.append(Option(label=f"{value} threads", choices={"threads": value}))
+        lookup = Option(label="lookup of guesses", choices={"speculation": "lookup"})
+        bf16 = Option(label="bf16", choices={"precision": "bf16"})
         fewer = [
-            Option(label=f"{bits} weights", choices={"weights": bits}, exactness="reduced", replaces=("precision",))
+            Option(label=f"{bits} weights", choices={"weights": bits}, replaces=("precision",))
             for bits in (("int8", "int4") if self.device.type == "cpu" else ())  # CUDA has no kernels that read them
         ]
         return [*found, lookup, bf16, *fewer]

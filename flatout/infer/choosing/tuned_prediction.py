@@ -105,24 +105,22 @@ class TunedPrediction:
         found += self._batches(cuda)
         if norms:
             label = "batch norms folded"
-            found.append(Option(label=label, choices={"fold_batch_norm": True}, exactness="rounding"))
+            found.append(Option(label=label, choices={"fold_batch_norm": True}))
         if convolutions:
             label = "channels_last"
-            found.append(Option(label=label, choices={"memory_format": label}, exactness="rounding"))
+            found.append(Option(label=label, choices={"memory_format": label}))
         if convolutions and cuda:
-            found.append(Option(label="cudnn.benchmark", choices={"cudnn_benchmark": True}, exactness="rounding"))
+            found.append(Option(label="cudnn.benchmark", choices={"cudnn_benchmark": True}))
         if cuda and own == "fp32":
-            found.append(Option(label="TF32", choices={"matmul_precision": "high"}, exactness="reduced"))
+            found.append(Option(label="TF32", choices={"matmul_precision": "high"}))
         for name in ("bf16", "fp16") if cuda else ("bf16",):
             if name != own:
-                found.append(Option(label=name, choices={"precision": name}, exactness="reduced"))
+                found.append(Option(label=name, choices={"precision": name}))
         if linears:
             both = {"weights": "int8", "activations": "int8"}
-            found.append(Option(label="int8 weights and activations", choices=both, exactness="reduced"))
+            found.append(Option(label="int8 weights and activations", choices=both))
         if linears and not cuda:  # on CUDA they are widened for each product
-            narrow = Option(
-                label="int8 weights", choices={"weights": "int8"}, exactness="reduced", unless=("activations",)
-            )
+            narrow = Option(label="int8 weights", choices={"weights": "int8"}, unless=("activations",))
             found.append(narrow)
         return [*found, *self._compiled(cuda)]
 
@@ -145,28 +143,26 @@ class TunedPrediction:
     def _threads(self, machine: Machine) -> list[Option]:
         seen = Observed(device="cpu", threads=torch.get_num_threads())
         values = Threads().applies(machine, seen).values
-        return [Option(label=f"{n} threads", choices={"threads": n}, exactness="rounding") for n in values]
+        return [Option(label=f"{n} threads", choices={"threads": n}) for n in values]
 
     def _batches(self, cuda: bool) -> list[Option]:
         """How ragged inputs are put together; those of fixed size go in batches of the caller's size."""
         if len(set(self.lengths)) < 2:
             return []
         ways = ("padded", "equal")
-        found = [Option(label=f"{way} batches", choices={"batching": way}, exactness="rounding") for way in ways]
+        found = [Option(label=f"{way} batches", choices={"batching": way}) for way in ways]
         total, usual = sum(self.lengths), 16384 if cuda else 2048
         for size in (usual // 4, usual // 2, usual * 2, usual * 4):
             if min(size, usual) < total:  # else all is one batch either way
                 label = f"batches of {size} tokens"
-                found.append(Option(label=label, choices={"batch_tokens": size}, exactness="rounding"))
+                found.append(Option(label=label, choices={"batch_tokens": size}))
         return found
 
     def _compiled(self, cuda: bool) -> list[Option]:
         modes = ["regional"] if repeated_blocks(self.model) else []
         modes += ["default", "reduce-overhead", "max-autotune"] if cuda else ["default"]
         either: dict[str, Any] = {"instead_of": ("weights", "activations"), "pairs_with": "precision"}
-        return [
-            Option(label=f"compile {mode}", choices={"compile": mode}, exactness="rounding", **either) for mode in modes
-        ]
+        return [Option(label=f"compile {mode}", choices={"compile": mode}, **either) for mode in modes]
 
     def _exact(self) -> list[dict[str, Tensor] | Failed]:
         """The outputs of the model in fp32, run as it stands otherwise."""

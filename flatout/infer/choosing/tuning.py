@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
-from flatout.plan import Exactness, Plan
+from flatout.plan import Plan
+from flatout.plan_choices import Exactness
 from flatout.statistics import Comparison
 from flatout.units import format_seconds, labelled
 

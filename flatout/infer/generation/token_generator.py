@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from flatout.arguments import as_model, as_plan, as_whole_number
-from flatout.errors import PlanError, UsageError
+from flatout.errors import UsageError
 from flatout.infer.generation.batch_run import BatchRun, Text
 from flatout.infer.generation.decoder import Decoder
 from flatout.infer.generation.detokenising import Decode
@@ -42,8 +42,6 @@ DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
 """Sequences that are worked on at once: where a step still costs about what reading the weights costs."""
 MAX_NEW_TOKENS = 64
 """Where neither the caller nor the model says how many."""
-_OURS = ("precision", "weights", "speculation", "threads")
-"""Choices of a plan that are carried out here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,7 @@ class TokenGenerator:
         draft: nn.Module | None = None,
         slots: int | None = None,
     ) -> None:
-        self.plan = as_plan(plan)
-        _check_plan(self.plan)
+        self.plan = as_plan(plan, "generate")
         as_model(model)
         if slots is not None:
             as_whole_number(slots, "slots")
@@ -397,13 +394,6 @@ def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -
 def _check_count(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 1")
-
-
-def _check_plan(plan: Plan) -> None:
-    for name, value in plan.choices().items():
-        if name not in _OURS:
-            limit = f"generating carries out {', '.join(_OURS)}"
-            raise PlanError(f"the plan's {name} is {value!r}", limit=limit, remedy=f"use plan.without({name!r})")
 
 
 def _choice(settings: dict[str, Any], own: ModelSettings, ends: Sequence[int]) -> Choice:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatout.arguments import as_device, as_model
-from flatout.errors import PlanError, UsageError
+from flatout.errors import UsageError
 from flatout.infer.prediction.linear import Int8Linear, PackedLinear, RoundedLinear, packs, swap_linears
 from flatout.plan import Plan
 from flatout.precision.quantize import INT4_GROUP
@@ -102,12 +102,6 @@ def _packable(layer: nn.Linear, placed: Placed) -> bool:
 
 def _check(model: Any, plan: Plan) -> None:
     as_model(model)
-    if plan.activations == "int8" and plan.weights != "int8":
-        what = f"activations is 'int8' while weights is {plan.weights!r}"
-        raise PlanError(what, limit="products of whole numbers need both in 8 bits", remedy="set weights = 'int8'")
-    if plan.speculation is not None:
-        remedy = "drop it, or call flatout.generate"
-        raise PlanError(f"speculation is {plan.speculation!r}", limit="predict generates nothing", remedy=remedy)
 
 
 def _device(asked: Any, here: torch.device) -> torch.device:

@@ -32,7 +32,7 @@ from flatout.infer.prediction.samples import Sample, read_sample
 from flatout.infer.prediction.window_run import WindowRun
 from flatout.infer.progress_bar import progress_bar
 from flatout.levers.applied import Applied
-from flatout.levers.catalogue import LEVERS
+from flatout.levers.catalogue import levers_of
 from flatout.levers.lever import choices_of_plan
 from flatout.levers.subject import Subject
 from flatout.machine.detect import detect
@@ -47,8 +47,6 @@ BATCH_SIZE = 32
 """Inputs of fixed size, such as images, in one batch."""
 RESULTS_PER_LOOK = 64
 """Between two looks at the figures for the bar."""
-_WHILE_RUNNING = ("threads", "flush_denormals", "cudnn_benchmark", "matmul_precision")
-"""Choices that act on the process; put back before a result is handed out."""
 
 
 def predict(
@@ -97,7 +95,7 @@ class Predictor:
         device: Any = None,
         check_finite: bool = False,
     ) -> None:
-        self.plan = as_plan(plan)
+        self.plan = as_plan(plan, "predict")
         for name, value in (("batch_size", batch_size), ("look_ahead", look_ahead)):
             if value is not None:
                 as_whole_number(value, name)
@@ -234,10 +232,10 @@ class Predictions:
 
     @contextlib.contextmanager
     def _as_planned(self) -> Iterator[None]:
-        plan = self._predictor.plan
-        wanted = {name: getattr(plan, name) for name in _WHILE_RUNNING if getattr(plan, name) is not None}
+        """Settings of the process are put back before a result is handed out."""
+        levers = [lever for lever in levers_of("predict") if lever.of_process]
         applied = Applied(Subject())
-        applied.set(choices_of_plan(wanted, LEVERS))
+        applied.set(choices_of_plan(self._predictor.plan.choices(), levers))
         try:
             yield
         finally:

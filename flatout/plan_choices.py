@@ -1,0 +1,384 @@
+"""What each choice of a plan declares, and what follows from that alone.
+
+    precision: Literal["fp32", "bf16", "fp16"] | None = choice(
+        "dtype of autocast regions", by=("script", "step"), exactness="reduced", levers=("autocast:Autocast",)
+    )
+
+A choice is declared once, where `Plan` has its field. Plan's checks, the searches, `fit_into`, forecasts and what takes
+a plan (TrainStep, batches, predict, generate, flatout run) read the rest from here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from flatout.plan_document import toml_value
+
+Exactness = Literal["bit-identical", "rounding", "reduced"]
+"""What a choice does to the numbers: nothing, another order of summation, or fewer bits."""
+
+EXACTNESS_ORDER: tuple[Exactness, ...] = get_args(Exactness)
+
+Aim = Literal["time", "memory"]
+
+Carrier = Literal["script", "step", "batches", "predict", "generate"]
+
+CARRIERS: dict[Carrier, str] = {
+    "script": "flatout run",
+    "step": "TrainStep",
+    "batches": "batches",
+    "predict": "predict",
+    "generate": "generate",
+}
+"""Who carries choices out, and how a user calls them."""
+
+SAME_PLAN: tuple[tuple[Carrier, ...], ...] = (("step", "batches"),)
+"""One plan is given to both: what the other one carries out is no slip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What another choice has to be where this one is made."""
+
+    other: str
+    allows: Callable[[Any], bool]
+    """Of the other choice's value; None: it is not made."""
+    why: str
+    remedy: str = "drop one of the two"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """One choice of a plan."""
+
+    meaning: str
+    by: tuple[Carrier, ...]
+    """Who carries it out."""
+    exactness: Exactness
+    aim: Aim = "time"
+    """'memory': a search keeps it also where it is not faster, if memory is short or it was asked for."""
+    levers: tuple[str, ...] = ()
+    """The classes that do it, as 'module:Class' in flatout.levers; none where its carrier does it itself."""
+    low: int = 0
+    """Of a whole number; both limits are included."""
+    high: int = 0
+    beside: tuple[Beside, ...] = ()
+    replaces: tuple[str, ...] = ()
+    """Choices whose work it does: a search takes them back when it keeps this one."""
+    pairs_with: tuple[str, ...] = ()
+    """Choices with which it may help although neither does alone."""
+    in_forecasts: bool = True
+    """Does memory depend on it, and can it be carried out on fake tensors?"""
+    repeatable: bool = True
+    """False where kernels are chosen by how fast they were this time."""
+
+
+def choice(meaning: str, **declared: Any) -> Any:
+    """A field of [plan]; keywords as in Declared."""
+    return field(default=None, metadata={"declared": Declared(meaning=meaning, **declared)})
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+def _none_or_0(value: Any) -> bool:
+    return not value
+
+
+_ALL_GRADIENTS = "that needs all gradients before the first update"
+
+
+_OF_WORKERS = (
+    Beside(
+        other="loader_workers",
+        allows=bool,
+        why="it needs worker processes",
+        remedy="set loader_workers to 1 or more, or drop it",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Every choice of a plan, in the order in which choices are applied: what others build on before those.
+
+    There is none for a script's loader workers, nor one that keeps a script's samples or a copy of its data: whatever
+    it changes while it trains (a numpy view of its data leaves no trace), or does in `__getitem__`, would go unnoticed.
+    """
+
+    device: Literal["cuda"] | None = choice(
+        "where a script runs that names no device itself: cuda = its model is moved to the GPU, and what meets it",
+        by=("script",),
+        exactness="rounding",
+        levers=("moved_to_device:MovedToDevice",),
+    )
+    fetch: Literal["batched", "cached"] | None = choice(
+        "in-memory data in the main process: batched = whole batches, made from the live data (cached: the same)",
+        by=("script", "batches"),
+        exactness="bit-identical",
+        levers=("batched_fetch:BatchedFetch",),
+        beside=(Beside(other="loader_workers", allows=_none_or_0, why="fetch works in the main process"),),
+    )
+    data_device: Literal["cuda"] | None = choice(
+        "where batches() keeps tensors: cuda = copied there once, so that later changes are not seen (needs fetch)",
+        by=("batches",),
+        exactness="bit-identical",
+        beside=(
+            Beside(other="fetch", allows=_is_set, why="it needs fetch", remedy="set fetch = 'batched'"),
+            Beside(
+                other="pin_memory",
+                allows=_none_or_0,
+                why="only batches in the CPU's memory can be page-locked",
+            ),
+        ),
+    )
+    loader_workers: int | None = choice(
+        "processes of batches(); 0 = load in the main process",
+        by=("batches",),
+        exactness="bit-identical",
+        low=0,
+        high=256,
+    )
+    persistent_workers: bool | None = choice(
+        "keep the loader's workers alive between epochs", by=("batches",), exactness="bit-identical", beside=_OF_WORKERS
+    )
+    prefetch_factor: int | None = choice(
+        "batches that each loader worker holds ready",
+        by=("batches",),
+        exactness="bit-identical",
+        low=1,
+        high=64,
+        beside=_OF_WORKERS,
+    )
+    pin_memory: bool | None = choice(
+        "page-locked batches, so that copies to the device overlap with compute",
+        by=("script", "batches"),
+        exactness="bit-identical",
+        levers=("pinned_memory:PinnedMemory",),
+    )
+    flush_denormals: bool | None = choice(
+        "treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly",
+        by=("script", "step", "predict"),
+        exactness="rounding",
+        levers=("denormals:FlushDenormals",),
+        in_forecasts=False,
+    )
+    threads: int | None = choice(
+        "intra-op threads of torch on the CPU",
+        by=("script", "step", "predict", "generate"),
+        exactness="rounding",
+        levers=("threads:Threads",),
+        low=1,
+        high=1024,
+        in_forecasts=False,
+    )
+    optimizer: Literal["fused", "foreach"] | None = choice(
+        "implementation of the optimizer's step: fused = one kernel for it all, foreach = one per operation",
+        by=("script", "step"),
+        exactness="rounding",
+        levers=("fused_optimizer:FusedOptimizer",),
+    )
+    cudnn_benchmark: bool | None = choice(
+        "let cuDNN time its algorithms once per input shape and keep the fastest",
+        by=("script", "step", "predict"),
+        exactness="rounding",
+        levers=("cudnn_benchmark:CudnnBenchmark",),
+        in_forecasts=False,
+        repeatable=False,
+    )
+    memory_format: Literal["channels_last"] | None = choice(
+        "layout of images and convolution weights in memory: NHWC instead of NCHW",
+        by=("script", "step", "predict"),
+        exactness="rounding",
+        levers=("channels_last:ChannelsLast",),
+    )
+    attention: Literal["fused"] | None = choice(
+        "attention that the model computes by hand: fused = by torch's kernel, which keeps no matrix of weights",
+        by=("script", "step"),
+        exactness="rounding",
+        levers=("attention:FusedAttention",),
+        in_forecasts=False,
+    )
+    loss: Literal["chunked"] | None = choice(
+        "cross-entropy of a last linear layer's scores: chunked = these are never held whole (saves memory)",
+        by=("script", "step"),
+        exactness="rounding",
+        aim="memory",
+        levers=("chunked_loss:ChunkedLoss",),
+    )
+    precision: Literal["fp32", "bf16", "fp16"] | None = choice(
+        "dtype of autocast regions; fp16 also scales the loss, so that small gradients do not vanish",
+        by=("script", "step", "predict", "generate"),
+        exactness="reduced",
+        levers=("autocast:Autocast",),
+        pairs_with=("memory_format",),
+    )
+    matmul_precision: Literal["highest", "high", "medium"] | None = choice(
+        "how exact fp32 products are: highest = fp32, high = TF32 on CUDA, medium = bf16 inside the product",
+        by=("script", "step", "predict"),
+        exactness="reduced",
+        levers=("matmul_precision:MatmulPrecision",),
+        in_forecasts=False,
+    )
+    compile: Literal["default", "regional", "reduce-overhead", "max-autotune"] | None = choice(
+        "torch.compile: the whole model in this mode; regional = each repeated block once (starts sooner)",
+        by=("script", "step", "predict"),
+        exactness="rounding",
+        levers=("compile:Compile",),
+        replaces=("attention",),
+        pairs_with=("precision", "threads"),
+        in_forecasts=False,
+    )
+    allocator: Literal["retain", "jemalloc", "tcmalloc", "mimalloc"] | None = choice(
+        "CPU memory: retain = glibc keeps freed memory for reuse; else the allocator to preload",
+        by=("script",),
+        exactness="bit-identical",
+        levers=("allocator:RetainMemory", "allocator:PreloadedAllocator"),
+        in_forecasts=False,
+    )
+
+    micro_batches: int | None = choice(
+        "parts that each batch is split into, for one optimizer step; the batch does not grow",
+        by=("step",),
+        exactness="rounding",
+        aim="memory",
+        low=1,
+        high=65536,
+    )
+    activation_offload: bool | None = choice(
+        "activations wait in the host's memory for the backward pass, page-locked (CUDA only)",
+        by=("step",),
+        exactness="bit-identical",
+        aim="memory",
+        levers=("activation_offload:ActivationOffload",),
+    )
+    activation_checkpointing: Literal["block", "selective"] | None = choice(
+        "recompute activations in backward: block = of each repeated block, selective = all but matrix products",
+        by=("step",),
+        exactness="bit-identical",
+        aim="memory",
+        levers=("activation_checkpointing:ActivationCheckpointing",),
+    )
+    checkpointed_blocks: int | None = choice(
+        "of how many repeated blocks, from the first, activations are recomputed; unset = of all",
+        by=("step",),
+        exactness="bit-identical",
+        aim="memory",
+        low=1,
+        high=4096,
+        beside=(
+            Beside(
+                other="activation_checkpointing",
+                allows=_is_set,
+                why="it says of how many",
+                remedy="set activation_checkpointing = 'block'",
+            ),
+        ),
+    )
+    optimizer_in_backward: bool | None = choice(
+        "update each parameter as soon as its gradient is there, and free it: gradients are never held together",
+        by=("step",),
+        exactness="bit-identical",
+        aim="memory",
+        beside=(
+            Beside(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ALL_GRADIENTS),
+            Beside(other="nonfinite", allows=lambda kind: kind is None, why=_ALL_GRADIENTS),
+            Beside(other="precision", allows=lambda kind: kind != "fp16", why=_ALL_GRADIENTS),
+        ),
+    )
+    optimizer_state: Literal["8bit"] | None = choice(
+        "Adam's two moments: 8bit = one byte an element, with a scale for each 256 (needs torchao)",
+        by=("step",),
+        exactness="reduced",
+        aim="memory",
+    )
+    out_of_memory: Literal["split", "exact", "raise"] | None = choice(
+        "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run",
+        by=("step",),
+        exactness="rounding",
+    )
+    nonfinite: Literal["skip", "raise"] | None = choice(
+        "a gradient with inf or NaN: skip that step and count it, or raise; unset = not looked for (fp16 always skips)",
+        by=("step",),
+        exactness="bit-identical",
+        in_forecasts=False,
+    )
+
+    weights: Literal["int8", "int4"] | None = choice(
+        "bits in which the linear layers' weights are held; int8 = one scale a row, int4 = one a group of 32",
+        by=("predict", "generate"),
+        exactness="reduced",
+    )
+    activations: Literal["int8"] | None = choice(
+        "inputs of the linear layers rounded to 8 bits, one scale a token, so that products run in int8",
+        by=("predict",),
+        exactness="reduced",
+        beside=(
+            Beside(
+                other="weights",
+                allows=lambda bits: bits == "int8",
+                why="products of whole numbers need both in 8 bits",
+                remedy="set weights = 'int8'",
+            ),
+        ),
+    )
+    batching: Literal["packed", "equal", "padded"] | None = choice(
+        "ragged inputs: packed = one row, no padding; equal = of one length; padded = to the longest",
+        by=("predict",),
+        exactness="rounding",
+    )
+    batch_tokens: int | None = choice(
+        "ragged inputs: tokens of one batch, padding included",
+        by=("predict",),
+        exactness="rounding",
+        low=1,
+        high=2**30,
+    )
+    fold_batch_norm: bool | None = choice(
+        "multiply batch norms into the convolutions before them", by=("predict",), exactness="rounding"
+    )
+    speculation: Literal["lookup"] | None = choice(
+        "guess tokens from the text so far and check several at once; same distribution",
+        by=("generate",),
+        exactness="rounding",
+    )
+
+
+@functools.cache
+def declared() -> dict[str, Declared]:
+    """Each choice by name, in the order of declaration."""
+    return {one.name: one.metadata["declared"] for one in fields(Choices)}
+
+
+def choice_names() -> tuple[str, ...]:
+    """The keys of [plan], in the order of declaration."""
+    return tuple(declared())
+
+
+def contradiction(choices: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """(what, limit, remedy) of the first two choices that cannot stand beside each other; None: all can."""
+    for name, value in choices.items():
+        for rule in declared()[name].beside if value else ():
+            other = choices.get(rule.other)
+            if not rule.allows(other):
+                state = "unset" if other is None else _said(other)
+                return f"{name} is {_said(value)} while {rule.other} is {state}", rule.why, rule.remedy
+    return None
+
+
+def worst(kinds: Iterable[Exactness]) -> Exactness:
+    """That of the least exact."""
+    return max(kinds, key=EXACTNESS_ORDER.index, default="bit-identical")
+
+
+def allowed(exactness: Exactness, limit: Exactness) -> bool:
+    """Does what is so exact stay within what may be done to the numbers?"""
+    return EXACTNESS_ORDER.index(exactness) <= EXACTNESS_ORDER.index(limit)
+
+
+def _said(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else toml_value(value)
