@@ -1,12 +1,14 @@
 """Decide between two ways of running as soon as the samples allow it, and no sooner.
 
 Whoever looks at a growing sample again and again, and stops when it shows a difference, will find one where there is
-none. So there are few looks, and each asks for more than 95 %: with six looks at the constant level of Pocock (1977,
-doi:10.1093/biomet/64.2.191) the chance that any of them errs is 5 %, and the intervals of all of them hold together
-(Jennison and Turnbull 1989, doi:10.1111/j.2517-6161.1989.tb01738.x). From eight pairs on a look is Wilcoxon's signed
-ranks; so few as three to six have no interval by ranks, and get Student's t, which a disturbed pair widens.
+none. So there are few looks, and each asks for more than 95 %: at one constant level for all, as by Pocock (1977,
+doi:10.1093/biomet/64.2.191), computed for looks after these numbers of pairs, the chance that any errs is 5 %, and the
+intervals of all of them hold together (Jennison and Turnbull 1989, doi:10.1111/j.2517-6161.1989.tb01738.x). From eight
+pairs on a look is Wilcoxon's signed ranks; so few as three to six have no interval by ranks, and get Student's t, which
+a disturbed pair widens.
 
-Stopping for futility is not bound by that: a candidate dropped too early costs a gain, never a wrong claim.
+Stopping for futility is not bound by that: a candidate dropped too early costs a gain, never a wrong claim. What goes
+on to the last look is what may well be shown there.
 
     pairs = []
     while not is_decided(pairs, least_gain=0.01):
@@ -23,11 +25,11 @@ from statistics import mean, stdev
 
 from flatout.statistics import Comparison, compare_paired
 
-LOOKS = (3, 4, 6, 8, 11, 15)
+LOOKS = (3, 4, 6, 8, 11, 15, 22, 32, 48)
 """Pairs after which to look."""
-LOOK_CONFIDENCE, OVERALL_CONFIDENCE = 0.9858, 0.95
+LOOK_CONFIDENCE, OVERALL_CONFIDENCE = 0.9905, 0.95
 """Confidence of each look, and of all of them together."""
-STUDENT = {3: 8.30, 4: 5.15, 5: 4.16, 6: 3.69, 7: 3.42}
+STUDENT = {3: 10.19, 4: 5.95, 5: 4.68, 6: 4.08, 7: 3.75}
 """Two-sided points of Student's t at that level, by pairs."""
 LEAST_DEVIATION = 0.005
 """Of a log ratio: three windows may agree by luck; no machine is that steady."""
@@ -35,6 +37,9 @@ FAR_SLOWER_PAIRS, FAR_SLOWER_RATIO = 2, 0.75
 """The first pairs are enough where each is slower than this."""
 FUTILE_RATIOS = {4: 1.0, 6: 1.005}
 """An estimate below that, after so many pairs, will hardly become a gain that counts."""
+TREND_PAIRS, TREND_SHARE = 11, 0.5
+"""From so many pairs on: an estimated gain of less than that share of what the last look can show, by the deviation
+seen so far. If the estimate is right, the last look shows such a gain about one time in ten."""
 
 Pairs = Sequence[tuple[float, float]]
 
@@ -64,7 +69,7 @@ def is_decided(pairs: Pairs, *, least_gain: float, stop_if_futile: bool = True) 
     found = compare_so_far(pairs, least_gain=least_gain)
     if len(pairs) >= LOOKS[-1] or found.verdict != "not significant":
         return True
-    return stop_if_futile and (found.high < 1 + least_gain or is_futile(len(pairs), found.ratio))
+    return stop_if_futile and (found.high < 1 + least_gain or is_futile(found, least_gain))
 
 
 def is_far_slower(pairs: Pairs) -> bool:
@@ -73,6 +78,11 @@ def is_far_slower(pairs: Pairs) -> bool:
     return len(first) == FAR_SLOWER_PAIRS and all(ours / theirs < FAR_SLOWER_RATIO for ours, theirs in pairs)
 
 
-def is_futile(pairs: int, ratio: float) -> bool:
+def is_futile(found: Comparison, least_gain: float) -> bool:
     """Would more pairs hardly make a gain of this estimate?"""
-    return any(pairs >= least and ratio < bound for least, bound in FUTILE_RATIOS.items())
+    if any(found.pairs >= least and found.ratio < bound for least, bound in FUTILE_RATIOS.items()):
+        return True
+    if found.pairs < TREND_PAIRS:
+        return False
+    half_at_last = math.log(found.high / found.low) / 2 * math.sqrt(found.pairs / LOOKS[-1])
+    return math.log(found.ratio / (1 + least_gain)) < TREND_SHARE * half_at_last

@@ -26,7 +26,7 @@ from benchmarks.proof import right_levers, wrong_levers
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.trial import Proof
 from flatout.tuning.trial_process import TrialSetup

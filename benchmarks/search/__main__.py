@@ -23,8 +23,8 @@ from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
-from flatout.tuning.deadline import Deadline
-from flatout.tuning.search import Search, SearchLimits
+from flatout.search.deadline import Deadline
+from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.trial_process import TrialProcess, TrialSetup
 from flatout.tuning.windows import Arm, Pace, compare_arms
 
@@ -104,7 +104,7 @@ def run(workload: Workload, machine: Machine) -> Outcome:
         best, ratio, count, seconds, choices = exhaustive(setup, machine, workload.fields)
         began = time.perf_counter()
         only = tuple((choice.field, choice.value) for choice in choices)
-        state = Search(setup, machine, LEVERS, SearchLimits(deadline=Deadline(600), only=only)).run()
+        state = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(600), only=only)).run()
         search_seconds = time.perf_counter() - began
         against, interval = against_best(setup, best, state.kept)
     return Outcome(

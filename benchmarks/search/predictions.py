@@ -55,17 +55,17 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.levers.catalogue import LEVERS
     from flatout.machine.with_ceilings import machine_with_ceilings
     from flatout.script.entry import Target
+    from flatout.search.deadline import Deadline
     from flatout.tuning import worth_trying
-    from flatout.tuning.deadline import Deadline
     from flatout.tuning.fork_server import ForkServer
-    from flatout.tuning.search import Search, SearchLimits
+    from flatout.tuning.search import SearchLimits, TrainingSearch
     from flatout.tuning.trial_process import TrialSetup
 
     worth_trying.LEAST_GAIN = -math.inf
     machine = machine_with_ceilings(lambda text: None)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-", dir="/var/tmp") as folder, ForkServer() as server:
         setup = TrialSetup(target=Target.from_command(command), work_folder=Path(folder), fork_server=server)
-        state = Search(setup, machine, LEVERS, SearchLimits(deadline=Deadline(budget_seconds))).run()
+        state = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(budget_seconds))).run()
     found = {
         "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
         "observed": state.first_observed.to_json(),

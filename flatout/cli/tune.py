@@ -56,7 +56,7 @@ def tune(
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.script.entry import Target
-    from flatout.tuning.deadline import Deadline
+    from flatout.search.deadline import Deadline
     from flatout.tuning.script_tuning import TuneRequest, tune_script
     from flatout.units import parse_seconds
 

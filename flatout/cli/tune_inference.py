@@ -81,13 +81,14 @@ def _run(model: str, inputs: Path, out: Path, tokenizer: str | None, asked: dict
     from flatout.infer.model_source import load_model
     from flatout.plan import write_plan
     from flatout.report.document import document, to_text
+    from flatout.tuning.short_budget import budget_option
 
     _check_place(out)
     sample = _sample(inputs, model, tokenizer)
     with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:  # what the model prints is no document
         module, _ = load_model(model)
         found = tune(module, sample, progress=progress, **asked)
-    print(to_text(document("tune-inference", found.to_json())) if as_json else found.summary())
+    print(to_text(document("tune-inference", found.to_json())) if as_json else found.summary(budget_option))
     write_plan(out, found.plan)
     if not as_json:
         given = shlex.quote(str(inputs))

@@ -149,6 +149,16 @@ class Choice:
     def label(self) -> str:
         return self.lever.label(self.value)
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The field of a plan that it sets."""
+        return {self.field: self.value}
+
+    @property
+    def replaces(self) -> tuple[str, ...]:
+        """Fields of other choices whose work it does."""
+        return self.lever.declared.replaces
+
     def to_json(self) -> list[Any]:
         return [self.lever.name, self.value]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
+from flatout.search.trial import Outcome
 from flatout.tuning.trial_process import Peak
 from flatout.units import format_bytes
 
@@ -35,7 +36,7 @@ class MemoryGain:
         return 1 - self.after.peak_bytes / self.before.peak_bytes
 
 
-def judge_gain(gain: MemoryGain, choice: Choice, machine: Machine, device: str, *, asked: bool) -> tuple[str, str]:
+def judge_gain(gain: MemoryGain, choice: Choice, machine: Machine, device: str, *, asked: bool) -> tuple[Outcome, str]:
     """(outcome, reason) of a choice that is not faster."""
     incidents: Mapping[str, str] = gain.after.incidents
     if choice.lever.name in incidents:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flatout.levers.lever import Choice, split_by_switch
+from flatout.search.deadline import Deadline
 from flatout.statistics import STUDENT_95, Comparison, compare_paired, median
-from flatout.tuning.deadline import Deadline
 from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms

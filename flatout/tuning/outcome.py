@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 
 from flatout.levers.lever import Lever
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
-from flatout.signals import told_of
+from flatout.search.interruption import stopped_by_interrupt
 from flatout.timing import LoadWatch
-from flatout.tuning.search import Search, SearchLimits
+from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.trial import Proof, SearchState
 from flatout.tuning.trials import Trials
 from flatout.tuning.verifier import Verifier, busy, least_seconds
@@ -25,7 +23,6 @@ PROOF_SHARE = 0.4
 PATIENCE, PATIENCE_SECONDS = 2.0, 30.0
 """What proof and last comparison get after a search that somebody stopped: the larger of so many times what they need
 at the least, and this."""
-STOPPING = "stopping the search; what was found so far is proved (Ctrl-C again: end without a plan)"
 EXACTNESS_OF: dict[str, Exactness] = {
     "bit-identical": "bit-identical",
     "within rounding": "rounding",
@@ -55,7 +52,7 @@ def search_and_prove(
     """`limits.deadline` is the whole budget. Ctrl-C ends the search alone, unless a plan is only verified."""
     deadline = limits.deadline
     mine = replace(limits, deadline=deadline.reserving(deadline.budget_seconds * PROOF_SHARE))
-    search = Search(trials, machine, levers, mine, progress)
+    search = TrainingSearch(trials, machine, levers, mine, progress)
     load = LoadWatch()
     with stopped_by_interrupt(search.stop, progress) if limits.only is None else contextlib.nullcontext():
         with deadline.stage("the search"):
@@ -77,7 +74,7 @@ def plan_of(found: Found, machine: Machine) -> Plan:
     state, proof, final = found.state, found.proof, found.final
     reasons = {}
     for choice in state.kept:
-        trial = next((t for t in state.trials if t.outcome == "kept" and choice.field in t.plan_field.split("+")), None)
+        trial = state.kept_trial(choice.field)
         if trial is not None and trial.comparison is not None:
             reasons[choice.field] = f"x{trial.comparison.ratio:.2f} here; {trial.reason}; {trial.exactness}"
     return Plan(
@@ -107,21 +104,3 @@ def _weaker(proof: Proof | None) -> list[str]:
     if proof.verdict == "statistical":
         weaker.append(f"no step could be compared, as the script does not repeat itself: {proof.reason}")
     return weaker
-
-
-@contextlib.contextmanager
-def stopped_by_interrupt(stop: Callable[[], bool], progress: Callable[[str], None]) -> Iterator[None]:
-    """Within, the first Ctrl-C calls `stop`, which returns whether anything was kept: then the search alone ends.
-
-    A second one ends everything, and so does the first where nothing was kept.
-    """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not stop():
-            raise KeyboardInterrupt
-        with contextlib.suppress(RuntimeError):  # it came in the middle of another line
-            progress(STOPPING)
-
-    with told_of(handle, signal.SIGINT):
-        yield

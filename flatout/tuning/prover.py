@@ -22,8 +22,8 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
+from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
-from flatout.tuning.deadline import Deadline
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.trial import Claim, Proof, ProofVerdict
 from flatout.tuning.trial_process import TrialEnded

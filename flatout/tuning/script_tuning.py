@@ -20,7 +20,7 @@ from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.script.trial_child import load_levers
 from flatout.script.work_folder import work_folder
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
 from flatout.tuning.fork_server import ForkServer
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.search import SearchLimits

@@ -1,28 +1,27 @@
-"""Find the levers that help, one at a time, in one live process where that is possible.
+"""The search for the levers that help a training: of a script, or of a TrainStep; in one live process where possible.
 
-What may save most of a step per second of trial comes first, judged anew whenever a lever was kept. Each is switched on
-and off between windows of steps on top of what has been kept so far, and kept if it is significantly faster. Then pairs
-that interact are tried, and each kept lever must show that it still earns its place. A failure takes the lever back,
-never the search.
+What may save most of a step per second of trial comes first. A lever is switched on and off between windows of steps;
+one that holds from a process's start has a process of its own. See `flatout.search`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flatout.errors import ScriptError, TrialError
-from flatout.levers.break_even import describe, payoff_steps, pays
-from flatout.levers.lever import Choice, Lever, Verdict, split_by_switch
+from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness, worst
-from flatout.tuning.deadline import BudgetSpent, Deadline
+from flatout.plan_choices import Exactness
+from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.search.search import Progress, Proposal, Search
+from flatout.search.trial import Measured, Outcome
+from flatout.statistics import Comparison
 from flatout.tuning.for_memory import MemoryGain, judge_gain
-from flatout.tuning.short_budget import enough_for, no_step, too_slow
-from flatout.tuning.trial import NotTried, SearchState, Trial
+from flatout.tuning.short_budget import no_step, too_slow
+from flatout.tuning.trial import SearchState
 from flatout.tuning.trial_process import (
     TrialEnded,
     TrialHangs,
@@ -31,8 +30,8 @@ from flatout.tuning.trial_process import (
 )
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
-from flatout.tuning.windows import Arm, Pace, Pairing, RolledBackInside, compare_arms
-from flatout.tuning.worth_trying import COMPARISON_SECONDS, pairs_worth_trying, saving_per_second, worth_trying
+from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
+from flatout.tuning.worth_trying import COMPARISON_SECONDS, saving_per_second, worth_trying
 from flatout.units import format_bytes, format_seconds
 
 OBSERVED_STEPS = 30
@@ -47,8 +46,6 @@ MOST_RESTARTS = 60
 ATTEMPTS = 6
 """So often a short script is started again within one comparison."""
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SearchLimits:
@@ -62,8 +59,10 @@ class SearchLimits:
     """Try just these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
 
 
-class Search:
-    """One search over `levers` for one script. `run` returns the state; `close` ends its process."""
+class TrainingSearch(Search[Choice]):
+    """One search over `levers` for one script or step. `run` returns the state; `close` ends its process."""
+
+    state: SearchState
 
     def __init__(
         self,
@@ -73,47 +72,57 @@ class Search:
         limits: SearchLimits,
         progress: Progress = lambda text: None,
     ) -> None:
+        super().__init__(SearchState(total_steps=limits.total_steps), limits.deadline, progress)
         self.trials = trials
         self.machine, self.levers, self.limits = machine, levers, limits
-        self.state = SearchState(total_steps=limits.total_steps)
-        self._progress = progress
         self._process: RunningTrial | None = None
+        self._process_has: list[Choice] = []
+        """What holds from the start of that process."""
         self._restarts = 0
-        self._levers_left = 1
-        self._deadline = limits.deadline
-        self._ended = False
 
-    def run(self) -> SearchState:
-        try:
-            self._observe()
-            untried = list(self.levers)
-            while untried:
-                offered = [one for one in untried if self._worth_trying(one)]
-                self._levers_left = len(offered)
-                lever = max(offered or untried, key=self._promise)
-                untried.remove(lever)
-                self._try_lever(lever)
-            self._second_look()
-            for choices in pairs_worth_trying(self.state, self.levers):
-                self._try(*choices)
-            self._drop_the_idle()
-        finally:
-            self._ended = True
-            self.close()
-        self.state.enough_seconds = self._enough_seconds()
-        return self.state
+    @property
+    def total(self) -> int | None:
+        return self.state.total_steps
 
-    def stop(self) -> bool:
-        """End `run` soon, with what is kept so far: a signal handler may call it. False where that is nothing."""
-        if not self._ended:
-            self.state.stopped_after_seconds = self._deadline.elapsed_seconds
-            self._deadline.stopped = True
-        return bool(self.state.kept)
+    @property
+    def first_seconds(self) -> float | None:
+        return self.state.first_observed.step_seconds
+
+    @property
+    def usual_trial_seconds(self) -> float:
+        step_seconds = self.state.first_observed.step_seconds or 0.01
+        return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
 
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+    # what is proposed
+
+    def names(self) -> Sequence[str]:
+        asked = None if self.limits.only is None else dict(self.limits.only)
+        return [lever.name for lever in self.levers if asked is None or lever.plan_field in asked]
+
+    def proposal(self, name: str) -> Proposal[Choice]:
+        lever, asked = self._lever(name), self.limits.only
+        found = worth_trying(lever, self.machine, self.state.observed, self.limits.exactness, asked=asked is not None)
+        values = found.values
+        if asked is not None:
+            values = tuple(value for field, value in asked if field == lever.plan_field and value in found.values)
+        candidates = tuple(Choice(lever, value) for value in values)
+        return Proposal(label=name, candidates=candidates, reason=found.reason)
+
+    def promise(self, name: str) -> tuple[bool, float]:
+        lever = self._lever(name)
+        found = saving_per_second(lever, self.machine, self.state.observed, self.state.restart_seconds)
+        return lever.comes_first, found
+
+    def predicted(self, tried: Sequence[Choice]) -> Saving | None:
+        return tried[0].lever.saving(self.machine, self.state.observed) if len(tried) == 1 else None
+
+    def _lever(self, name: str) -> Lever:
+        return next(lever for lever in self.levers if lever.name == name)
 
     # the process
 
@@ -142,12 +151,13 @@ class Search:
             self._restarts += 1
             if self._restarts > MOST_RESTARTS:
                 raise TrialError(f"{MOST_RESTARTS} restarts of the script", limit="the search gives up there")
-            self._process = self._started(self._from_start())
+            self._process_has = self._from_start()
+            self._process = self._started(self._process_has)
         return self._process
 
     # observation
 
-    def _observe(self) -> None:
+    def observe(self) -> None:
         self._progress(f"starting the {self.trials.kind}")
         steps = OBSERVED_STEPS
         try:
@@ -236,111 +246,30 @@ class Search:
 
     # trials
 
-    def _allowed(self, lever: Lever, values: Sequence[Any]) -> list[Any]:
-        """The values that the limits leave; all of them if the limits name none."""
-        if self.limits.only is None:
-            return list(values)
-        return [value for name, value in self.limits.only if name == lever.plan_field and value in values]
-
-    def _try_lever(self, lever: Lever) -> None:
-        if self.limits.only is not None and lever.plan_field not in dict(self.limits.only):
-            return
-        verdict = self._worth_trying(lever)
-        if not verdict:
-            self._skip(lever.name, verdict.reason)
-            return
-        for value in self._allowed(lever, verdict.values):
-            self._try(Choice(lever, value))
-
-    def _worth_trying(self, lever: Lever) -> Verdict:
-        asked = self.limits.only is not None
-        return worth_trying(lever, self.machine, self.state.observed, self.limits.exactness, asked=asked)
-
-    def _promise(self, lever: Lever) -> tuple[bool, float]:
-        """The greatest is tried next."""
-        found = saving_per_second(lever, self.machine, self.state.observed, self.state.restart_seconds)
-        return lever.comes_first, found
-
-    def _second_look(self) -> None:
-        """What was too small a part of the plain step to bother with may be a large one of the faster step."""
-        if self._remaining() <= 0:
-            return  # values not tried for lack of time would be listed a second time
-        refused = {entry.label for entry in self.state.not_tried}
-        for lever in self.levers:
-            if not self.state.kept or lever.name not in refused:
-                continue
-            if self._worth_trying(lever):
-                self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != lever.name]
-                self._try_lever(lever)
-
-    def _skip(self, label: str, reason: str, *, for_lack_of_time: bool = False) -> None:
-        self.state.not_tried.append(NotTried(label=label, reason=reason, for_lack_of_time=for_lack_of_time))
-
-    def _remaining(self) -> float:
-        return self._deadline.seconds_left
-
-    def _try(self, *choices: Choice) -> bool:
-        """Try `choices` together on top of what is kept; True if they were kept."""
-        label = " + ".join(choice.label for choice in choices)
-        wanted = self._with(choices)
-        if self._remaining() <= self._starting_seconds(wanted):
-            self._skip(label, self._spent(), for_lack_of_time=True)
-            return False
-        self._progress(f"trying {label}{self._so_far()}")
-        began = time.monotonic()
-        try:
-            pairing = self._compare(wanted, choices[-1])
-            outcome, reason, payoff = self._judge(pairing, choices)
-            gain = self._memory_gain(wanted, choices[-1])
-            if gain is not None and outcome == "dropped":
-                outcome, reason = self._judge_memory(gain, choices[-1])
-        except BudgetSpent:
-            self.close()
-            broken_off = "broken off as the search was stopped"
-            reason = broken_off if self._deadline.stopped else f"broken off, {self._spent()}"
-            self._skip(label, reason, for_lack_of_time=True)
-            return False
-        except (TrialError, ScriptError) as error:
-            pairing, payoff, gain = None, None, None
-            outcome, reason = self._failure(error)
-        self._record(choices, label, pairing, outcome, reason, payoff, time.monotonic() - began)
-        if gain is not None:
-            before, after = gain.before.peak_bytes, gain.after.peak_bytes
-            self.state.trials[-1] = replace(
-                self.state.trials[-1], baseline_peak_bytes=before, candidate_peak_bytes=after
-            )
-        if outcome == "kept":
-            self._keep(wanted)
-        return outcome == "kept"
-
-    def _so_far(self) -> str:
-        """For the line that says what is tried: the step as it was and as it is now, and the time that is left."""
-        kept = [trial.candidate_seconds for trial in self.state.trials if trial.outcome == "kept"]
-        first, left = self.state.first_observed.step_seconds, f"{format_seconds(self._remaining())} left"
-        if not kept or kept[-1] is None or first is None:
-            return f" · {left}"
-        return f" · a step took {format_seconds(first)}, now {format_seconds(kept[-1])} · {left}"
-
-    def _starting_seconds(self, wanted: Sequence[Choice]) -> float:
-        """Until the first step of a trial: a start is not broken off."""
+    def starting_seconds(self, wanted: Sequence[Choice]) -> float:
         fresh = self._process is None or self._from_start(wanted) != self._from_start()
         return self.state.restart_seconds if fresh else 0.0
 
-    def _spent(self) -> str:
-        if self._deadline.stopped:
-            return "not reached before the search was stopped"
-        return f"not reached in the search's share of the budget of {self._budget()}"
+    def ordered(self, wanted: Sequence[Choice]) -> list[Choice]:
+        places = {lever.name: place for place, lever in enumerate(self.levers)}
+        return sorted(wanted, key=lambda choice: places.get(choice.lever.name, len(places)))
 
-    def _enough_seconds(self) -> float | None:
-        """By what the trials cost that were made; where there was none, by the fewest steps of one."""
-        late = sum(entry.for_lack_of_time for entry in self.state.not_tried)
-        if not late or self._deadline.stopped:
-            return None
-        step_seconds = self.state.first_observed.step_seconds or 0.01
-        least = step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
-        costs = [trial.cost_seconds for trial in self.state.trials] or [least]
-        more = late * sum(costs) / len(costs)
-        return enough_for(self._deadline.elapsed_seconds + more, self._deadline)
+    def measure(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> Measured:
+        try:
+            pairing = self._compare(wanted, tried[-1])
+            found = self._judge(pairing)
+            gain = self._memory_gain(wanted, tried[-1])
+        except BudgetSpent:
+            self.close()
+            raise
+        except (TrialError, ScriptError) as error:
+            return self._failure(error)
+        if gain is None:
+            return found
+        if found.outcome == "dropped":
+            outcome, reason = self._judge_memory(gain, tried[-1])
+            found = replace(found, outcome=outcome, reason=reason)
+        return replace(found, baseline_peak_bytes=gain.before.peak_bytes, candidate_peak_bytes=gain.after.peak_bytes)
 
     def _memory_gain(self, wanted: Sequence[Choice], choice: Choice) -> MemoryGain | None:
         """What a choice that is for memory saves of it; None for any other."""
@@ -349,20 +278,12 @@ class Search:
         main = self._main()
         return MemoryGain(before=main.peak(self._live()), after=main.peak(self._live(wanted)))
 
-    def _judge_memory(self, gain: MemoryGain, choice: Choice) -> tuple[str, str]:
+    def _judge_memory(self, gain: MemoryGain, choice: Choice) -> tuple[Outcome, str]:
         asked = self.limits.only is not None
         outcome, reason = judge_gain(gain, choice, self.machine, self.state.observed.device, asked=asked)
         if outcome == "kept":
             self.state.for_memory.append(choice)
         return outcome, reason
-
-    def _with(self, choices: Sequence[Choice]) -> list[Choice]:
-        replaced = {choice.field for choice in choices}
-        for choice in choices:
-            replaced |= set(choice.lever.declared.replaces)
-        wanted = [choice for choice in self.state.kept if choice.field not in replaced] + list(choices)
-        places = {lever.name: place for place, lever in enumerate(self.levers)}
-        return sorted(wanted, key=lambda choice: places.get(choice.lever.name, len(places)))  # as a plan applies them
 
     def _compare(self, wanted: Sequence[Choice], choice: Choice) -> Pairing:
         collected: list[tuple[float, float]] = []
@@ -390,95 +311,48 @@ class Search:
         raise AssertionError
 
     def _pace(self, choice: Choice) -> Pace:
-        seconds = min(COMPARISON_SECONDS, max(3.0, self._remaining() / (self._levers_left + 2)))
+        seconds = min(COMPARISON_SECONDS, max(3.0, self._remaining() / (self._left + 2)))
         return Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=seconds)
 
     def _note_length(self, end: TrialEnded) -> None:
         if self.state.total_steps is None:
             self.state.total_steps = end.steps
 
-    def _judge(self, pairing: Pairing, choices: Sequence[Choice]) -> tuple[str, str, int | None]:
-        payoff = payoff_steps(pairing.startup_seconds, pairing.baseline_seconds, pairing.candidate_seconds)
+    def _judge(self, pairing: Pairing) -> Measured:
+        seconds = (pairing.baseline_seconds, pairing.candidate_seconds)
+        found = self.judged(pairing.comparison, seconds, pairing.startup_seconds, LEAST_GAIN)
         if pairing.leak_bytes_per_step:
-            return "failed", f"it leaks memory: {format_bytes(pairing.leak_bytes_per_step)} a step", payoff
-        verdict = pairing.comparison.verdict
-        cost = describe(pairing.startup_seconds, payoff, self.state.total_steps)
-        if verdict != "faster":
-            reason = verdict if not cost else f"{verdict}, and {format_seconds(pairing.startup_seconds)} to start"
-            return "dropped", reason, payoff
-        if not pays(payoff, self.state.total_steps):
-            return "dropped", cost, payoff
-        return "kept", cost or "faster", payoff
+            leak = f"it leaks memory: {format_bytes(pairing.leak_bytes_per_step)} a step"
+            return replace(found, outcome="failed", reason=leak)
+        return found
 
-    def _failure(self, error: Exception) -> tuple[str, str]:
+    def _failure(self, error: Exception) -> Measured:
         """What became of a trial that gave no comparison, and why."""
         if isinstance(error, RolledBackInside):
-            return "failed", str(error)
+            return Measured(outcome="failed", reason=str(error))
         self.close()
         if not isinstance(error, TrialEnded):
-            return "failed", str(error)
+            return Measured(outcome="failed", reason=str(error))
         if error.status == 0:
             steps = f"{error.steps} step{'s' * (error.steps != 1)}"
-            return "dropped", f"not measured: the script ended after {steps}, too few to compare"
-        return "failed", f"the {self.trials.kind} failed under it: {error.headline or f'code {error.status}'}"
-
-    def _record(
-        self,
-        choices: Sequence[Choice],
-        label: str,
-        pairing: Pairing | None,
-        outcome: Any,
-        reason: str,
-        payoff: int | None,
-        cost_seconds: float,
-    ) -> None:
-        self.state.trials.append(
-            Trial(
-                label=label,
-                plan_field="+".join(choice.field for choice in choices),
-                value=choices[0].value if len(choices) == 1 else [choice.value for choice in choices],
-                exactness=worst(choice.exactness for choice in choices),
-                outcome=outcome,
-                reason=reason,
-                baseline_seconds=pairing.baseline_seconds if pairing else None,
-                candidate_seconds=pairing.candidate_seconds if pairing else None,
-                comparison=pairing.comparison if pairing else None,
-                startup_seconds=pairing.startup_seconds if pairing else None,
-                payoff_steps=payoff,
-                on_top_of=tuple(choice.label for choice in self.state.kept),
-                predicted=choices[0].lever.saving(self.machine, self.state.observed) if len(choices) == 1 else None,
-                cost_seconds=cost_seconds,
+            return Measured(
+                outcome="dropped", reason=f"not measured: the script ended after {steps}, too few to compare"
             )
-        )
+        reason = f"the {self.trials.kind} failed under it: {error.headline or f'code {error.status}'}"
+        return Measured(outcome="failed", reason=reason)
 
-    def _keep(self, wanted: Sequence[Choice]) -> None:
-        restart = self._from_start(wanted) != self._from_start()
-        self.state.kept = list(wanted)
-        if restart:
+    def take_up(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> None:
+        if self._from_start(wanted) != self._process_has:
             self.close()
         self._look_again()
 
-    def _drop_the_idle(self) -> None:
-        """Take each kept lever away once: what a later one has made useless goes."""
-        if len(self.state.kept) < 2:
-            return
-        for choice in list(self.state.kept):
-            if choice.lever.switch != "live" or choice in self.state.for_memory or self._remaining() <= 0:
-                continue
-            without = [other for other in self.state.kept if other != choice]
-            self._progress(f"is {choice.label} still needed?")
-            try:
-                main = self._main()
-                pairing = compare_arms(Arm(main, self._live()), Arm(main, self._live(without)), self._pace(choice))
-            except TrialError:
-                self.close()
-                continue
-            if pairing.comparison.verdict == "faster":
-                self.state.kept = without
-                gain = f"x{pairing.comparison.ratio:.2f} without it"
-                self.state.trials = [
-                    replace(trial, outcome="dropped", reason=f"no longer helps beside the levers kept after it: {gain}")
-                    if trial.outcome == "kept" and trial.plan_field == choice.field
-                    else trial
-                    for trial in self.state.trials
-                ]
+    def without(self, choice: Choice, others: Sequence[Choice]) -> Comparison | None:
+        if choice.lever.switch != "live" or choice in self.state.for_memory:
+            return None
+        try:
+            main = self._main()
+            arms = (Arm(main, self._live()), Arm(main, self._live(others)))
+            return compare_arms(*arms, self._pace(choice)).comparison
+        except TrialError:
+            self.close()
+            return None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from flatout.errors import ScriptError
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
+from flatout.search.search import SEARCH_SHARE
 from flatout.units import format_seconds
 
-SEARCH_SHARE = 0.5
-"""Of a budget that would do: what trials get, at the least."""
 TRIALS_WANTED = 4
 LEAST_INCREASE = 1.5
 """Of the budget that did not do: what was measured of the script was perhaps measured in a quieter moment."""
@@ -47,12 +46,6 @@ def too_slow(
         f"{format_seconds(deadline.budget_seconds)} is left for that beside the proof",
         remedy=f"try {budget_option(wanted_seconds)}{smaller}",
     )
-
-
-def enough_for(search_seconds: float, deadline: Deadline) -> float:
-    """A budget in seconds of which a search gets so much, where `deadline` is what it had, in the same proportion."""
-    share = 1 - deadline.reserved_seconds / deadline.budget_seconds
-    return search_seconds / max(share, SEARCH_SHARE)
 
 
 def budget_option(seconds: float) -> str:

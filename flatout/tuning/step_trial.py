@@ -39,9 +39,9 @@ from flatout.script.session import resident_bytes
 from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
+from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.train.placement import join_recurrent_weights
 from flatout.train.step import TrainStep
-from flatout.tuning.deadline import BudgetSpent, Deadline
 from flatout.tuning.trial_process import Peak, TrialEnded, Window
 
 SEED = 20_261_122

@@ -8,7 +8,6 @@ step = TrainStep(model, optimizer, loss_fn, found.plan)
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -26,15 +25,16 @@ from flatout.levers.catalogue import LEVERS
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
+from flatout.search.deadline import Deadline
+from flatout.search.lines import budget_argument, not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
 from flatout.statistics import Comparison
 from flatout.train.ranks import ranks_of
 from flatout.train.step import TrainStep
-from flatout.tuning.deadline import Deadline
 from flatout.tuning.outcome import plan_of, search_and_prove
+from flatout.tuning.proof_lines import proof_lines
 from flatout.tuning.search import SearchLimits
 from flatout.tuning.step_trial import StepTrials
 from flatout.tuning.trial import Proof, SearchState
-from flatout.tuning.trial_lines import not_tried_lines, nothing_found, proof_lines, ratio_text, reach_lines, trial_lines
 from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.windows import Pairing
 from flatout.units import format_seconds, labelled
@@ -77,13 +77,15 @@ class StepTuning:
         rows = [("model", f"{self.model} on {seen.device} · {step} · {read}")]
         rows += labelled("tried", trial_lines(self.state.trials))
         rows += labelled("not tried", not_tried_lines(self.state.not_tried))
-        rows += labelled("result", [self._result(), *reach_lines(self.state, _budget_option), *proof_lines(self.proof)])
+        rows += labelled(
+            "result", [self._result(), *reach_lines(self.state, budget_argument), *proof_lines(self.proof)]
+        )
         rows += [("note", text) for text in self.warnings]
         return "\n".join(f"{label:<10}{text}" for label, text in rows)
 
     def _result(self) -> str:
         if self.comparison is None or self.final is None:
-            return nothing_found(self.state, self.budget_seconds, _budget_option)
+            return nothing_found(self.state, self.budget_seconds, budget_argument)
         chosen = ", ".join(f"{choice.field} = {choice.value}" for choice in self.state.kept)
         times = f"{format_seconds(self.final.baseline_seconds)} -> {format_seconds(self.final.candidate_seconds)}"
         return (
@@ -208,7 +210,3 @@ def _plan(step: TrainStep, found: Plan) -> Plan:
     own = step.plan.choices()
     reasons = {name: step.plan.reasons[name] for name in own if name in step.plan.reasons}
     return replace(found, **own, reasons={**reasons, **found.reasons})
-
-
-def _budget_option(seconds: float) -> str:
-    return f"budget_seconds={10 * math.ceil(seconds / 10)}"

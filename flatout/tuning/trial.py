@@ -1,6 +1,5 @@
-"""The values that a search leaves behind: a Trial for each choice that was tried, and the Proof of the winner.
+"""What tuning a training leaves behind beside the trials: what was seen of it, and the Proof of what was kept.
 
-Trial   'fused optimizer': 0.78 -> 0.72 ms, kept, because it is faster by 8 % (2 % at the least)
 Proof   the losses, gradients and weights of fresh processes, compared with the script's own spread
 """
 
@@ -9,56 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from flatout.levers.lever import Choice, Saving
+from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.plan_choices import Exactness
-from flatout.statistics import Comparison
-
-Outcome = Literal["kept", "dropped", "failed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One choice, tried on top of those that had been kept until then."""
-
-    label: str
-    plan_field: str
-    value: Any
-    exactness: Exactness
-    outcome: Outcome
-    reason: str
-    baseline_seconds: float | None = None
-    """Median step without it, in the windows that alternated with its own."""
-    candidate_seconds: float | None = None
-    comparison: Comparison | None = None
-    startup_seconds: float | None = None
-    """What turning it on cost once (compilation, computing kept samples)."""
-    payoff_steps: int | None = None
-    """After how many steps the start-up is earned back; None if there is none, or nothing is saved."""
-    baseline_peak_bytes: int | None = None
-    """What a step's tensors hold at the most without it; only where the lever is for memory."""
-    candidate_peak_bytes: int | None = None
-    on_top_of: tuple[str, ...] = ()
-    predicted: Saving | None = None
-    """What its lever promised; None of several at once."""
-    cost_seconds: float = 0.0
-    """How long the trial itself took."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotTried:
-    """A lever that was not tried, and why."""
-
-    label: str
-    reason: str
-    for_lack_of_time: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
+from flatout.search.trial import Record
 
 ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistical", "rejected"]
 
@@ -120,23 +73,16 @@ class Proof:
 
 
 @dataclass
-class SearchState:
+class SearchState(Record[Choice]):
     """What is known so far; what a search returns."""
 
-    kept: list[Choice] = field(default_factory=list)
     for_memory: list[Choice] = field(default_factory=list)
     """Those of the kept that need not be faster: they save memory that is short, or was asked to be saved."""
-    trials: list[Trial] = field(default_factory=list)
-    not_tried: list[NotTried] = field(default_factory=list)
     observed: Observed = field(default_factory=Observed)
     first_observed: Observed = field(default_factory=Observed)
     loop: str | None = None
     """What trains, as the first plain step showed it."""
     total_steps: int | None = None
-    stopped_after_seconds: float | None = None
-    """When somebody stopped the search, counted from the start of the tune; None: it came to its own end."""
-    enough_seconds: float | None = None
-    """A budget, about, in which all would have been tried; None: all was."""
     isolation: dict[str, Any] = field(default_factory=dict)
     startup_seconds: float | None = None
     """Of the script in a new process, until its first certain step."""

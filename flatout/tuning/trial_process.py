@@ -34,7 +34,7 @@ from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial_end import Process, end_trial
-from flatout.tuning.deadline import BudgetSpent, Deadline
+from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.fork_server import ForkServer
 
 START_TIMEOUT_SECONDS = 1800.0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.script.numerics import NumericsRequest
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
 
 if TYPE_CHECKING:
     from flatout.tuning.trial_process import Peak, Window

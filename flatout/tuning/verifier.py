@@ -12,9 +12,9 @@ from typing import NamedTuple
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.plan_choices import Exactness
+from flatout.search.deadline import Deadline
 from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
-from flatout.tuning.deadline import Deadline
 from flatout.tuning.last_comparison import compare_in_fresh_processes
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.trial import Proof, SearchState
@@ -125,7 +125,7 @@ class Verifier:
         self.state.kept = [choice for choice in self.state.kept if choice in self.state.for_memory]
         self.state.trials = [
             replace(trial, outcome="dropped", reason=reason)
-            if trial.outcome == "kept" and not set(trial.plan_field.split("+")) <= lasting
+            if trial.outcome == "kept" and not set(trial.choices) <= lasting
             else trial
             for trial in self.state.trials
         ]
@@ -168,7 +168,7 @@ class Verifier:
             choices[:] = [weaker if one == choice else one for one in choices]
         self.state.trials = [
             replace(trial, exactness="reduced", reason=f"beyond rounding: {failed.reason}; {trial.reason}")
-            if trial.outcome == "kept" and choice.field in trial.plan_field.split("+")
+            if trial.outcome == "kept" and choice.field in trial.choices
             else trial
             for trial in self.state.trials
         ]
@@ -178,7 +178,7 @@ class Verifier:
         self.state.kept = [choice for choice in self.state.kept if choice != dropped]
         self.state.trials = [
             replace(trial, outcome="failed", reason=f"numbers: {reason}")
-            if trial.outcome == "kept" and dropped.field in trial.plan_field.split("+")
+            if trial.outcome == "kept" and dropped.field in trial.choices
             else trial
             for trial in self.state.trials
         ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flatout.script.entry import Target
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
 from flatout.tuning.last_comparison import LEAST_WINDOWS, compare_in_fresh_processes, comparison_of_groups
 from flatout.tuning.trial_process import TrialEnded, TrialSetup
 from flatout.tuning.windows import Pace

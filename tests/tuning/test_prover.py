@@ -13,7 +13,7 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, Lever
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.trial_process import TrialEnded, TrialSetup

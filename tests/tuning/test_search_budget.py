@@ -13,8 +13,8 @@ from flatout.levers.compile import Compile
 from flatout.levers.lever import Choice
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.entry import Target
-from flatout.tuning.deadline import BudgetSpent, Deadline
-from flatout.tuning.search import Search, SearchLimits
+from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.short_budget import no_step
 from flatout.tuning.trial_process import TrialProcess, TrialSetup
 from tests.levers.test_catalogue import CPU
@@ -29,10 +29,10 @@ class Clock:
         return self.now
 
 
-def search(folder: Path, clock: Clock) -> Search:
+def search(folder: Path, clock: Clock) -> TrainingSearch:
     whole = Deadline(10.0, clock=clock)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
-    return Search(setup, CPU, (), SearchLimits(deadline=whole.reserving(4.0)))
+    return TrainingSearch(setup, CPU, (), SearchLimits(deadline=whole.reserving(4.0)))
 
 
 def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_what_the_time_did_not_suffice_for_is_listed_once(tmp_path: Path) -> Non
     asked.state.kept = [Choice(lever, "default")]
     asked.state.observed = Observed(device="cuda:0", modules=(ModuleSeen(kind="Net", parameters=1),))
     clock.now = 10.0
-    asked._try_lever(lever)
+    asked._propose(lever.name)
     listed = list(asked.state.not_tried)
     assert [one.label for one in listed][:2] == ["torch.compile", "torch.compile reduce-overhead"]
     asked._second_look()

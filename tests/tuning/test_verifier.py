@@ -10,10 +10,11 @@ import pytest
 from flatout.levers.lever import Choice, choices_of_plan
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
+from flatout.search.deadline import Deadline
+from flatout.search.trial import Trial
 from flatout.sequential import compare_so_far
 from flatout.tuning import verifier as verifier_module
-from flatout.tuning.deadline import Deadline
-from flatout.tuning.trial import SearchState, Trial
+from flatout.tuning.trial import SearchState
 from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.verifier import Verifier
 from flatout.tuning.windows import Pairing

@@ -1,9 +1,7 @@
-"""Find the choices for inference that help, one at a time, on the user's own sample.
+"""The search for the choices that help a model with a sample of its inputs.
 
 Each is made beside what has been kept so far, judged (is it near enough to fp32?), and only then timed in turns with
-it. What was dropped gets another look when others were kept after it, pairs that interact are tried together, and
-each kept choice must show that it still earns its place. A failure is a dropped choice with its reason, never the
-search's.
+it. What was dropped gets another look when others were kept after it. See `flatout.search`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,11 +17,14 @@ import torch
 
 from flatout.infer.choosing.closeness import ROUNDING_ERROR, Accuracy, Tolerance
 from flatout.infer.choosing.in_turns import Turns, in_turns
-from flatout.infer.choosing.tuning import InferenceTrial, Outcome
-from flatout.levers.break_even import Counted, describe, payoff_steps, pays
+from flatout.levers.break_even import Counted
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, allowed, declared, worst
+from flatout.search.deadline import Deadline
+from flatout.search.search import Progress, Proposal, Search
+from flatout.search.trial import Measured, Record
+from flatout.statistics import Comparison
 from flatout.timing import Clock
 from flatout.units import format_seconds
 
@@ -35,7 +36,6 @@ TOO_SHORT_TO_TELL_SECONDS = 0.3
 """Single runs below it may be anything, and windows of them cost little."""
 LEAST_COMPILE_SECONDS = 5.0
 WORTH_A_SECOND_LOOK = 0.9
-WORTH_A_PAIR = 0.8
 CHOICE_SECONDS = 20.0
 FINAL_SHARE = 0.12
 """Of the budget: what is kept back for the last comparison."""
@@ -52,8 +52,6 @@ class Option:
     """Fields of the plan that, once kept, make it pointless."""
     instead_of: tuple[str, ...] = ()
     """Fields whose place it may take where it cannot stand beside them."""
-    pairs_with: str = ""
-    """The field of a choice with which it may help although neither does alone."""
 
     @property
     def exactness(self) -> Exactness:
@@ -126,8 +124,10 @@ class Made:
     accuracy: Accuracy = UNJUDGED
 
 
-class InferenceSearch:
-    """One search. `run` fills `trials`, `kept` and the rest."""
+class InferenceSearch(Search[Option]):
+    """One search. `run` fills `state`, `current` and `final`."""
+
+    state: Record[Option]
 
     def __init__(
         self,
@@ -135,60 +135,70 @@ class InferenceSearch:
         base: Plan,
         options: Sequence[Option],
         limits: Limits,
-        progress: Callable[[str], None] = lambda text: None,
+        progress: Progress = lambda text: None,
         clock: Clock = time.perf_counter,
     ) -> None:
+        deadline = Deadline(limits.seconds, clock=clock).reserving(FINAL_SHARE * limits.seconds)
+        super().__init__(Record(), deadline, progress)
+        self.counted = Counted(
+            unit=f"{subject.unit}s", unknown="how many will be served is unknown: items=", known="there are"
+        )
         self.subject, self.options, self.limits = subject, options, limits
-        self.trials: list[InferenceTrial] = []
-        self.kept: list[Option] = []
-        self._base, self._progress, self._clock = base, progress, clock
-        self._deadline = clock() + limits.seconds * (1 - FINAL_SHARE)
-        self._left = len(options)
-        self._replaced: list[Option] = []
+        self.final: Turns | None = None
+        """The new plan in turns with the given one; None where nothing was kept."""
+        self._base, self._clock = base, clock
         self._obstructed: Option | None = None
         """The last option that could not be made."""
-        self.plain = self._made(base)
+        self._made_last: Made | None = None
+
+    @property
+    def total(self) -> int | None:
+        return self.limits.items
+
+    @property
+    def usual_trial_seconds(self) -> float:
+        return 6 * self.plain.usual_seconds
+
+    def observe(self) -> None:
+        self.plain = self._made(self._base)
         self.plain.accuracy = self.plain.runner.judge()
         self.current = self.plain
-        self.final: Turns | None = None
 
-    def run(self) -> None:
-        for option in self.options:
-            self._try(option)
-            self._try_instead(option)
-            self._left -= 1
-        self._second_look()
-        self._try_pairs()
-        self._drop_the_idle()
+    def run(self) -> Record[Option]:
+        super().run()
         self._compare_the_whole()
+        return self.state
 
-    # one choice
+    # what is proposed
 
-    def _try(self, option: Option) -> None:
+    def names(self) -> Sequence[str]:
+        return [option.label for option in self.options]
+
+    def proposal(self, name: str) -> Proposal[Option]:
+        option = self._option(name)
         reason = self._refusal(option)
-        if not reason and self._remaining() <= 0:
-            reason = f"the budget of {format_seconds(self.limits.seconds)} was spent"
-            self._record(option, "not tried", reason)
-            self._update(for_lack_of_time=True)
-            return
-        if reason:
-            self._record(option, "not tried", reason)
-            return
-        self._progress(f"trying {option.label}")
-        began = self._clock()
-        before = list(self.kept)
-        self._record(option, "failed", "")
-        try:
-            made = self._made(option.on(self.current.plan))
-            self._judge(option, made)
-        except Exception as error:  # the model is not ours, nor are torch's kernels: whatever it is, the choice failed
-            self._update(outcome="failed", reason=_said(error))
-            self._obstructed = option
-            del error  # its frames hold the model that did not fit
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        self._update(cost_seconds=self._clock() - began, on_top_of=tuple(one.label for one in before))
+        return Proposal(label=name, candidates=() if reason else (option,), reason=reason)
+
+    def after(self, name: str) -> None:
+        """What could not be made beside a kept choice may be better than that."""
+        option = self._option(name)
+        held = [field for field in option.instead_of if field in self.current.plan.choices()]
+        if held and self._obstructed is option:
+            label = f"{option.label} without {' and '.join(held)}"
+            self._try(replace(option, label=label, replaces=(*option.replaces, *held)))
+
+    def retries(self) -> Iterator[tuple[Option, ...]]:
+        """What did not help the slower model may help the faster one."""
+        for trial, tried in list(self._tried):
+            if trial.outcome != "dropped" or trial.comparison is None or len(tried) > 1:
+                continue
+            later = [one.label for one in self.state.kept if one.label not in trial.on_top_of]
+            same_field = any({*trial.choices} & {*one.choices} for one in self.state.kept)
+            if later and not same_field and trial.comparison.ratio > WORTH_A_SECOND_LOOK:
+                yield tried
+
+    def _option(self, name: str) -> Option:
+        return next(option for option in self.options if option.label == name)
 
     def _refusal(self, option: Option) -> str:
         if not allowed(option.exactness, self.limits.exactness):
@@ -211,6 +221,46 @@ class InferenceSearch:
             return ""
         return f"{self.limits.items:,} {self.subject.unit}s take {format_seconds(whole)}: no time to earn it back"
 
+    # one choice
+
+    def measure(self, wanted: Sequence[Option], tried: Sequence[Option]) -> Measured:
+        self._obstructed = None
+        try:
+            self._made_last = made = self._made(self._plan(wanted))
+            return replace(self._judge(tried, made), notes=tuple(made.runner.notes))
+        except Exception as error:  # the model is not ours, nor are torch's kernels: whatever it is, the choice failed
+            self._obstructed = tried[-1]
+            return Measured(outcome="failed", reason=_said(error))
+        finally:
+            self._free()
+
+    def take_up(self, wanted: Sequence[Option], tried: Sequence[Option]) -> None:
+        assert self._made_last is not None
+        self.current = self._made_last
+
+    def without(self, choice: Option, others: Sequence[Option]) -> Comparison | None:
+        try:
+            self._made_last = made = self._made(self._plan(others))
+            made.accuracy = made.runner.judge()
+            if made.obstacle or self.limits.tolerance.why_not(made.accuracy, self.plain.accuracy):
+                return None
+            runs = (self.current.runner.run, made.runner.run)
+            return in_turns(*runs, seconds=CHOICE_SECONDS / 2, clock=self._clock).comparison
+        except Exception:  # it stays
+            return None
+        finally:
+            self._free()
+
+    def left_off(self, choice: Option, others: Sequence[Option]) -> None:
+        assert self._made_last is not None
+        self.current = self._made_last
+
+    def _plan(self, wanted: Sequence[Option]) -> Plan:
+        plan = self._base
+        for one in wanted:
+            plan = one.on(plan)
+        return plan
+
     def _made(self, plan: Plan) -> Made:
         began = self._clock()
         runner = self.subject.make(plan)
@@ -219,23 +269,26 @@ class InferenceSearch:
         usual = self._seconds(runner)
         return Made(plan, runner, max(0.0, first - usual), usual, obstacle)
 
-    def _judge(self, option: Option, made: Made) -> None:
-        """Keep it or not; the trial was recorded before."""
-        self._update(outcome="dropped", notes=tuple(made.runner.notes))
+    @staticmethod
+    def _free() -> None:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _judge(self, tried: Sequence[Option], made: Made) -> Measured:
+        """Near enough to fp32, and then faster?"""
         if reason := made.obstacle or self._far_slower(made):
-            self._obstructed = option if made.obstacle else None
-            self._update(reason=reason)
-            return
+            self._obstructed = tried[-1] if made.obstacle else None
+            return Measured(outcome="dropped", reason=reason)
         made.accuracy = made.runner.judge()
-        exactness = self._seen(option, made)
-        self._update(exactness=exactness, accuracy=made.accuracy)
+        exactness = self._seen(tried, made)
+        reason = ""
         if not allowed(exactness, self.limits.exactness):
             reason = f"on the sample it is {exactness} ({made.accuracy}), and exactness is {self.limits.exactness}"
-            self._update(reason=reason)
-        elif reason := self.limits.tolerance.why_not(made.accuracy, self.plain.accuracy):
-            self._update(reason=f"not near enough to fp32: {reason}")
-        elif self._faster(made, LEAST_GAIN[exactness]):
-            self._keep(option, made)
+        elif far := self.limits.tolerance.why_not(made.accuracy, self.plain.accuracy):
+            reason = f"not near enough to fp32: {far}"
+        found = Measured(outcome="dropped", reason=reason) if reason else self._timed(made, LEAST_GAIN[exactness])
+        return replace(found, exactness=exactness, accuracy=made.accuracy)
 
     def _far_slower(self, made: Made) -> str:
         """A sentence if single runs, in turns, leave no doubt."""
@@ -252,7 +305,7 @@ class InferenceSearch:
         runner.run()
         return self._clock() - began
 
-    def _seen(self, option: Option, made: Made) -> Exactness:
+    def _seen(self, tried: Sequence[Option], made: Made) -> Exactness:
         """What it does to the numbers: as declared, unless the sample shows worse."""
         now, before = made.accuracy, self.current.accuracy
         seen: Exactness = "bit-identical" if now.same_bits else "rounding"
@@ -260,110 +313,21 @@ class InferenceSearch:
             seen = "bit-identical"  # beside what is on already nothing can be seen
         elif now.error > ROUNDING_ERROR:
             seen = "reduced"
-        return worst((option.exactness, seen))
+        return worst((*(option.exactness for option in tried), seen))
 
-    def _faster(self, made: Made, least_gain: float) -> bool:
-        """Timed against what is kept; the verdict goes into the last trial."""
+    def _timed(self, made: Made, least_gain: float) -> Measured:
+        """Against what is kept."""
         seconds = min(CHOICE_SECONDS, max(1.0, self._remaining() / (self._left + 2)))
         turns = in_turns(
             self.current.runner.run, made.runner.run, seconds=seconds, least_gain=least_gain, clock=self._clock
         )
-        count = self.subject.count
-        before, after = turns.baseline_seconds / count, turns.candidate_seconds / count
+        each = (turns.baseline_seconds / self.subject.count, turns.candidate_seconds / self.subject.count)
         startup = max(0.0, made.startup_seconds - self.current.startup_seconds)
-        payoff = payoff_steps(startup, before, after)
-        counted = Counted(
-            unit=f"{self.subject.unit}s", unknown="how many will be served is unknown: items=", known="there are"
-        )
-        cost = describe(startup, payoff, self.limits.items, counted)
-        found = turns.comparison
-        faster, paying = found.verdict == "faster", pays(payoff, self.limits.items)
-        self._update(
-            outcome="kept" if faster and paying else "dropped",
-            reason=(cost or "faster") if faster else _why_not_faster(turns, least_gain),
-            baseline_seconds=before,
-            candidate_seconds=after,
-            comparison=found,
-            startup_seconds=startup,
-            payoff_items=payoff,
-        )
-        return faster and paying
-
-    def _keep(self, option: Option, made: Made) -> None:
-        gone = [one for one in self.kept if set(one.choices) & {*option.choices, *option.replaces}]
-        self._replaced += gone
-        for one in gone:
-            self._take_back(one, f"{option.label} took its place")
-        self.kept.append(option)
-        self.current = made
-
-    # what one choice changes for another
-
-    def _try_instead(self, option: Option) -> None:
-        """What could not be made beside a kept choice may be better than that."""
-        held = [name for name in option.instead_of if name in self.current.plan.choices()]
-        if held and self._obstructed is option:
-            label = f"{option.label} without {' and '.join(held)}"
-            self._try(replace(option, label=label, replaces=(*option.replaces, *held)))
-
-    def _second_look(self) -> None:
-        """What did not help the slower model may help the faster one."""
-        tried = [(option, self._trial_of(option)) for option in self.options]
-        for option, trial in tried:
-            if option in self._replaced:
-                continue
-            if trial is None or trial.outcome != "dropped" or trial.comparison is None or option in self.kept:
-                continue
-            later = [one.label for one in self.kept if one.label not in trial.on_top_of]
-            same_field = any(set(option.choices) & set(one.choices) for one in self.kept)
-            if later and not same_field and trial.comparison.ratio > WORTH_A_SECOND_LOOK and self._remaining() > 0:
-                self._try(option)
-
-    def _try_pairs(self) -> None:
-        """Two of which at least one was dropped for being slow may help together."""
-        fields = {name for one in self.kept for name in one.choices}
-        for option in self.options:
-            if not option.pairs_with or fields & {*option.choices, option.pairs_with}:
-                continue
-            partners = [one for one in self.options if option.pairs_with in one.choices and self._plausible(one)]
-            if self._plausible(option) and partners and self._remaining() > 0:
-                self._try(_both(option, partners[0]))
-                fields = {name for one in self.kept for name in one.choices}
-
-    def _plausible(self, option: Option) -> bool:
-        trial = self._trial_of(option)
-        return trial is not None and trial.comparison is not None and trial.comparison.ratio > WORTH_A_PAIR
-
-    def _drop_the_idle(self) -> None:
-        """Take each kept choice away once, oldest first: what a later one has made useless goes."""
-        if len(self.kept) < 2:
-            return
-        for option in list(self.kept[:-1]):
-            if self._remaining() <= 0:
-                return
-            self._progress(f"is {option.label} still needed?")
-            plan = self._base
-            others = [one for one in self.kept if one is not option]
-            for one in others:
-                plan = one.on(plan)
-            try:
-                made = self._made(plan)
-                made.accuracy = made.runner.judge()
-                if made.obstacle or self.limits.tolerance.why_not(made.accuracy, self.plain.accuracy):
-                    continue
-                turns = in_turns(
-                    self.current.runner.run, made.runner.run, seconds=CHOICE_SECONDS / 2, clock=self._clock
-                )
-            except Exception:  # it stays
-                continue
-            if turns.comparison.ratio >= 1:  # by the estimate alone: in doubt the simpler plan
-                gain = f"x{turns.comparison.ratio:.2f} without it"
-                self._take_back(option, f"no longer helps beside those kept after it: {gain}")
-                self.kept, self.current = others, made
+        return self.judged(turns.comparison, each, startup, least_gain)
 
     def _compare_the_whole(self) -> None:
         """The new plan against the given one, once more and in turns. What cannot be shown again is not promised."""
-        if not self.kept:
+        if not self.state.kept:
             return
         self._progress("measuring the plan against the model as it is")
         seconds = max(5.0, FINAL_SHARE * self.limits.seconds)
@@ -372,59 +336,9 @@ class InferenceSearch:
         )
         found = self.final.comparison
         if found.verdict != "faster":
-            for option in list(self.kept):
-                self._take_back(
-                    option, f"faster by itself, but the whole was not (x{found.ratio:.2f}, {found.verdict})"
-                )
-            self.current, self.final = self.plain, None
-
-    # the record
-
-    def _remaining(self) -> float:
-        return self._deadline - self._clock()
-
-    def _record(self, option: Option, outcome: Outcome, reason: str) -> None:
-        self.trials.append(
-            InferenceTrial(
-                label=option.label,
-                choices=option.choices,
-                exactness=option.exactness,
-                outcome=outcome,
-                reason=reason,
-            )
-        )
-
-    def _update(self, **changes: Any) -> None:
-        self.trials[-1] = replace(self.trials[-1], **changes)
-
-    def _trial_of(self, option: Option) -> InferenceTrial | None:
-        return next((trial for trial in reversed(self.trials) if trial.label == option.label), None)
-
-    def _take_back(self, option: Option, reason: str) -> None:
-        self.kept = [one for one in self.kept if one is not option]
-        self.trials = [
-            replace(trial, outcome="dropped", reason=reason)
-            if trial.outcome == "kept" and trial.label == option.label
-            else trial
-            for trial in self.trials
-        ]
-
-
-def _both(first: Option, second: Option) -> Option:
-    return Option(
-        label=f"{second.label} + {first.label}",
-        choices={**second.choices, **first.choices},
-        replaces=(*first.replaces, *second.replaces),
-    )
-
-
-def _why_not_faster(turns: Turns, least_gain: float) -> str:
-    found = turns.comparison
-    if found.verdict == "not significant" and found.ratio < 1:
-        return f"not faster in {found.pairs} pairs of windows"
-    if found.verdict == "not significant":
-        return f"not significant: {found.reason}"
-    return found.verdict if found.verdict == "slower" else f"the gain is below {least_gain:.0%}"
+            for option in self.state.kept:
+                self.drop(option, f"faster by itself, but the whole was not (x{found.ratio:.2f}, {found.verdict})")
+            self.state.kept, self.current, self.final = [], self.plain, None
 
 
 def _said(error: BaseException) -> str:

@@ -31,6 +31,7 @@ from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, worst
+from flatout.search.interruption import stopped_by_interrupt
 from flatout.timing import LoadWatch
 
 FEW_ANSWERS = 100
@@ -92,9 +93,11 @@ def tune_inference(
         left = budget_seconds - (time.perf_counter() - began)
         limits = Limits(seconds=left, exactness=exactness, tolerance=tolerance, items=items)
         search = InferenceSearch(subject, base, subject.options(machine), limits, say)
-        search.run()
+        with stopped_by_interrupt(search.stop, say):
+            search.run()
     doubts = _doubts(search, load)
-    found = _tuning(search, subject, model, (task, why), machine, time.perf_counter() - began)
+    took = {"budget_seconds": budget_seconds, "seconds": time.perf_counter() - began}
+    found = _tuning(search, subject, model, (task, why), machine, **took)
     return replace(found, notes=(*subject.notes, *doubts), plan=_with_reasons(found, doubts))
 
 
@@ -144,6 +147,8 @@ def _tuning(
     model: nn.Module,
     task: tuple[Task, str],
     machine: Machine,
+    *,
+    budget_seconds: float,
     seconds: float,
 ) -> InferenceTuning:
     count = subject.count
@@ -157,7 +162,8 @@ def _tuning(
         model=type(model).__name__,
         unit=subject.unit,
         sample=subject.sample,
-        trials=tuple(search.trials),
+        state=search.state,
+        budget_seconds=budget_seconds,
         tolerance=search.limits.tolerance,
         items=search.limits.items,
         plain_seconds=plain,

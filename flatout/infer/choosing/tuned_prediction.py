@@ -161,7 +161,7 @@ class TunedPrediction:
     def _compiled(self, cuda: bool) -> list[Option]:
         modes = ["regional"] if repeated_blocks(self.model) else []
         modes += ["default", "reduce-overhead", "max-autotune"] if cuda else ["default"]
-        either: dict[str, Any] = {"instead_of": ("weights", "activations"), "pairs_with": "precision"}
+        either: dict[str, Any] = {"instead_of": ("weights", "activations")}
         return [Option(label=f"compile {mode}", choices={"compile": mode}, **either) for mode in modes]
 
     def _exact(self) -> list[dict[str, Tensor] | Failed]:

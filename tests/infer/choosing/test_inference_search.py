@@ -14,11 +14,11 @@ from flatout.infer.choosing.in_turns import in_turns
 from flatout.infer.choosing.search import InferenceSearch, Limits, Option
 from flatout.plan import Plan
 
-BF16 = Option(label="bf16", choices={"precision": "bf16"}, exactness="reduced")
-INT8 = Option(label="int8", choices={"weights": "int8"}, exactness="reduced", replaces=("precision",))
-COMPILED = Option(label="compile", choices={"compile": "default"}, exactness="rounding", pairs_with="precision")
-FOLDED = Option(label="folded", choices={"fold_batch_norm": True}, exactness="rounding")
-ONE_THREAD = Option(label="1 threads", choices={"threads": 1}, exactness="rounding")
+BF16 = Option(label="bf16", choices={"precision": "bf16"})
+INT8 = Option(label="int8", choices={"weights": "int8"}, replaces=("precision",))
+COMPILED = Option(label="compile", choices={"compile": "default"})
+FOLDED = Option(label="folded", choices={"fold_batch_norm": True})
+ONE_THREAD = Option(label="1 threads", choices={"threads": 1})
 
 
 class FakeClock:
@@ -74,7 +74,11 @@ def searched(fake: Fake, *options: Option, base: Plan | None = None, **limits: A
 
 
 def outcomes(search: InferenceSearch) -> list[tuple[str, str]]:
-    return [(trial.label, trial.outcome) for trial in search.trials]
+    return [(trial.label, trial.outcome) for trial in search.state.trials]
+
+
+def not_tried(search: InferenceSearch) -> list[tuple[str, str]]:
+    return [(entry.label, entry.reason) for entry in search.state.not_tried]
 
 
 def halved_by(*names: str) -> Callable[[dict[str, Any]], float]:
@@ -84,7 +88,7 @@ def halved_by(*names: str) -> Callable[[dict[str, Any]], float]:
 def test_what_is_faster_is_kept_and_what_is_not_is_dropped() -> None:
     search = searched(Fake(halved_by("precision")), FOLDED, BF16)
     assert outcomes(search) == [("folded", "dropped"), ("bf16", "kept"), ("folded", "dropped")]
-    kept = search.trials[1]
+    kept = search.state.trials[1]
     assert kept.baseline_seconds == pytest.approx(0.02)
     assert kept.candidate_seconds == pytest.approx(0.01)
     assert kept.comparison is not None
@@ -97,12 +101,12 @@ def test_what_is_faster_is_kept_and_what_is_not_is_dropped() -> None:
 def test_the_guard_goes_before_the_clock() -> None:
     fake = Fake(halved_by("precision"), error=lambda chosen: 0.2 if "precision" in chosen else 0.0)
     search = searched(fake, BF16)
-    (trial,) = search.trials
+    (trial,) = search.state.trials
     assert trial.outcome == "dropped"
     assert trial.reason == "not near enough to fp32: error 20.0% is above 5.0%"
     assert trial.comparison is None
     assert trial.accuracy is not None
-    assert (search.kept, search.final) == ([], None)
+    assert (search.state.kept, search.final) == ([], None)
 
 
 def test_a_failure_is_a_dropped_trial_with_its_reason() -> None:
@@ -115,13 +119,13 @@ def test_a_failure_is_a_dropped_trial_with_its_reason() -> None:
 
     search = searched(Fake(halved_by("threads"), first=breaks), COMPILED, BF16, ONE_THREAD)
     assert outcomes(search) == [("compile", "failed"), ("bf16", "failed"), ("1 threads", "kept")]
-    assert search.trials[0].reason == "RuntimeError: no compiler"
-    assert search.trials[1].reason.startswith("out of memory")
+    assert search.state.trials[0].reason == "RuntimeError: no compiler"
+    assert search.state.trials[1].reason.startswith("out of memory")
 
 
 def test_a_plan_that_is_not_carried_out_is_not_timed() -> None:
     fake = Fake(halved_by("compile"), obstacle=lambda chosen: "went on without" if "compile" in chosen else "")
-    (trial,) = searched(fake, COMPILED).trials
+    (trial,) = searched(fake, COMPILED).state.trials
     assert (trial.outcome, trial.reason, trial.comparison) == ("dropped", "went on without", None)
 
 
@@ -130,38 +134,40 @@ def test_what_cannot_stand_beside_a_kept_choice_is_tried_in_its_place() -> None:
         return 0.05 if "compile" in chosen else 0.1 if "weights" in chosen else 0.2
 
     fake = Fake(seconds, obstacle=lambda chosen: "cannot compile int8" if {"weights", "compile"} <= set(chosen) else "")
-    either = Option(label="compile", choices={"compile": "default"}, exactness="rounding", instead_of=("weights",))
+    either = Option(label="compile", choices={"compile": "default"}, instead_of=("weights",))
     search = searched(fake, INT8, either)
     assert outcomes(search) == [("int8", "dropped"), ("compile", "dropped"), ("compile without weights", "kept")]
-    assert search.trials[0].reason == "compile without weights took its place"
+    assert search.state.trials[0].reason == "compile without weights took its place"
     assert search.current.plan.choices() == {"compile": "default"}
 
 
 def test_exactness_bounds_what_is_tried_and_the_sample_has_the_last_word() -> None:
     search = searched(Fake(halved_by("precision", "threads")), BF16, ONE_THREAD, exactness="rounding")
-    assert outcomes(search) == [("bf16", "not tried"), ("1 threads", "kept")]
+    assert outcomes(search) == [("1 threads", "kept")]
+    assert not_tried(search) == [("bf16", "it is reduced, and exactness is rounding")]
     wild = Fake(halved_by("threads"), error=lambda chosen: 0.01 if "threads" in chosen else 0.0)
-    (trial,) = searched(wild, ONE_THREAD, exactness="rounding").trials
+    (trial,) = searched(wild, ONE_THREAD, exactness="rounding").state.trials
     assert (trial.outcome, trial.exactness) == ("dropped", "reduced")
-    (trial,) = searched(wild, ONE_THREAD).trials
+    (trial,) = searched(wild, ONE_THREAD).state.trials
     assert (trial.outcome, trial.exactness) == ("kept", "reduced")
 
 
 def test_break_even_decides() -> None:
     fake = Fake(halved_by("compile"), first=lambda chosen: 40.0 if "compile" in chosen else 0.0)
-    (trial,) = searched(fake, COMPILED, items=20_000).trials
+    (trial,) = searched(fake, COMPILED, items=20_000).state.trials
     assert trial.outcome == "kept"
     assert trial.startup_seconds == pytest.approx(40.0)
-    assert trial.payoff_items == 4000
+    assert trial.payoff == 4000
     assert trial.reason == "40 s to start, pays off after 4,000 items"
-    (trial,) = searched(fake, COMPILED, items=3000).trials
+    (trial,) = searched(fake, COMPILED, items=3000).state.trials
     assert trial.outcome == "dropped"
     assert trial.reason == "40 s to start, pays off after 4,000 items, but there are 3,000"
-    (trial,) = searched(fake, COMPILED).trials
+    (trial,) = searched(fake, COMPILED).state.trials
     assert trial.outcome == "kept"
     assert "unknown" in trial.reason
-    (trial,) = searched(fake, COMPILED, items=100).trials
-    assert (trial.outcome, len(fake.made)) == ("not tried", 7)  # nothing was made for it
+    ((_, why),) = not_tried(searched(fake, COMPILED, items=100))
+    assert why.endswith("no time to earn it back")
+    assert len(fake.made) == 7  # nothing was made for it
 
 
 def test_what_replaces_a_choice_says_so() -> None:
@@ -171,13 +177,13 @@ def test_what_replaces_a_choice_says_so() -> None:
         INT8,
     )
     assert outcomes(search) == [("bf16", "dropped"), ("int8", "kept")]
-    assert search.trials[0].reason == "int8 took its place"
+    assert search.state.trials[0].reason == "int8 took its place"
     assert search.current.plan.choices() == {"weights": "int8"}
 
 
 def test_the_users_own_choices_are_not_touched() -> None:
     search = searched(Fake(halved_by("precision", "weights")), BF16, INT8, base=Plan(precision="fp32"))
-    assert outcomes(search) == [("bf16", "not tried"), ("int8", "not tried")]
+    assert [label for label, _ in not_tried(search)] == ["bf16", "int8"]
     assert search.current.plan.choices() == {"precision": "fp32"}
 
 
@@ -189,7 +195,7 @@ def test_a_second_look_at_what_did_not_help_the_slower_model() -> None:
 
     search = searched(Fake(seconds), FOLDED, BF16)
     assert outcomes(search) == [("folded", "dropped"), ("bf16", "kept"), ("folded", "kept")]
-    assert search.trials[2].on_top_of == ("bf16",)
+    assert search.state.trials[2].on_top_of == ("bf16",)
 
 
 def test_two_that_help_only_together() -> None:
@@ -209,19 +215,20 @@ def test_what_a_later_choice_made_useless_goes() -> None:
 
     search = searched(Fake(seconds), ONE_THREAD, BF16)
     assert outcomes(search) == [("1 threads", "dropped"), ("bf16", "kept")]
-    assert search.trials[0].reason.startswith("no longer helps beside those kept after it: x1.6")
+    assert search.state.trials[0].reason.startswith("no longer helps beside those kept after it: x1.6")
     assert search.current.plan.choices() == {"precision": "bf16"}
 
 
 def test_the_budget_ends_it() -> None:
     search = searched(Fake(halved_by("precision")), FOLDED, BF16, seconds=2.0)
-    assert outcomes(search) == [("folded", "dropped"), ("bf16", "not tried")]
-    assert search.trials[1].reason == "the budget of 2 s was spent"
+    assert outcomes(search) == [("folded", "dropped")]
+    assert not_tried(search) == [("bf16", "not reached in the search's share of the budget of 2 s")]
+    assert search.state.enough_seconds is not None
 
 
 def test_what_is_far_slower_is_seen_at_once() -> None:
     fake = Fake(lambda chosen: 9.0 if "threads" in chosen else 0.2)
-    (trial,) = searched(fake, ONE_THREAD).trials
+    (trial,) = searched(fake, ONE_THREAD).state.trials
     assert trial.outcome == "dropped"
     assert trial.reason == "far slower: 9 s for the sample instead of 200 ms"
     assert fake.clock.now < 30
@@ -233,7 +240,7 @@ def test_a_gain_that_cannot_be_shown_again_is_not_promised() -> None:
     search._drop_the_idle = lambda: setattr(fake, "seconds", lambda chosen: 0.2)  # type: ignore[method-assign]
     search.run()
     assert outcomes(search) == [("bf16", "dropped")]
-    assert "the whole was not" in search.trials[0].reason
+    assert "the whole was not" in search.state.trials[0].reason
     assert (search.current.plan.choices(), search.final) == ({}, None)
 
 

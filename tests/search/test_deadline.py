@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
 
 
 class Clock:

@@ -1,15 +1,22 @@
-"""Trials and proof in lines for people."""
+"""Trials in lines for people."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from flatout.search.trial import NotTried, Record, Trial
 from flatout.statistics import Comparison
-from flatout.tuning.trial import NotTried, Proof, SearchState, Trial
 from flatout.units import format_bytes, format_seconds
 
 BudgetOption = Callable[[float], str]
 """How a budget of so many seconds is given: '--budget 2m'."""
+
+
+def budget_argument(seconds: float) -> str:
+    """To a function of the library."""
+    return f"budget_seconds={10 * math.ceil(seconds / 10)}"
 
 
 def trial_lines(trials: Sequence[Trial]) -> list[str]:
@@ -29,8 +36,11 @@ def _trial(trial: Trial, width: int) -> str:
         tail += f" (predicted {least:.2f} to {most:.2f})"
     if trial.baseline_peak_bytes is not None and trial.candidate_peak_bytes is not None:
         tail += f"  peak {format_bytes(trial.baseline_peak_bytes)} -> {format_bytes(trial.candidate_peak_bytes)}"
-    if trial.outcome == "kept":
+    if trial.accuracy is not None:
+        tail += f"  {trial.accuracy}"
+    elif trial.outcome == "kept":
         tail += f"  {trial.exactness}"
+    if trial.outcome == "kept":
         return f"{head}{tail}" + ("" if trial.reason == "faster" else f"; {trial.reason}")
     return f"{head}{tail}  {trial.reason}"
 
@@ -51,9 +61,9 @@ def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
     return [f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
 
 
-def nothing_found(state: SearchState, budget_seconds: float, option: BudgetOption) -> str:
+def nothing_found(state: Record[Any], budget_seconds: float, option: BudgetOption) -> str:
     """What a search says that kept nothing: what was not tried cannot be said not to help."""
-    late = sum(entry.for_lack_of_time for entry in state.not_tried)
+    late = state.late
     if not late:
         return "nothing helps here"
     until = f"in the budget of {format_seconds(budget_seconds)}"
@@ -62,46 +72,16 @@ def nothing_found(state: SearchState, budget_seconds: float, option: BudgetOptio
     return f"nothing found {until}, with {late} not reached{_enough(state, option)}"
 
 
-def reach_lines(state: SearchState, option: BudgetOption) -> list[str]:
+def reach_lines(state: Record[Any], option: BudgetOption) -> list[str]:
     """One, where something was kept and other levers were not reached."""
-    late = sum(entry.for_lack_of_time for entry in state.not_tried)
+    late = state.late
     return [f"{late} not reached{_enough(state, option) or _stopped(state)}"] if late and state.kept else []
 
 
-def _enough(state: SearchState, option: BudgetOption) -> str:
+def _enough(state: Record[Any], option: BudgetOption) -> str:
     return "" if state.enough_seconds is None else f": try {option(state.enough_seconds)} (about)"
 
 
-def _stopped(state: SearchState) -> str:
+def _stopped(state: Record[Any]) -> str:
     seconds = state.stopped_after_seconds
     return "" if seconds is None else f": the search was stopped after {format_seconds(seconds)}"
-
-
-def proof_lines(proof: Proof | None) -> list[str]:
-    """The verdict with its horizon, each claim, and what was seen; none where nothing was proved."""
-    if proof is None:
-        return []
-    lines = [f"numbers {proof.verdict} {_horizon(proof)}"]
-    width = max(len(claim.verdict) for claim in proof.claims) if proof.claims else 0
-    lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
-    seen = []
-    if proof.loss_difference is not None:
-        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
-    if proof.gradient_difference is not None:
-        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
-    if seen:
-        lines.append("  largest relative differences from the same state: " + ", ".join(seen))
-    return lines + list(proof.notes)
-
-
-def _horizon(proof: Proof) -> str:
-    """Over what the claim was proved; what comes later in the script was not seen."""
-    if proof.epochs is None:
-        return f"over {proof.steps} steps"
-    if proof.covers_epochs:
-        return f"over {proof.steps} steps, {proof.epochs:.1f} epochs"
-    return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
-
-
-def _floor(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1e}"

@@ -6,10 +6,11 @@ from typing import Any
 
 from flatout.levers.denormals import FlushDenormals
 from flatout.levers.lever import Choice
-from flatout.tuning.deadline import Deadline
+from flatout.search.deadline import Deadline
+from flatout.search.lines import not_tried_lines, nothing_found, reach_lines
+from flatout.search.trial import NotTried
 from flatout.tuning.short_budget import budget_option, enough_for
-from flatout.tuning.trial import NotTried, SearchState
-from flatout.tuning.trial_lines import not_tried_lines, nothing_found, reach_lines
+from flatout.tuning.trial import SearchState
 
 REFUSED = NotTried(label="channels_last", reason="the model has no 2-d convolutions")
 LATE = NotTried(label="bf16 autocast", reason="not reached in 24 s", for_lack_of_time=True)

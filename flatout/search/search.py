@@ -1,0 +1,354 @@
+"""Find the changes that help, one at a time, each beside what has been kept so far.
+
+What promises most comes first, judged anew whenever something was kept. Each is measured in turns with what is kept,
+and kept if it is significantly faster. What was refused or dropped may get a second look, pairs that interact are tried
+together, and each kept change must show that it still earns its place. A failure takes the change back, never the
+search; what the time did not suffice for is listed, with a budget that would do.
+
+`Search` is the same for a script, a training step and a model with inputs: a subclass says what may be tried
+(`proposals`, `verdict`, `promise`) and what trying it gives (`measure`, `take_up`). All time is read from the deadline,
+whose clock a test passes in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+from flatout.levers.break_even import Counted, describe, payoff_steps, pays
+from flatout.levers.catalogue import INTERACTING
+from flatout.levers.lever import Saving
+from flatout.plan_choices import worst
+from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.search.trial import C, Measured, NotTried, Trial
+from flatout.statistics import Comparison
+from flatout.units import format_seconds
+
+Progress = Callable[[str], None]
+
+MUCH_SLOWER = 0.8
+"""A change that was so much slower by itself is not worth a second trial beside another one."""
+SEARCH_SHARE = 0.5
+"""Of a budget that would do: what trials get, at the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal(Generic[C]):
+    """What is tried together in turn: a lever with its values, or one option."""
+
+    label: str
+    candidates: tuple[C, ...] = ()
+    """Empty: it is not tried here, for this reason."""
+    reason: str = ""
+
+
+class Search(ABC, Generic[C]):
+    """One search. `run` fills the record, and may be ended from a signal handler by `stop`."""
+
+    counted: Counted = Counted()
+    """What a start-up is earned back in."""
+
+    def __init__(self, state: Any, deadline: Deadline, progress: Progress) -> None:
+        self.state = state
+        """A Record, or one with more in it."""
+        self._deadline, self._progress = deadline, progress
+        self._left = 1
+        """Proposals that are open."""
+        self._ended = False
+        self._tried: list[tuple[Trial, tuple[C, ...]]] = []
+
+    # what is searched
+
+    @abstractmethod
+    def observe(self) -> None:
+        """Look at the thing as it is."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Of all that may be proposed."""
+
+    @abstractmethod
+    def proposal(self, name: str) -> Proposal[C]:
+        """What is to be tried of it as things stand now, or why nothing."""
+
+    def promise(self, name: str) -> Any:
+        """The greatest is tried next; of equals the first."""
+        return 0
+
+    @abstractmethod
+    def measure(self, wanted: Sequence[C], tried: Sequence[C]) -> Measured:
+        """What is kept, in turns with `wanted`, which is that with `tried`.
+
+        Raises BudgetSpent where it was broken off for lack of time.
+        """
+
+    @abstractmethod
+    def take_up(self, wanted: Sequence[C], tried: Sequence[C]) -> None:
+        """`wanted` is kept from now on."""
+
+    def ordered(self, wanted: Sequence[C]) -> list[C]:
+        """As a plan applies them."""
+        return list(wanted)
+
+    def after(self, name: str) -> None:
+        """It was tried."""
+
+    def retries(self) -> Iterator[tuple[C, ...]]:
+        """What was dropped and is worth another look after what was kept since."""
+        return iter(())
+
+    def without(self, choice: C, others: Sequence[C]) -> Comparison | None:
+        """All that is kept in turns with all but this choice; None: it is not asked, or could not be measured."""
+        return None
+
+    def left_off(self, choice: C, others: Sequence[C]) -> None:
+        """What is kept without it is from now on `others`."""
+
+    def starting_seconds(self, wanted: Sequence[C]) -> float:
+        """Until the first step of a trial, which is not broken off."""
+        return 0.0
+
+    def predicted(self, tried: Sequence[C]) -> Saving | None:
+        """What it is expected to save."""
+        return None
+
+    def close(self) -> None:
+        """End what runs for the search."""
+
+    @property
+    def total(self) -> int | None:
+        """How many steps or items there will be; None: unknown."""
+        return None
+
+    @property
+    def usual_trial_seconds(self) -> float:
+        """Where none was made yet."""
+        return 1.0
+
+    # the search
+
+    def run(self) -> Any:
+        """Returns the record."""
+        try:
+            self.observe()
+            untried = list(self.names())
+            while untried:
+                offered = [name for name in untried if self.proposal(name).candidates]
+                self._left = len(offered)
+                name = max(offered or untried, key=self.promise)
+                untried.remove(name)
+                self._propose(name)
+                self.after(name)
+            self._second_look()
+            for pair in self._pairs():
+                self._try(*pair)
+            self._drop_the_idle()
+        finally:
+            self._ended = True
+            self.close()
+        self.state.enough_seconds = self._enough_seconds()
+        return self.state
+
+    def stop(self) -> bool:
+        """End `run` soon, with what is kept so far: a signal handler may call it. False where that is nothing."""
+        if not self._ended:
+            self.state.stopped_after_seconds = self._deadline.elapsed_seconds
+            self._deadline.stopped = True
+        return bool(self.state.kept)
+
+    def _propose(self, name: str) -> None:
+        found = self.proposal(name)
+        if not found.candidates:
+            self._skip(found.label, found.reason)
+        for candidate in found.candidates:
+            self._try(candidate)
+
+    def _try(self, *tried: C) -> bool:
+        """Try these together on top of what is kept; True if they were kept."""
+        label = " + ".join(one.label for one in tried)
+        wanted = self.with_(tried)
+        if self._remaining() <= self.starting_seconds(wanted):
+            self._skip(label, self._spent(), for_lack_of_time=True)
+            return False
+        self._progress(f"trying {label}{self._so_far()}")
+        began, on_top_of = self._deadline.elapsed_seconds, tuple(one.label for one in self.state.kept)
+        predicted = self.predicted(tried)
+        try:
+            found = self.measure(wanted, tried)
+        except BudgetSpent:
+            broken_off = "broken off as the search was stopped"
+            reason = broken_off if self._deadline.stopped else f"broken off, {self._spent()}"
+            self._skip(label, reason, for_lack_of_time=True)
+            return False
+        fields = {**vars(found), "exactness": found.exactness or worst(one.exactness for one in tried)}
+        trial = Trial(
+            **fields,
+            label=label,
+            choices={name: value for one in tried for name, value in one.choices.items()},
+            on_top_of=on_top_of,
+            predicted=predicted,
+            cost_seconds=self._deadline.elapsed_seconds - began,
+        )
+        if found.outcome == "kept":
+            for gone in self.state.kept:
+                if gone not in wanted:
+                    self.drop(gone, f"{label} took its place")
+        self.state.trials.append(trial)
+        self._tried.append((trial, tried))
+        if found.outcome == "kept":
+            self.state.kept = list(wanted)
+            self.take_up(wanted, tried)
+        return found.outcome == "kept"
+
+    def with_(self, tried: Sequence[C]) -> list[C]:
+        """What is kept, with these: those of the same fields, and those whose work they do, go."""
+        replaced = {name for one in tried for name in (*one.choices, *one.replaces)}
+        return self.ordered([*(one for one in self.state.kept if not replaced & {*one.choices}), *tried])
+
+    def _second_look(self) -> None:
+        """What was too small a part of it to bother with may be a large one now that it is faster."""
+        if not self.state.kept or self._remaining() <= 0:
+            return  # values not tried for lack of time would be listed a second time
+        refused = {entry.label for entry in self.state.not_tried}
+        for name in self.names():
+            found = self.proposal(name)
+            if found.label in refused and found.candidates:
+                self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != found.label]
+                self._propose(name)
+        for again in list(self.retries()):
+            if self._remaining() > 0:
+                self._try(*again)
+
+    def _pairs(self) -> Iterator[tuple[C, ...]]:
+        """Both of a pair that were dropped, or the one that was dropped before the other was kept; on top of what is
+        kept when each is asked for."""
+        for pair in INTERACTING:
+            if self._remaining() <= 0:
+                return
+            kept = {name for one in self.state.kept for name in one.choices}
+            missing = [name for name in pair if name not in kept]
+            dropped = [found for name in missing if (found := self._best_dropped(name)) is not None]
+            if not dropped or len(dropped) < len(missing) or any(_ratio(one) <= MUCH_SLOWER for one, _ in dropped):
+                continue
+            if len(dropped) == 2 or not self._was_tried_with(dropped[0][0], pair):
+                yield tuple(candidate for _, tried in dropped for candidate in tried)
+
+    def _best_dropped(self, name: str) -> tuple[Trial, tuple[C, ...]] | None:
+        """Of the values of this field that were measured by themselves; None where there is none."""
+        measured = [
+            (trial, tried)
+            for trial, tried in self._tried
+            if name in trial.choices and trial.outcome == "dropped" and trial.comparison and len(tried) == 1
+        ]
+        return max(measured, key=lambda found: _ratio(found[0]), default=None)
+
+    def _was_tried_with(self, dropped: Trial, pair: tuple[str, str]) -> bool:
+        """Was the other one of the pair on when this one was tried?"""
+        partner = next(
+            one.label for one in self.state.kept if {*one.choices} & {*pair} and not {*one.choices} & {*dropped.choices}
+        )
+        return any(partner in trial.on_top_of for trial, _ in self._tried if {*trial.choices} & {*dropped.choices})
+
+    def _drop_the_idle(self) -> None:
+        """Take each kept change away once, oldest first: what a later one has made useless goes."""
+        if len(self.state.kept) < 2:
+            return
+        newest = next(tried for trial, tried in reversed(self._tried) if trial.outcome == "kept")
+        for choice in [one for one in self.state.kept if one not in newest]:  # it was tried beside all the others
+            others = [other for other in self.state.kept if other is not choice]
+            if self._remaining() <= 0 or not others:
+                return
+            self._progress(f"is {choice.label} still needed?")
+            found = self.without(choice, others)
+            if found is not None and found.verdict == "faster":
+                self.drop(choice, f"no longer helps beside those kept after it: x{found.ratio:.2f} without it")
+                self.state.kept = others
+                self.left_off(choice, others)
+
+    # the record
+
+    def drop(self, choice: C, reason: str) -> None:
+        """It was kept, and is not any more."""
+        self.state.trials = [
+            replace(trial, outcome="dropped", reason=reason)
+            if trial.outcome == "kept" and {*trial.choices} & {*choice.choices}
+            else trial
+            for trial in self.state.trials
+        ]
+
+    def judged(
+        self, comparison: Comparison, seconds: tuple[float, float], startup_seconds: float, least_gain: float
+    ) -> Measured:
+        """The verdict of the windows, and whether the start-up is earned back. seconds: without it and with it."""
+        payoff = payoff_steps(startup_seconds, *seconds)
+        cost = describe(startup_seconds, payoff, self.total, self.counted)
+        faster, paying = comparison.verdict == "faster", pays(payoff, self.total)
+        return Measured(
+            outcome="kept" if faster and paying else "dropped",
+            reason=(cost or "faster") if faster else _why_not_faster(comparison, least_gain),
+            baseline_seconds=seconds[0],
+            candidate_seconds=seconds[1],
+            comparison=comparison,
+            startup_seconds=startup_seconds,
+            payoff=payoff,
+        )
+
+    def _skip(self, label: str, reason: str, *, for_lack_of_time: bool = False) -> None:
+        self.state.not_tried.append(NotTried(label=label, reason=reason, for_lack_of_time=for_lack_of_time))
+
+    def _remaining(self) -> float:
+        return self._deadline.seconds_left
+
+    def _so_far(self) -> str:
+        """For the line that says what is tried: the time of one as it was and as it is now, and what is left."""
+        timed = [trial for trial in self.state.trials if trial.baseline_seconds is not None]
+        kept, left = [trial for trial in timed if trial.outcome == "kept"], f"{format_seconds(self._remaining())} left"
+        if not kept or kept[-1].candidate_seconds is None:
+            return f" · {left}"
+        first, now = self.first_seconds or timed[0].baseline_seconds, kept[-1].candidate_seconds
+        return f" · {self._a_unit} took {format_seconds(first)}, now {format_seconds(now)} · {left}"
+
+    @property
+    def first_seconds(self) -> float | None:
+        """Of one step or item, before anything was tried; None: that of the first trial."""
+        return None
+
+    @property
+    def _a_unit(self) -> str:
+        unit = self.counted.unit.removesuffix("s")
+        return f"an {unit}" if unit[0] in "aeiou" else f"a {unit}"
+
+    def _spent(self) -> str:
+        if self._deadline.stopped:
+            return "not reached before the search was stopped"
+        return f"not reached in the search's share of the budget of {format_seconds(self._deadline.budget_seconds)}"
+
+    def _enough_seconds(self) -> float | None:
+        """By what the trials cost that were made; where there was none, by a usual one."""
+        if not self.state.late or self._deadline.stopped:
+            return None
+        costs = [trial.cost_seconds for trial in self.state.trials] or [self.usual_trial_seconds]
+        more = self.state.late * sum(costs) / len(costs)
+        return enough_for(self._deadline.elapsed_seconds + more, self._deadline)
+
+
+def enough_for(search_seconds: float, deadline: Deadline) -> float:
+    """A budget in seconds of which a search gets so much, where `deadline` is what it had, in the same proportion."""
+    share = 1 - deadline.reserved_seconds / deadline.budget_seconds
+    return search_seconds / max(share, SEARCH_SHARE)
+
+
+def _ratio(trial: Trial) -> float:
+    return trial.comparison.ratio if trial.comparison else 0.0
+
+
+def _why_not_faster(found: Comparison, least_gain: float) -> str:
+    if found.verdict == "slower":
+        return "slower"
+    if found.verdict == "faster":
+        return f"the gain is below {least_gain:.0%}"
+    if found.ratio < 1:
+        return f"not significant: not faster in {found.pairs} pairs of windows"
+    return f"not significant: {found.reason}"

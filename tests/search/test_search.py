@@ -1,0 +1,234 @@
+"""The search itself, on a thing whose time is made up: no clock of this machine is read, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from flatout.plan_choices import Exactness, declared, worst
+from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.search.lines import budget_argument, not_tried_lines, nothing_found, reach_lines, trial_lines
+from flatout.search.search import Proposal, Search
+from flatout.search.trial import Measured, Record
+from flatout.statistics import Comparison
+
+TRIAL_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One choice of a plan."""
+
+    name: str
+    value: Any = True
+    replaces: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return self.name if self.value is True else f"{self.name} {self.value}"
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        return {self.name: self.value}
+
+    @property
+    def exactness(self) -> Exactness:
+        return worst([declared()[self.name].exactness])
+
+
+class Scripted(Search[Change]):
+    """`seconds`: of a step under these choices. `offers`: what is proposed, by name; `refusals`: why not, as things
+    stand."""
+
+    def __init__(
+        self,
+        seconds: Callable[[set[str]], float],
+        *offers: Change,
+        budget_seconds: float = 1000.0,
+        promises: Mapping[str, float] | None = None,
+        refusals: Callable[[str, set[str]], str] = lambda name, kept: "",
+    ) -> None:
+        self.now, self.lines = 0.0, list[str]()
+        deadline = Deadline(budget_seconds, clock=lambda: self.now)
+        super().__init__(Record(), deadline, self.lines.append)
+        self.seconds, self.offers, self.promises, self.refusals = seconds, offers, promises or {}, refusals
+        self.measured: list[list[str]] = []
+        self.during: Callable[[], object] = lambda: None
+
+    def observe(self) -> None:
+        pass
+
+    def names(self) -> Sequence[str]:
+        return list(dict.fromkeys(offer.name for offer in self.offers))
+
+    def proposal(self, name: str) -> Proposal[Change]:
+        why = self.refusals(name, {one.name for one in self.state.kept})
+        found = () if why else tuple(offer for offer in self.offers if offer.name == name)
+        return Proposal(label=name, candidates=found, reason=why)
+
+    def promise(self, name: str) -> float:
+        return self.promises.get(name, 0.0)
+
+    def measure(self, wanted: Sequence[Change], tried: Sequence[Change]) -> Measured:
+        self.measured.append([one.label for one in tried])
+        self.now += TRIAL_SECONDS
+        self.during()
+        if self._deadline.grace_seconds_left <= 0:
+            raise BudgetSpent(self._deadline)
+        return self._against(wanted)
+
+    def without(self, choice: Change, others: Sequence[Change]) -> Comparison | None:
+        self.now += TRIAL_SECONDS
+        return self._against(others).comparison
+
+    def take_up(self, wanted: Sequence[Change], tried: Sequence[Change]) -> None:
+        pass
+
+    def _against(self, wanted: Sequence[Change]) -> Measured:
+        plain, planned = (self.seconds({one.label for one in choices}) for choices in (self.state.kept, wanted))
+        ratio = plain / planned
+        verdict: Any = "faster" if ratio > 1.01 else "slower" if ratio < 1 else "not significant"
+        compared = Comparison(
+            ratio=ratio, low=ratio, high=ratio, confidence=0.95, pairs=8, verdict=verdict, reason="the same"
+        )
+        return self.judged(compared, (plain, planned), 0.0, 0.01)
+
+
+def outcomes(search: Scripted) -> list[tuple[str, str]]:
+    return [(trial.label, trial.outcome) for trial in search.state.trials]
+
+
+def by(**factors: float) -> Callable[[set[str]], float]:
+    def seconds(on: set[str]) -> float:
+        taken = 0.1
+        for name in on:
+            taken *= factors.get(name.replace(" ", "_").replace("-", "_"), 1.0)
+        return taken
+
+    return seconds
+
+
+OPTIMIZER, THREADS = Change("optimizer", "fused"), Change("threads", 1)
+    Change("optimizer", "fused"),
+    Change("threads", 1),
+    Change("memory_format", "channels_last"),
+)
+BF16, COMPILE, ATTENTION = (
+    Change("precision", "bf16"),
+    Change("compile", "default", replaces=("attention",)),
+    Change("attention", "fused"),
+)
+
+
+def test_what_promises_most_is_tried_first_and_what_helps_is_kept() -> None:
+    search = Scripted(by(precision_bf16=0.5, threads_1=1.2), THREADS, BF16, OPTIMIZER, promises={"precision": 0.9})
+    search.run()
+    assert outcomes(search) == [("precision bf16", "kept"), ("threads 1", "dropped"), ("optimizer fused", "dropped")]
+    assert search.state.trials[1].on_top_of == ("precision bf16",)
+    assert search.state.trials[0].choices == {"precision": "bf16"}
+    assert search.lines[1].startswith("trying threads 1 · a step took 100 ms, now 50 ms · ")
+
+
+def test_of_two_values_the_better_one_stays_and_the_other_one_says_why_it_went() -> None:
+    foreach = Change("optimizer", "foreach")
+    search = Scripted(by(optimizer_foreach=0.9, optimizer_fused=0.8), foreach, OPTIMIZER)
+    search.run()
+    assert [one.label for one in search.state.kept] == ["optimizer fused"]
+    assert outcomes(search) == [("optimizer foreach", "dropped"), ("optimizer fused", "kept")]
+    assert search.state.trials[0].reason == "optimizer fused took its place"
+    kept = search.state.kept_trial("optimizer")
+    assert kept is not None
+    assert kept.label == "optimizer fused"
+
+
+def test_a_choice_that_does_the_work_of_another_replaces_it() -> None:
+    search = Scripted(
+        lambda on: 0.05 if "compile default" in on else 0.08 if "attention fused" in on else 0.1, ATTENTION, COMPILE
+    )
+    search.run()
+    assert [one.label for one in search.state.kept] == ["compile default"]
+    assert search.state.trials[0].reason == "compile default took its place"
+
+
+def test_pairs_of_the_table_are_tried_together_where_both_were_dropped() -> None:
+    search = Scripted(lambda on: 0.05 if {"precision bf16", "compile default"} <= on else 0.1, BF16, COMPILE)
+    search.run()
+    assert outcomes(search)[-1] == ("precision bf16 + compile default", "kept")
+    assert search.state.trials[-1].exactness == "reduced"
+    hopeless = Scripted(by(precision_bf16=2.0), BF16, COMPILE)
+    hopeless.run()
+    assert [label for label, _ in outcomes(hopeless)] == ["precision bf16", "compile default"]
+
+
+def test_one_of_a_pair_that_was_dropped_before_the_other_was_kept_gets_its_chance() -> None:
+    def seconds(on: set[str]) -> float:
+        return 0.1 if "compile default" not in on else 0.03 if "precision bf16" in on else 0.05
+
+    search = Scripted(seconds, BF16, COMPILE)
+    search.run()
+    assert search.measured == [["precision bf16"], ["compile default"], ["precision bf16"]]
+    assert {one.label for one in search.state.kept} == {"precision bf16", "compile default"}
+
+
+def test_what_was_refused_on_the_slow_step_is_looked_at_again_on_the_fast_one() -> None:
+    def refusals(name: str, kept: set[str]) -> str:
+        return "predicted to save at most 0.5%" if name == "optimizer" and "precision" not in kept else ""
+
+    search = Scripted(by(precision_bf16=0.2, optimizer_fused=0.8), OPTIMIZER, BF16, refusals=refusals)
+    search.run()
+    assert [one.label for one in search.state.kept] == ["precision bf16", "optimizer fused"]
+    assert search.state.not_tried == []
+    never = Scripted(by(), OPTIMIZER, refusals=refusals)
+    never.run()
+    assert not_tried_lines(never.state.not_tried) == ["optimizer: predicted to save at most 0.5%"]
+
+
+def test_what_a_later_one_made_useless_goes() -> None:
+    def seconds(on: set[str]) -> float:
+        if "compile default" in on:
+            return 0.05 if "threads 1" in on else 0.04
+        return 0.08 if "threads 1" in on else 0.1
+
+    search = Scripted(seconds, THREADS, COMPILE)
+    search.run()
+    assert [one.label for one in search.state.kept] == ["compile default"]
+    assert search.state.trials[0].reason == "no longer helps beside those kept after it: x1.25 without it"
+
+
+def test_the_time_that_did_not_suffice_is_told_with_a_budget_that_would() -> None:
+    search = Scripted(by(), *(Change(name) for name in list(declared())[:6]), budget_seconds=10.0)
+    state = search.run()
+    assert len(state.trials) == 2
+    assert state.late == 4
+    assert state.enough_seconds == pytest.approx(10.0 + 4 * TRIAL_SECONDS + 2.0, abs=4)
+    told = nothing_found(state, 10.0, budget_argument)
+    assert told == "nothing found in the budget of 10 s, with 4 not reached: try budget_seconds=30 (about)"
+
+
+def test_who_stops_it_gets_what_was_found_so_far() -> None:
+    search = Scripted(by(precision_bf16=0.5), BF16, THREADS, OPTIMIZER)
+    search.during = lambda: len(search.measured) == 2 and search.stop()
+    state = search.run()
+    assert [one.label for one in state.kept] == ["precision bf16"]
+    assert [entry.reason for entry in state.not_tried] == [
+        "broken off as the search was stopped",
+        "not reached before the search was stopped",
+    ]
+    assert reach_lines(state, budget_argument) == ["2 not reached: the search was stopped after 8 s"]
+    assert not search.state.enough_seconds
+
+
+def test_a_record_is_a_table_and_a_document() -> None:
+    search = Scripted(by(precision_bf16=0.5, threads_1=1.25), BF16, THREADS)
+    search.run()
+    assert trial_lines(search.state.trials) == [
+        "kept    precision bf16  100 ms -> 50 ms       x2.00 ±0.00  reduced",
+        "dropped threads 1       50 ms -> 62.5 ms      x0.80 ±0.00  slower",
+    ]
+    document = search.state.trials[0].to_json()
+    assert document["choices"] == {"precision": "bf16"}
+    assert document["comparison"]["ratio"] == 2.0
+    assert document["accuracy"] is None
