@@ -112,10 +112,6 @@ def by(**factors: float) -> Callable[[set[str]], float]:
 
 
 OPTIMIZER, THREADS = Change("optimizer", "fused"), Change("threads", 1)
-    Change("optimizer", "fused"),
-    Change("threads", 1),
-    Change("memory_format", "channels_last"),
-)
 BF16, COMPILE, ATTENTION = (
     Change("precision", "bf16"),
     Change("compile", "default", replaces=("attention",)),
