@@ -90,17 +90,20 @@ class Lever:
     comes_first: ClassVar[bool] = False
     """True where every other lever is another one once this is on."""
 
+    exactness: Exactness
+    """What it does to the numbers: as its choice declares."""
+    aim: Aim
+    """What it is for: as its choice declares."""
+
+    def __init_subclass__(cls) -> None:
+        one = declared().get(getattr(cls, "plan_field", ""))
+        for name in ("exactness", "aim") if one is not None else ():
+            if name not in vars(cls):
+                setattr(cls, name, getattr(one, name))
+
     @property
     def declared(self) -> Declared:
         return declared()[self.plan_field]
-
-    @property
-    def exactness(self) -> Exactness:
-        return self.declared.exactness
-
-    @property
-    def aim(self) -> Aim:
-        return self.declared.aim
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         """What it is predicted to save of a step. It decides when the lever is tried, and whether it can pay at all."""

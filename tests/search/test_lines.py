@@ -8,8 +8,9 @@ from flatout.levers.denormals import FlushDenormals
 from flatout.levers.lever import Choice
 from flatout.search.deadline import Deadline
 from flatout.search.lines import not_tried_lines, nothing_found, reach_lines
+from flatout.search.search import enough_for
 from flatout.search.trial import NotTried
-from flatout.tuning.short_budget import budget_option, enough_for
+from flatout.tuning.short_budget import budget_option
 from flatout.tuning.trial import SearchState
 
 REFUSED = NotTried(label="channels_last", reason="the model has no 2-d convolutions")

@@ -49,8 +49,7 @@ def verified(
     trials = [
         Trial(
             label=choice.label,
-            plan_field=choice.field,
-            value=True,
+            choices=choice.choices,
             exactness=choice.exactness,
             outcome="kept",
             reason="faster",

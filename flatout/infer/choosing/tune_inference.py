@@ -71,13 +71,13 @@ def tune_inference(
     called with a line.
 
     The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
-    dropped trial. Raises UsageError for an argument or a sample that cannot be used, and what the model itself raises.
+    dropped trial; Ctrl-C ends the search with what was found so far. Raises UsageError for an argument or a sample that
+    cannot be used, and what the model itself raises.
     """
     began = time.perf_counter()
     _check(model, task, plan, items, exactness, budget_seconds)
     tolerance = Tolerance(max_error=max_error, min_agreement=min_agreement, max_divergence=max_divergence)
-    base = plan or Plan()
-    why = "as asked"
+    base, why = plan or Plan(), "as asked"
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
     say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
@@ -95,9 +95,8 @@ def tune_inference(
         search = InferenceSearch(subject, base, subject.options(machine), limits, say)
         with stopped_by_interrupt(search.stop, say):
             search.run()
-    doubts = _doubts(search, load)
-    took = {"budget_seconds": budget_seconds, "seconds": time.perf_counter() - began}
-    found = _tuning(search, subject, model, (task, why), machine, **took)
+    doubts, seconds = _doubts(search, load), time.perf_counter() - began
+    found = _tuning(search, subject, model, (task, why), machine, budget_seconds=budget_seconds, seconds=seconds)
     return replace(found, notes=(*subject.notes, *doubts), plan=_with_reasons(found, doubts))
 
 
