@@ -66,9 +66,8 @@ def tune_inference(
     dropped. exactness: what may be tried: "bit-identical", "rounding" (another order of summation), "reduced" (fewer
     bits). max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 %
     of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes,
-    tokens); None: guessed. budget_seconds: for all of it; what did not get its turn is listed, and a compilation that
-    has begun is not cut short. tokenizer, max_new_tokens: of generation. batch_size, device: of `predict`. progress:
-    called with a line.
+    tokens); None: guessed. budget_seconds: for all of it, but for a compilation that has begun. tokenizer,
+    max_new_tokens: of generation. batch_size, device: of `predict`. progress: called with a line.
 
     The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
     dropped trial; Ctrl-C ends the search with what was found so far. Raises UsageError for an argument or a sample that
