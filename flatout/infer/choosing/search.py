@@ -224,21 +224,22 @@ class InferenceSearch(Search[Option]):
     # one choice
 
     def measure(self, wanted: Sequence[Option], tried: Sequence[Option]) -> Measured:
-        self._obstructed = None
+        self._obstructed = self._made_last = None
+        self._free()
         try:
             self._made_last = made = self._made(self._plan(wanted))
             return replace(self._judge(tried, made), notes=tuple(made.runner.notes))
         except Exception as error:  # the model is not ours, nor are torch's kernels: whatever it is, the choice failed
             self._obstructed = tried[-1]
             return Measured(outcome="failed", reason=_said(error))
-        finally:
-            self._free()
 
     def take_up(self, wanted: Sequence[Option], tried: Sequence[Option]) -> None:
         assert self._made_last is not None
         self.current = self._made_last
 
     def without(self, choice: Option, others: Sequence[Option]) -> Comparison | None:
+        self._made_last = None
+        self._free()
         try:
             self._made_last = made = self._made(self._plan(others))
             made.accuracy = made.runner.judge()
@@ -248,8 +249,6 @@ class InferenceSearch(Search[Option]):
             return in_turns(*runs, seconds=CHOICE_SECONDS / 2, clock=self._clock).comparison
         except Exception:  # it stays
             return None
-        finally:
-            self._free()
 
     def left_off(self, choice: Option, others: Sequence[Option]) -> None:
         assert self._made_last is not None
@@ -271,6 +270,7 @@ class InferenceSearch(Search[Option]):
 
     @staticmethod
     def _free() -> None:
+        """What was made before: there must be room for the next."""
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
