@@ -35,7 +35,8 @@ _MOST_UNPAIRED = 30
 # rank.
 _EXACT_PAIRS = 50
 _EXACT_UNPAIRED = 20
-STUDENT_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
+_STUDENT_95 = "12.71 4.30 3.18 2.78 2.57 2.45 2.36 2.31 2.26 2.23 2.20 2.18 2.16 2.14 2.13 2.12 2.11 2.10 2.09 2.09"
+STUDENT_95 = dict(enumerate(map(float, _STUDENT_95.split()), start=1))
 """Two-sided 95 % points of Student's t, by degrees of freedom."""
 _LEAST_PAIRS = 3
 """Two that happen to agree would be believed too often."""

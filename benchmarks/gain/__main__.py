@@ -1,13 +1,14 @@
 """Is the gain that `flatout tune` states the one that a user gets?
 
-    python -m benchmarks.gain [--budget 120] [--rounds 5] [--out results.json]
+    python -m benchmarks.gain [--budget 120] [--rounds 12] [--out results.json]
 
 Ten scripts with steps of 0.2 ms to 1 s are tuned. Then they are measured from outside: `python script` and `flatout
 run script`, both as they are. The scripts write down when each of their steps ended. The two run at once, but only one
 is let go on at a time (SIGSTOP, SIGCONT), for a fraction of a second, with its main thread on the same core as the
 other's: what disturbs the machine disturbs both. The ratio of their steps should lie inside the interval that tune
-stated, in nine of ten. Whole runs, start-up included, are timed apart, one after the other. What --out holds already
-is not measured again.
+stated, in nine of ten. It differs between pairs of processes itself: there are at least five of them, and more, up to
+--rounds, until its own interval is half as wide as the stated one. Whole runs, start-up included, are timed apart, one
+after the other. What --out holds already is not measured again.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ CASES = (
 )
 ENDLESS = 10**9
 LEAST_TURN_SECONDS, STEPS_A_TURN = 0.15, 4
+LEAST_ROUNDS = 5
 WHOLE_ROUNDS = 3
 
 
@@ -70,13 +72,17 @@ class Result:
     def line(self) -> str:
         if self.stated is None or self.seen is None or self.whole_runs is None:
             return f"{self.case:24} nothing kept"
-        half = (self.stated.high - self.stated.low) / 2 / self.stated.ratio
         return (
             f"{self.case:24} {self.plain_step_seconds * 1e3:8.2f} ms  stated x{self.stated.ratio:.3f} "
-            f"({self.stated.low:.3f}-{self.stated.high:.3f}, ±{half:.1%})  seen x{self.seen.ratio:.3f} "
+            f"({self.stated.low:.3f}-{self.stated.high:.3f}, ±{_half(self.stated):.1%})  seen x{self.seen.ratio:.3f} "
             f"({self.seen.low:.3f}-{self.seen.high:.3f})  {'inside' if self.right else 'OUTSIDE'}  "
             f"whole runs x{self.whole_runs.ratio:.2f}  {', '.join(self.kept)}"
         )
+
+
+def _half(found: Comparison) -> float:
+    """Half of the interval, as a share of the ratio."""
+    return (found.high - found.low) / 2 / found.ratio
 
 
 def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: float, rounds: int) -> Result:
@@ -102,7 +108,12 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
         write_plan(folder / "plan.toml", result.plan)
         turn_seconds = max(LEAST_TURN_SECONDS, STEPS_A_TURN * (result.baseline_seconds or 0.0))
         commands = _commands(folder, arguments).values()
-        groups = [in_turns(*commands, steps, turn_seconds) for _ in range(rounds)]
+        groups: list[list[tuple[float, float]]] = []
+        wanted = _half(result.final.comparison) / 2
+        while len(groups) < LEAST_ROUNDS or (
+            len(groups) < rounds and _half(comparison_of_groups(groups, 0.01)) > wanted
+        ):
+            groups.append(in_turns(*commands, steps, turn_seconds))
         whole = [*arguments, "--steps", str(steps)]
         wholes = [_one_after_the_other(folder, whole, turn) for turn in range(WHOLE_ROUNDS)]
     return Result(
@@ -142,7 +153,7 @@ def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of each tune")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of processes, seen from outside")
+    parser.add_argument("--rounds", type=int, default=12, help="pairs of processes, seen from outside, at the most")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results = _results_in(arguments.out) if arguments.out and arguments.out.exists() else []

@@ -24,9 +24,10 @@ from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
 
-WANTED_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 3, 10
-NARROW_ENOUGH = 0.03
-"""Half of the interval, as a share of the ratio: then no further pair of processes is started."""
+WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 3, 10, 20
+NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
+"""Half of the interval, as a share of the ratio: then no further pair of processes is started. After many pairs less is
+asked for: what differs so much from process to process would take very many more."""
 LEAST_SECONDS, MOST_SECONDS = 1.0, 2.5
 """Of windows in one pair of processes, where its start took less than the longer. Processes differ by more than windows
 do, in scripts whose memory lies now so, now so: the time goes into more of them."""
@@ -70,7 +71,7 @@ def compare_in_fresh_processes(
         spent = deadline.elapsed_seconds - began
         if spent + spent / len(groups) > available:
             break
-        if len(groups) >= WANTED_PROCESS_PAIRS and _is_narrow(comparison_of_groups(groups, pace.least_gain)):
+        if _is_narrow(comparison_of_groups(groups, pace.least_gain), len(groups)):
             break
     assert last is not None
     every = [pair for group in groups for pair in group]
@@ -134,8 +135,9 @@ def fresh_arms(trials: Trials, choices: Sequence[Choice]) -> Iterator[tuple[Arm,
         yield Arm(plain, resting=True), Arm(planned, live, resting=True)
 
 
-def _is_narrow(found: Comparison) -> bool:
-    return found.has_interval and (found.high - found.low) / 2 <= NARROW_ENOUGH * found.ratio
+def _is_narrow(found: Comparison, pairs: int) -> bool:
+    enough = NARROW_ENOUGH if pairs < MANY_PROCESS_PAIRS else NARROW_AFTER_MANY
+    return pairs >= WANTED_PROCESS_PAIRS and found.has_interval and (found.high - found.low) / 2 <= enough * found.ratio
 
 
 def _compared(pairs: Pairs, least_gain: float) -> Comparison:

@@ -8,7 +8,14 @@ import pytest
 
 from flatout.script.entry import Target
 from flatout.search.deadline import Deadline
-from flatout.tuning.last_comparison import LEAST_WINDOWS, compare_in_fresh_processes, comparison_of_groups
+from flatout.tuning.last_comparison import (
+    LEAST_WINDOWS,
+    MANY_PROCESS_PAIRS,
+    MOST_PROCESS_PAIRS,
+    _is_narrow,
+    compare_in_fresh_processes,
+    comparison_of_groups,
+)
 from flatout.tuning.trial_process import TrialEnded, TrialSetup
 from flatout.tuning.windows import Pace
 
@@ -78,6 +85,16 @@ def test_a_script_that_ends_early_is_started_again(tmp_path: Path) -> None:
 def test_a_script_too_short_for_any_window(tmp_path: Path) -> None:
     with pytest.raises(TrialEnded):
         compared(tmp_path, 8)
+
+
+def test_a_script_whose_processes_differ_much_is_not_measured_for_ever() -> None:
+    wide = comparison_of_groups([group(1.3 + 0.1 * (-1) ** i) for i in range(10)], 0.01)
+    assert 0.03 < (wide.high - wide.low) / 2 / wide.ratio < 0.08
+    narrow = comparison_of_groups([group(1.3 + 0.08 * (-1) ** i) for i in range(12)], 0.01)
+    assert not _is_narrow(narrow, 9)
+    assert _is_narrow(narrow, MANY_PROCESS_PAIRS)
+    assert not _is_narrow(comparison_of_groups([group(1.3)] * 2, 0.01), 2)
+    comparison_of_groups([group(1.3 + 0.1 * (-1) ** i) for i in range(MOST_PROCESS_PAIRS)], 0.01)
 
 
 def test_processes_are_added_until_the_interval_is_narrow() -> None:
