@@ -9,80 +9,49 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.environment import inductor_folder
 from flatout.errors import FlatoutError
-from flatout.script.entry import Target, execute
-from flatout.script.isolation import enter, explain_failure, guard_torch, kernel
+from flatout.script.entry import Target
+from flatout.script.isolated_child import IsolatedChild
 from flatout.script.memory_watch import MemoryWatch
-from flatout.script.patches import ImportWatch
 
 _leave = os._exit
 
 
 def main(config_path: str) -> NoReturn:
     config = json.loads(Path(config_path).read_text())
-    kernel.die_with_parent(signal.SIGKILL)
-    if os.getppid() != config["parent"]:
-        _leave(1)  # interrupted while this process was being started
-    answers = os.fdopen(config["write_fd"], "w")
+    child = IsolatedChild(config)
+    child.isolate([inductor_folder()])  # torch makes it as soon as there is an optimizer
 
     def finished(answer: dict[str, Any]) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answers.write(json.dumps({**answer, "peak_resident_bytes": peak}) + "\n")
-        answers.flush()
-        _leave(0)
+        child.finish({**answer, "peak_resident_bytes": peak})
 
-    try:
-        isolation = enter(
-            Path(config["scratch"]),
-            (inductor_folder(),),  # torch makes it as soon as there is an optimizer
-            config["isolation"],
-            lambda description: finished({"event": "stopped", "reason": description}),
-            allow_network=config["allow_network"],
-        )
-    except FlatoutError as error:
-        finished({"event": "refused", "reason": str(error)})
-    target = Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])})
-    watch = MemoryWatch(steps=config["steps"], folder=users_folder(target), finished=finished)
+    watch = MemoryWatch(steps=config["steps"], folder=users_folder(child.target), finished=finished)
+    child.on_torch([watch.torch_imported])
 
-    def torch_imported(torch: Any) -> None:
-        if isolation.mode == "guard":
-            guard_torch(torch)
-        watch.torch_imported(torch)
+    def ended(status: int) -> NoReturn:
+        finished({**(watch.ended() or {"event": "no torch"}), "status": status})
 
-    ImportWatch({"torch": torch_imported}).install()
     owner = os.getpid()
 
     def left_at_once(status: int) -> NoReturn:
         if os.getpid() != owner:  # a loader's worker ends so
             _leave(status)
-        finished({**(watch.ended() or {"event": "no torch"}), "status": status & 255})
+        ended(status & 255)
 
     os._exit = left_at_once
-    show = sys.excepthook
-
-    def explain(kind: Any, error: Any, trace: Any) -> None:
-        show(kind, error, trace)
-        note = explain_failure(error, isolation)
-        if note:
-            sys.stderr.write(f"{note}\n")
-
-    sys.excepthook = explain
     try:
-        status = execute(target)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
+        status = child.execute()
     except FlatoutError as error:
         finished({"event": "refused", "reason": str(error)})
-    result = watch.ended()
-    finished({**(result or {"event": "no torch"}), "status": status})
+    if child.note:
+        sys.stderr.write(f"{child.note}\n")
+    ended(status)
 
 
 def users_folder(target: Target) -> str:
