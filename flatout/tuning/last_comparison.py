@@ -93,7 +93,7 @@ def least_seconds(
     levers_start_seconds: what turning the levers on takes (compilation).
     """
     pace = Pace.for_step(step_seconds, seconds=0.0)
-    steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * (pace.settle + pace.steps)
+    steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * pace.pair_steps
     starting = restart_seconds * (1 if trials.starts_overlap else 2)
     return WANTED_PROCESS_PAIRS * (starting + levers_start_seconds + steps * step_seconds)
 

@@ -27,6 +27,7 @@ class Pretended:
     def __init__(self, candidate: float, *, leak: int = 0, first: float = 0.0, rolled_back: str = "") -> None:
         self.candidate, self.leak, self.first, self.rolled_back = candidate, leak, first, rolled_back
         self.order: list[bool] = []
+        self.switching = 0.0
         self.resident, self.draw = 1 << 30, random.Random(0)
 
     def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
@@ -38,7 +39,7 @@ class Pretended:
         return Window(
             seconds=tuple(base * self.draw.uniform(0.999, 1.001) for _ in range(steps)),
             settle_seconds=(base + slow, *(base for _ in range(settle - 1))),
-            apply_seconds=0.0,
+            apply_seconds=self.switching,
             resident_bytes=self.resident,
             rolled_back={"faster": self.rolled_back} if self.rolled_back and on else {},
         )
@@ -85,9 +86,36 @@ def test_warm_up_without_a_candidate() -> None:
     assert usual == pytest.approx(0.01, rel=0.01)
 
 
-@pytest.mark.parametrize(("step", "steps"), [(1e-4, 60), (0.01, 15), (5.0, 1)])
-def test_pace(step: float, steps: int) -> None:
-    assert Pace.for_step(step, seconds=10.0).steps == steps
+@pytest.mark.parametrize(
+    ("step", "steps", "turns"),
+    [(1e-4, 60, 6), (1e-3, 30, 5), (0.01, 4, 4), (0.02, 4, 2), (0.05, 3, 1), (0.15, 1, 1), (5.0, 1, 1)],
+)
+def test_pace(step: float, steps: int, turns: int) -> None:
+    pace = Pace.for_step(step, seconds=10.0)
+    assert (pace.steps, pace.turns) == (steps, turns)
+
+
+def test_a_pair_is_the_median_of_its_turns() -> None:
+    process = Pretended(0.005)
+    pairing = compare_arms(*arms(process), Pace(steps=4, settle=2, warm_steps=3, turns=5), CHOICE)
+    assert pairing.comparison.pairs == 3
+    assert process.order[1:] == [False, True, True, False] * 7 + [False, True]  # 15 turns, first one and then the other
+    assert pairing.baseline_seconds == pytest.approx(0.01, rel=0.01)
+    assert pairing.candidate_seconds == pytest.approx(0.005, rel=0.01)
+
+
+def test_levers_that_are_slow_to_switch_are_not_switched_often() -> None:
+    process = Pretended(0.005)
+    process.switching = 0.05
+    pairing = compare_arms(*arms(process), Pace(steps=4, settle=2, warm_steps=3, turns=5), CHOICE)
+    assert len(process.order) == 1 + 2 * pairing.comparison.pairs
+
+
+def test_windows_in_turns_have_to_fit_into_a_short_script_too() -> None:
+    pace = Pace(steps=10, settle=2, warm_steps=4, turns=5)
+    assert pace.within(1000) == pace
+    assert pace.within(120).turns == 1
+    assert pace.within(120).steps == pace.in_one_turn().within(120).steps == 11
 
 
 @pytest.mark.parametrize(("total", "steps"), [(None, 60), (10_000, 60), (120, 11), (40, 5), (25, 5), (8, 1)])

@@ -71,7 +71,7 @@ def measured(gain: float, comparisons: int) -> Result:
                 kept += compared.verdict == "faster"
                 ratios.append(compared.ratio)
                 pairs.append(len(found.baseline_medians))
-                steps.append(2 * len(found.baseline_medians) * (pace.settle + pace.steps))
+                steps.append(2 * len(found.baseline_medians) * pace.pair_steps)
                 if compared.has_interval and math.isfinite(compared.high):
                     halves.append((compared.high - compared.low) / 2 / compared.ratio)
                 left -= 1
