@@ -5,9 +5,9 @@ have one each (the other one waits at a step boundary). Windows alternate in ord
 the machine does to one arm it does to the other.
 
 What disturbs a step lasts from a fraction of a millisecond to seconds, so the ratio of two neighbouring windows varies
-as much where they are long as where they are short, and many short ones say more in the same time: with steps of 0.9 ms
-on a shared machine of two cores the error after 5 s was 2.4 % with windows of 0.15 s, and 0.7 % with windows of 0.02 s.
-A pair, as the sequential test counts them, is the median of some turns.
+about as much where they are short as where they are long, and many short ones say more in the same time: with steps of
+1.3 ms on a shared machine of two cores ±2.5 % after 5 s with windows of 0.15 s, ±1.0 % with windows of 0.02 s (`python
+-m benchmarks.search.windows`). A pair, as the sequential test counts them, is the median of some turns.
 """
 
 from __future__ import annotations
