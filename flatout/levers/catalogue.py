@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 from flatout.levers.lever import Lever
@@ -10,6 +11,7 @@ from flatout.plan_choices import Carrier, declared
 SWITCHES = ("live", "start", "loader", "process")
 
 
+@functools.cache
 def levers_of(carrier: Carrier) -> tuple[Lever, ...]:
     """Those that this one carries out: as `flatout.plan_choices` orders the choices, but what holds from the start of a
     process or loader after what is switched, and before all what makes another lever of every other one."""

@@ -491,7 +491,9 @@ def test_quiet_is_quiet_on_a_terminal_too(session: Callable[..., Session], tmp_p
     assert document(tmp_path)["script"]["status"] == 3
 
 
-def test_choices_that_only_the_library_carries_out_are_named(run: Run, tmp_path: Path) -> None:
+def test_a_choice_that_no_script_can_be_given_is_refused_before_the_script_runs(run: Run, tmp_path: Path) -> None:
     (tmp_path / "flatout.toml").write_text(Plan(optimizer="fused", micro_batches=4, nonfinite="skip").to_toml())
-    assert run(TRAIN, "--trust-plan").returncode == 0
-    assert any("TrainStep and batches: micro_batches, nonfinite" in note for note in document(tmp_path)["plan_notes"])
+    refused = run(TRAIN, "--trust-plan")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    limit = "flatout run does not carry it out (TrainStep would); remove micro_batches"
+    assert refused.stderr == f"error: flatout.toml: the plan's micro_batches is 4; {limit}\n"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.tuning.outcome import STOPPING, stopped_by_interrupt
+from flatout.search.interruption import STOPPING, stopped_by_interrupt
 from flatout.tuning.step_tuning import StepTuning
 from tests.tuning import planted_levers as planted
 from tests.tuning.test_step_tuning import Slower, data, pretended_sleep, slow_loss
@@ -53,8 +53,8 @@ def test_a_handler_of_the_programs_own_stays_and_so_do_other_threads() -> None:
 def interrupted(monkeypatch: pytest.MonkeyPatch, *moments: str) -> tuple[Callable[[], StepTuning], list[str]]:
     """A tune in which Ctrl-C is pressed each time that progress says what begins with the next of these."""
     levers = (planted.Helps(), Slower())
-    for place in ("flatout.tuning.step_tuning", "flatout.train.step"):
-        monkeypatch.setattr(f"{place}.LEVERS", levers)
+    monkeypatch.setattr("flatout.tuning.step_tuning.LEVERS", levers)
+    monkeypatch.setattr("flatout.train.step.levers_of", lambda carrier: levers)
     model = nn.Linear(8, 4)
     step = flatout.TrainStep(model, torch.optim.SGD(model.parameters(), 0.01), slow_loss)
     told, left = [], list(moments)

@@ -79,8 +79,8 @@ class Raises(planted.Raises):
 @pytest.fixture
 def planted_only(monkeypatch: pytest.MonkeyPatch) -> None:
     levers = (Slower(), Raises(), planted.Corrupts(), planted.Helps())
-    for place in ("flatout.tuning.step_tuning", "flatout.train.step"):
-        monkeypatch.setattr(f"{place}.LEVERS", levers)
+    monkeypatch.setattr("flatout.tuning.step_tuning.LEVERS", levers)
+    monkeypatch.setattr("flatout.train.step.levers_of", lambda carrier: levers)
 
 
 @pytest.mark.usefixtures("planted_only", "brief", "pretended_sleep")

@@ -20,6 +20,7 @@ from flatout.infer.choosing.tuning import InferenceTuning
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import Bert, BertConfig, ResNet, ResNetConfig
 from flatout.plan import read_plan, write_plan
+from flatout.search import search
 from flatout.statistics import compare_paired
 from tests.infer.generation import tiny
 
@@ -32,7 +33,7 @@ def everything_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(inference_search, "in_turns", declared)
     monkeypatch.setattr(inference_search, "FAR_SLOWER", 1e9)
-    monkeypatch.setattr(inference_search, "payoff_steps", lambda *_: None)  # what a start costs is the machine's affair
+    monkeypatch.setattr(search, "payoff_steps", lambda *_: None)  # what a start costs is the machine's affair
     monkeypatch.setattr(inference_search.InferenceSearch, "_drop_the_idle", lambda self: None)
 
 
@@ -62,7 +63,8 @@ def tuned(model: nn.Module, sample: Any, **options: Any) -> InferenceTuning:
 
 
 def by_label(found: InferenceTuning) -> dict[str, str]:
-    return {trial.label: trial.outcome for trial in found.trials}
+    not_tried = {entry.label: "not tried" for entry in found.state.not_tried}
+    return not_tried | {trial.label: trial.outcome for trial in found.trials}
 
 
 def test_a_classifier_keeps_what_is_near_enough() -> None:
@@ -211,10 +213,11 @@ def test_document_and_summary() -> None:
     found = tuned(Mlp(), inputs(30))
     told = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert told["plan"]["precision"] == "bf16"
-    assert {trial["outcome"] for trial in told["trials"]} <= {"kept", "dropped", "failed", "not tried"}
+    assert {trial["outcome"] for trial in told["trials"]} <= {"kept", "dropped", "failed"}
+        assert all(entry["reason"] for entry in told["not_tried"])
     text = found.summary()
     assert "precision = bf16" in text
-    assert "x2.00 (2.00 to 2.00)" in text
+    assert "x2.00 ±0.00" in text
     assert "not tried" in text
 
 
