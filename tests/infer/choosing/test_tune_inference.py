@@ -214,7 +214,7 @@ def test_document_and_summary() -> None:
     told = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert told["plan"]["precision"] == "bf16"
     assert {trial["outcome"] for trial in told["trials"]} <= {"kept", "dropped", "failed"}
-        assert all(entry["reason"] for entry in told["not_tried"])
+    assert all(entry["reason"] for entry in told["not_tried"])
     text = found.summary()
     assert "precision = bf16" in text
     assert "x2.00 ±0.00" in text
