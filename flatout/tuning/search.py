@@ -32,7 +32,7 @@ from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
 from flatout.tuning.worth_trying import COMPARISON_SECONDS, saving_per_second, worth_trying
-from flatout.units import format_bytes, format_seconds
+from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
 FEWEST_STEPS = 12
@@ -101,17 +101,21 @@ class TrainingSearch(Search[Choice]):
     # what is proposed
 
     def names(self) -> Sequence[str]:
-        asked = None if self.limits.only is None else dict(self.limits.only)
-        return [lever.name for lever in self.levers if asked is None or lever.plan_field in asked]
+        if self.limits.only is None:
+            return [lever.name for lever in self.levers]
+        asked = dict(self.limits.only)
+        mine = [lever for lever in self.levers if lever.plan_field in asked]
+        return [lever.name for lever in mine if lever.takes(asked[lever.plan_field])]
 
     def proposal(self, name: str) -> Proposal[Choice]:
         lever, asked = self._lever(name), self.limits.only
         found = worth_trying(lever, self.machine, self.state.observed, self.limits.exactness, asked=asked is not None)
-        values = found.values
-        if asked is not None:
-            values = tuple(value for field, value in asked if field == lever.plan_field and value in found.values)
-        candidates = tuple(Choice(lever, value) for value in values)
-        return Proposal(label=name, candidates=candidates, reason=found.reason)
+        values, reason = found.values, found.reason
+        if asked is not None and values:
+            wanted = dict(asked)[lever.plan_field]
+            values = (wanted,) if wanted in values else ()
+            reason = f"{lever.plan_field} = {wanted!r} is none of what is tried here: {found.values}"
+        return Proposal(label=name, candidates=tuple(Choice(lever, value) for value in values), reason=reason)
 
     def promise(self, name: str) -> tuple[bool, float]:
         lever = self._lever(name)
@@ -208,9 +212,6 @@ class TrainingSearch(Search[Choice]):
                 limit="copy-on-write is refused here, so a trial may not go on",
                 remedy=str(self.state.isolation.get("reason", "")),
             ) from None
-
-    def _budget(self) -> str:
-        return format_seconds(self._deadline.budget_seconds)
 
     def _keep_back(self, step_seconds: float) -> None:
         """More for the verifier, where slow starts or long steps make it take long: a search that leaves no time for it
