@@ -1,6 +1,6 @@
 """How often does a trial keep a lever that does nothing, and how often one that helps by a known share?
 
-    python -m benchmarks.search.planted [--comparisons 100] [--beside N] [--out results.json]
+    python -m benchmarks.search.planted [--comparisons 100] [--gains 0 0.05 0.1 0.3] [--beside N] [--out results.json]
 
 A script wastes 0, 5, 10 or 30 % of its work, and a planted lever takes that off. Each is compared with the plain script
 as the search does it: windows in turns in one process, until the verdict is clear. `--beside`: so many processes that
@@ -98,13 +98,15 @@ def _process(gain: float) -> Iterator[TrialProcess]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=100, help="of each gain")
+    parser.add_argument("--gains", type=float, nargs="+", default=GAINS, help="those that --out has besides stay in it")
     parser.add_argument("--beside", type=int, default=0, help="processes that keep the machine busy")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results = []
+    known = json.loads(arguments.out.read_text())["results"] if arguments.out and arguments.out.exists() else []
+    results = [Result(**one) for one in known if one["gain"] not in arguments.gains]
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(arguments.beside)]
     try:
-        for gain in GAINS:
+        for gain in arguments.gains:
             results.append(measured(gain, arguments.comparisons))
             print(results[-1].line, flush=True)
     finally:
@@ -115,7 +117,7 @@ def main() -> int:
         document = {
             "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
             "beside": arguments.beside,
-            "results": [asdict(result) for result in results],
+            "results": [asdict(result) for result in sorted(results, key=lambda one: one.gain)],
         }
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
