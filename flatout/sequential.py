@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 from flatout.statistics import Comparison, compare_paired
 
@@ -70,6 +70,19 @@ def is_decided(pairs: Pairs, *, least_gain: float, stop_if_futile: bool = True) 
     if len(pairs) >= LOOKS[-1] or found.verdict != "not significant":
         return True
     return stop_if_futile and (found.high < 1 + least_gain or is_futile(found, least_gain))
+
+
+def pair_of_turns(turns: Pairs) -> tuple[float, float]:
+    """One pair of (baseline, candidate) seconds from some short windows in turns: the median, and that over the median
+    ratio.
+
+    What disturbs a step lasts from a fraction of a millisecond to seconds. So the ratio of two neighbouring windows
+    varies about as much where they are short as where they are long, and several short ones say more in the same time:
+    with steps of 1.3 ms on a shared machine of two cores ±2.5 % after 5 s with windows of 0.15 s, ±1.0 % with windows
+    of 0.02 s (`python -m benchmarks.search.windows`).
+    """
+    ours = median([one for one, _ in turns])
+    return ours, ours / median([one / other for one, other in turns])
 
 
 def is_far_slower(pairs: Pairs) -> bool:

@@ -4,10 +4,8 @@ An arm is a process and the levers on in it. Both arms may share one process (le
 have one each (the other one waits at a step boundary). Windows alternate in order, A B, B A, A B, ..., so whatever
 the machine does to one arm it does to the other.
 
-What disturbs a step lasts from a fraction of a millisecond to seconds, so the ratio of two neighbouring windows varies
-about as much where they are short as where they are long, and many short ones say more in the same time: with steps of
-1.3 ms on a shared machine of two cores ±2.5 % after 5 s with windows of 0.15 s, ±1.0 % with windows of 0.02 s (`python
--m benchmarks.search.windows`). A pair, as the sequential test counts them, is the median of some turns.
+A pair, as the sequential test counts them, is the median of some turns of short windows: see
+`flatout.sequential.pair_of_turns`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
-from flatout.sequential import LOOKS, compare_so_far, is_decided
+from flatout.sequential import LOOKS, compare_so_far, is_decided, pair_of_turns
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.tuning.trial_process import Window
 from flatout.tuning.trials import RunningTrial
@@ -169,7 +167,7 @@ def compare_arms(
             resident.append((ours.resident_bytes, theirs.resident_bytes))
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):
                 pace = pace.in_one_turn()
-        pairs.append(_middle(turns))
+        pairs.append(pair_of_turns(turns))
         if _decided(pairs, pace, time.monotonic() - began):
             break
     comparison = _compare(pairs, pace)
@@ -192,12 +190,6 @@ def _one_turn(baseline: Arm, candidate: Arm, pace: Pace, number: int) -> tuple[W
     first = order[0].window(settle=pace.settle, steps=pace.steps)
     second = order[1].window(settle=pace.settle, steps=pace.steps)
     return (first, second) if order[0] is baseline else (second, first)
-
-
-def _middle(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The median of the baseline, and that over the median ratio."""
-    ours = median([pair[0] for pair in turns])
-    return ours, ours / median([pair[0] / pair[1] for pair in turns])
 
 
 def _compare(pairs: Sequence[tuple[float, float]], pace: Pace) -> Comparison:

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flatout.sequential import FAR_SLOWER_PAIRS, LOOKS, compare_so_far, is_decided
+from flatout.sequential import FAR_SLOWER_PAIRS, LOOKS, compare_so_far, is_decided, pair_of_turns
 from flatout.statistics import Comparison, median
 from flatout.timing import Clock, interleave
 
-WINDOW_SECONDS = 0.15
-"""Shorter runs are repeated within a window: long against a stall of the scheduler, short against the machine's
-drift."""
+WINDOW_SECONDS, PAIR_SECONDS = 0.03, 0.15
+"""Shorter runs are repeated within a window, and shorter windows taken in turns within a pair: see
+`flatout.sequential.pair_of_turns`."""
 MOST_RUNS = 200
+MOST_TURNS = 6
 FINAL_LOOKS = LOOKS[LOOKS.index(6) :]
 """Fewer pairs decide, but their intervals are wide."""
 
@@ -41,13 +42,14 @@ def in_turns(
     final: no giving up early, as the figure itself is wanted.
     """
     began = clock()
-    runs = _runs_per_window(candidate, clock)
+    runs, turns = _runs_and_turns(candidate, clock)
     pairs: list[tuple[float, float]] = []
     functions = {"baseline": _repeated(baseline, runs), "candidate": _repeated(candidate, runs)}
     for look in FINAL_LOOKS if final else (FAR_SLOWER_PAIRS, *LOOKS):
-        found = interleave(functions, look - len(pairs), warmup=0, clock=clock)
-        ours, theirs = (found[name].samples_seconds for name in ("baseline", "candidate"))
-        pairs += zip((one / runs for one in ours), (one / runs for one in theirs), strict=True)
+        found = interleave(functions, turns * (look - len(pairs)), warmup=0, clock=clock)
+        ours, theirs = ([one / runs for one in found[name].samples_seconds] for name in ("baseline", "candidate"))
+        taken = list(zip(ours, theirs, strict=True))
+        pairs += [pair_of_turns(taken[at : at + turns]) for at in range(0, len(taken), turns)]
         if is_decided(pairs, least_gain=least_gain, stop_if_futile=not final):
             break
         if clock() - began > seconds and look >= LOOKS[0]:
@@ -59,10 +61,13 @@ def in_turns(
     )
 
 
-def _runs_per_window(run: Callable[[], object], clock: Clock) -> int:
+def _runs_and_turns(run: Callable[[], object], clock: Clock) -> tuple[int, int]:
+    """How many runs a window has, and how many windows of each a pair."""
     start = clock()
     run()
-    return max(1, min(MOST_RUNS, round(WINDOW_SECONDS / max(clock() - start, 1e-9))))
+    seconds = max(clock() - start, 1e-9)
+    runs = max(1, min(MOST_RUNS, round(WINDOW_SECONDS / seconds)))
+    return runs, max(1, min(MOST_TURNS, round(PAIR_SECONDS / (runs * seconds))))
 
 
 def _repeated(run: Callable[[], object], runs: int) -> Callable[[], object]:
