@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from flatout.errors import PlanError, UsageError
 from flatout.plan import Plan
-from flatout.plan_choices import Carrier, Exactness
+from flatout.plan_choices import Exactness, Scope
 from flatout.plan_document import short
 
 _SHOWN = (str, bytes, int, float, type(None), PurePath)
@@ -124,16 +124,16 @@ def as_function(value: Any, name: str, arguments: int, *, limit: str, remedy: st
     return value
 
 
-def as_plan(value: Any, carrier: Carrier | None = None) -> Plan:
-    """The plan; an empty one for None. carrier: who is going to carry it out, if somebody is.
+def as_plan(value: Any, scope: Scope | None = None) -> Plan:
+    """The plan; an empty one for None. scope: where it is going to be applied, if it is.
 
-    A choice that it does not carry out is a PlanError, unless it is of those who are given the same plan.
+    A choice that does not apply there, nor where the same plan is given, is a PlanError.
     """
     if value is None:
         return Plan()
     if isinstance(value, Plan):
-        if carrier is not None:
-            value.check_for(carrier)
+        if scope is not None:
+            value.check_for(scope)
         return value
     remedy = "for example Plan(precision='bf16')"
     if isinstance(value, str | os.PathLike):

@@ -28,11 +28,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flatout import __version__
 from flatout.errors import PlanError, UsageError
 from flatout.plan_choices import (
-    CARRIERS,
     SAME_PLAN,
-    Carrier,
+    SCOPES,
     Choices,
+    Declared,
     Exactness,
+    Scope,
     choice_names,
     contradiction,
     declared,
@@ -100,24 +101,24 @@ class Plan(Choices):
         unset: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **unset, reasons={name: why for name, why in self.reasons.items() if name not in names})
 
-    def part_for(self, carrier: Carrier) -> Plan:
-        """The same plan with nothing but what this one carries out: 'script', 'step', 'batches', 'predict' or
+    def part_for(self, scope: Scope) -> Plan:
+        """The same plan with the choices alone that apply to a 'script', a training 'step', 'batches', 'predict' or
         'generate'."""
-        if carrier not in CARRIERS:
-            raise PlanError(f"carrier is {short(carrier)}", limit=f"it is {one_of(CARRIERS)}")
-        return self.without(*(name for name in self.choices() if carrier not in declared()[name].by))
+        if scope not in SCOPES:
+            raise PlanError(f"scope is {short(scope)}", limit=f"it is {one_of(SCOPES)}")
+        return self.without(*(name for name in self.choices() if scope not in declared()[name].scopes))
 
-    def check_for(self, carrier: Carrier) -> None:
-        """PlanError for a choice that this one does not carry out, nor who is given the same plan."""
-        same = next((group for group in SAME_PLAN if carrier in group), (carrier,))
+    def check_for(self, scope: Scope) -> None:
+        """PlanError for a choice that does not apply there, nor where the same plan is given."""
+        same = next((group for group in SAME_PLAN if scope in group), (scope,))
         for name, value in self.choices().items():
-            by = declared()[name].by
-            if not set(by) & set(same):
-                others = " and ".join(CARRIERS[one] for one in by)
+            scopes = declared()[name].scopes
+            if not set(scopes) & set(same):
+                others = " and ".join(SCOPES[one] for one in scopes)
                 raise PlanError(
                     f"the plan's {name} is {short(value)}",
-                    limit=f"{CARRIERS[carrier]} does not carry it out ({others} would)",
-                    remedy=f"use plan.part_for({carrier!r})" if carrier != "script" else f"remove {name}",
+                    limit=f"{SCOPES[scope]} does not apply it ({others} would)",
+                    remedy=f"use plan.part_for({scope!r})" if scope != "script" else f"remove {name}",
                 )
 
     def mismatch(self, machine_fingerprint: str | None, torch_version: str | None) -> str | None:
@@ -329,10 +330,14 @@ def _allowed(name: str) -> str:
     return "True or False" if kind is bool else f"a whole number from {limits.low} to {limits.high}"
 
 
+def _places(one: Declared) -> str:
+    return ", ".join(SCOPES[scope] for scope in one.scopes)
+
+
 def _document(plan: type[Plan]) -> None:
     """Give `help(Plan)` every choice with its meaning, and a wrong argument an error that names the right one."""
     choices = "\n\n".join(
-        f"{name}: {_allowed(name)}\n    {one.meaning}\n    {one.exactness}; {', '.join(CARRIERS[by] for by in one.by)}"
+        f"{name}: {_allowed(name)}\n    {one.meaning}\n    {one.exactness}; for {_places(one)}"
         for name, one in declared().items()
     )
     plan.__doc__ = f"{inspect.cleandoc(plan.__doc__ or '')}\n\nA choice that is None is left as it is:\n\n{choices}"

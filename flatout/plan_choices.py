@@ -1,10 +1,10 @@
 """What each choice of a plan declares, and what follows from that alone.
 
     precision: Literal["fp32", "bf16", "fp16"] | None = choice(
-        "dtype of autocast regions", by=("script", "step"), exactness="reduced", levers=("autocast:Autocast",)
+        "dtype of autocast regions", scopes=("script", "step"), exactness="reduced", levers=("autocast:Autocast",)
     )
 
-A choice is declared once, where `Plan` has its field. Plan's checks, the searches, `fit_into`, forecasts and what takes
+A choice is declared once, as a field of `Choices`. Plan's checks, the searches, `fit_into`, forecasts and what takes
 a plan (TrainStep, batches, predict, generate, flatout run) read the rest from here.
 """
 
@@ -24,19 +24,19 @@ EXACTNESS_ORDER: tuple[Exactness, ...] = get_args(Exactness)
 
 Aim = Literal["time", "memory"]
 
-Carrier = Literal["script", "step", "batches", "predict", "generate"]
+Scope = Literal["script", "step", "batches", "predict", "generate"]
 
-CARRIERS: dict[Carrier, str] = {
+SCOPES: dict[Scope, str] = {
     "script": "flatout run",
     "step": "TrainStep",
     "batches": "batches",
     "predict": "predict",
     "generate": "generate",
 }
-"""Who carries choices out, and how a user calls them."""
+"""Where choices apply, and how a user calls that."""
 
-SAME_PLAN: tuple[tuple[Carrier, ...], ...] = (("step", "batches"),)
-"""One plan is given to both: what the other one carries out is no slip."""
+SAME_PLAN: tuple[tuple[Scope, ...], ...] = (("step", "batches"),)
+"""One plan is given to both: a choice that applies to the other is no slip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,13 @@ class Declared:
     """One choice of a plan."""
 
     meaning: str
-    by: tuple[Carrier, ...]
-    """Who carries it out."""
+    scopes: tuple[Scope, ...]
+    """Where it applies."""
     exactness: Exactness
     aim: Aim = "time"
     """'memory': a search keeps it also where it is not faster, if memory is short or it was asked for."""
     levers: tuple[str, ...] = ()
-    """The classes that do it, as 'module:Class' in flatout.levers; none where its carrier does it itself."""
+    """The classes that apply it, as 'module:Class' in flatout.levers; none where the scope's own code does."""
     low: int = 0
     """Of a whole number; both limits are included."""
     high: int = 0
@@ -112,20 +112,20 @@ class Choices:
 
     device: Literal["cuda"] | None = choice(
         "where a script runs that names no device itself: cuda = its model is moved to the GPU, and what meets it",
-        by=("script",),
+        scopes=("script",),
         exactness="rounding",
         levers=("moved_to_device:MovedToDevice",),
     )
     fetch: Literal["batched", "cached"] | None = choice(
         "in-memory data in the main process: batched = whole batches, made from the live data (cached: the same)",
-        by=("script", "batches"),
+        scopes=("script", "batches"),
         exactness="bit-identical",
         levers=("batched_fetch:BatchedFetch",),
         beside=(Beside(other="loader_workers", allows=_none_or_0, why="fetch works in the main process"),),
     )
     data_device: Literal["cuda"] | None = choice(
         "where batches() keeps tensors: cuda = copied there once, so that later changes are not seen (needs fetch)",
-        by=("batches",),
+        scopes=("batches",),
         exactness="bit-identical",
         beside=(
             Beside(other="fetch", allows=_is_set, why="it needs fetch", remedy="set fetch = 'batched'"),
@@ -138,17 +138,20 @@ class Choices:
     )
     loader_workers: int | None = choice(
         "processes of batches(); 0 = load in the main process",
-        by=("batches",),
+        scopes=("batches",),
         exactness="bit-identical",
         low=0,
         high=256,
     )
     persistent_workers: bool | None = choice(
-        "keep the loader's workers alive between epochs", by=("batches",), exactness="bit-identical", beside=_OF_WORKERS
+        "keep the loader's workers alive between epochs",
+        scopes=("batches",),
+        exactness="bit-identical",
+        beside=_OF_WORKERS,
     )
     prefetch_factor: int | None = choice(
         "batches that each loader worker holds ready",
-        by=("batches",),
+        scopes=("batches",),
         exactness="bit-identical",
         low=1,
         high=64,
@@ -156,20 +159,20 @@ class Choices:
     )
     pin_memory: bool | None = choice(
         "page-locked batches, so that copies to the device overlap with compute",
-        by=("script", "batches"),
+        scopes=("script", "batches"),
         exactness="bit-identical",
         levers=("pinned_memory:PinnedMemory",),
     )
     flush_denormals: bool | None = choice(
         "treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly",
-        by=("script", "step", "predict"),
+        scopes=("script", "step", "predict"),
         exactness="rounding",
         levers=("denormals:FlushDenormals",),
         in_forecasts=False,
     )
     threads: int | None = choice(
         "intra-op threads of torch on the CPU",
-        by=("script", "step", "predict", "generate"),
+        scopes=("script", "step", "predict", "generate"),
         exactness="rounding",
         levers=("threads:Threads",),
         low=1,
@@ -178,13 +181,13 @@ class Choices:
     )
     optimizer: Literal["fused", "foreach"] | None = choice(
         "implementation of the optimizer's step: fused = one kernel for it all, foreach = one per operation",
-        by=("script", "step"),
+        scopes=("script", "step"),
         exactness="rounding",
         levers=("fused_optimizer:FusedOptimizer",),
     )
     cudnn_benchmark: bool | None = choice(
         "let cuDNN time its algorithms once per input shape and keep the fastest",
-        by=("script", "step", "predict"),
+        scopes=("script", "step", "predict"),
         exactness="rounding",
         levers=("cudnn_benchmark:CudnnBenchmark",),
         in_forecasts=False,
@@ -192,41 +195,41 @@ class Choices:
     )
     memory_format: Literal["channels_last"] | None = choice(
         "layout of images and convolution weights in memory: NHWC instead of NCHW",
-        by=("script", "step", "predict"),
+        scopes=("script", "step", "predict"),
         exactness="rounding",
         levers=("channels_last:ChannelsLast",),
     )
     attention: Literal["fused"] | None = choice(
         "attention that the model computes by hand: fused = by torch's kernel, which keeps no matrix of weights",
-        by=("script", "step"),
+        scopes=("script", "step"),
         exactness="rounding",
         levers=("attention:FusedAttention",),
         in_forecasts=False,
     )
     loss: Literal["chunked"] | None = choice(
         "cross-entropy of a last linear layer's scores: chunked = these are never held whole (saves memory)",
-        by=("script", "step"),
+        scopes=("script", "step"),
         exactness="rounding",
         aim="memory",
         levers=("chunked_loss:ChunkedLoss",),
     )
     precision: Literal["fp32", "bf16", "fp16"] | None = choice(
         "dtype of autocast regions; fp16 also scales the loss, so that small gradients do not vanish",
-        by=("script", "step", "predict", "generate"),
+        scopes=("script", "step", "predict", "generate"),
         exactness="reduced",
         levers=("autocast:Autocast",),
         pairs_with=("memory_format",),
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = choice(
         "how exact fp32 products are: highest = fp32, high = TF32 on CUDA, medium = bf16 inside the product",
-        by=("script", "step", "predict"),
+        scopes=("script", "step", "predict"),
         exactness="reduced",
         levers=("matmul_precision:MatmulPrecision",),
         in_forecasts=False,
     )
     compile: Literal["default", "regional", "reduce-overhead", "max-autotune"] | None = choice(
         "torch.compile: the whole model in this mode; regional = each repeated block once (starts sooner)",
-        by=("script", "step", "predict"),
+        scopes=("script", "step", "predict"),
         exactness="rounding",
         levers=("compile:Compile",),
         replaces=("attention",),
@@ -235,7 +238,7 @@ class Choices:
     )
     allocator: Literal["retain", "jemalloc", "tcmalloc", "mimalloc"] | None = choice(
         "CPU memory: retain = glibc keeps freed memory for reuse; else the allocator to preload",
-        by=("script",),
+        scopes=("script",),
         exactness="bit-identical",
         levers=("allocator:RetainMemory", "allocator:PreloadedAllocator"),
         in_forecasts=False,
@@ -243,7 +246,7 @@ class Choices:
 
     micro_batches: int | None = choice(
         "parts that each batch is split into, for one optimizer step; the batch does not grow",
-        by=("step",),
+        scopes=("step",),
         exactness="rounding",
         aim="memory",
         low=1,
@@ -251,21 +254,21 @@ class Choices:
     )
     activation_offload: bool | None = choice(
         "activations wait in the host's memory for the backward pass, page-locked (CUDA only)",
-        by=("step",),
+        scopes=("step",),
         exactness="bit-identical",
         aim="memory",
         levers=("activation_offload:ActivationOffload",),
     )
     activation_checkpointing: Literal["block", "selective"] | None = choice(
         "recompute activations in backward: block = of each repeated block, selective = all but matrix products",
-        by=("step",),
+        scopes=("step",),
         exactness="bit-identical",
         aim="memory",
         levers=("activation_checkpointing:ActivationCheckpointing",),
     )
     checkpointed_blocks: int | None = choice(
         "of how many repeated blocks, from the first, activations are recomputed; unset = of all",
-        by=("step",),
+        scopes=("step",),
         exactness="bit-identical",
         aim="memory",
         low=1,
@@ -281,7 +284,7 @@ class Choices:
     )
     optimizer_in_backward: bool | None = choice(
         "update each parameter as soon as its gradient is there, and free it: gradients are never held together",
-        by=("step",),
+        scopes=("step",),
         exactness="bit-identical",
         aim="memory",
         beside=(
@@ -292,30 +295,30 @@ class Choices:
     )
     optimizer_state: Literal["8bit"] | None = choice(
         "Adam's two moments: 8bit = one byte an element, with a scale for each 256 (needs torchao)",
-        by=("step",),
+        scopes=("step",),
         exactness="reduced",
         aim="memory",
     )
     out_of_memory: Literal["split", "exact", "raise"] | None = choice(
         "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run",
-        by=("step",),
+        scopes=("step",),
         exactness="rounding",
     )
     nonfinite: Literal["skip", "raise"] | None = choice(
         "a gradient with inf or NaN: skip that step and count it, or raise; unset = not looked for (fp16 always skips)",
-        by=("step",),
+        scopes=("step",),
         exactness="bit-identical",
         in_forecasts=False,
     )
 
     weights: Literal["int8", "int4"] | None = choice(
         "bits in which the linear layers' weights are held; int8 = one scale a row, int4 = one a group of 32",
-        by=("predict", "generate"),
+        scopes=("predict", "generate"),
         exactness="reduced",
     )
     activations: Literal["int8"] | None = choice(
         "inputs of the linear layers rounded to 8 bits, one scale a token, so that products run in int8",
-        by=("predict",),
+        scopes=("predict",),
         exactness="reduced",
         beside=(
             Beside(
@@ -328,22 +331,22 @@ class Choices:
     )
     batching: Literal["packed", "equal", "padded"] | None = choice(
         "ragged inputs: packed = one row, no padding; equal = of one length; padded = to the longest",
-        by=("predict",),
+        scopes=("predict",),
         exactness="rounding",
     )
     batch_tokens: int | None = choice(
         "ragged inputs: tokens of one batch, padding included",
-        by=("predict",),
+        scopes=("predict",),
         exactness="rounding",
         low=1,
         high=2**30,
     )
     fold_batch_norm: bool | None = choice(
-        "multiply batch norms into the convolutions before them", by=("predict",), exactness="rounding"
+        "multiply batch norms into the convolutions before them", scopes=("predict",), exactness="rounding"
     )
     speculation: Literal["lookup"] | None = choice(
         "guess tokens from the text so far and check several at once; same distribution",
-        by=("generate",),
+        scopes=("generate",),
         exactness="rounding",
     )
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import flatout
 from flatout.errors import PlanError, UsageError
 from flatout.plan import PROVENANCE, Plan, _kinds, read_plan, write_plan
-from flatout.plan_choices import CARRIERS, Exactness, choice_names, declared
+from flatout.plan_choices import SCOPES, Exactness, choice_names, declared
 from flatout.plan_document import SCHEMA
 
 FULL = Plan(
@@ -200,33 +200,33 @@ def test_what_a_choice_needs_is_carried_out_by_whoever_carries_out_that_choice()
     """Otherwise the part of a plan for one of them would be no plan."""
     for one in declared().values():
         needed = [rule.other for rule in one.beside if not rule.allows(None)]
-        assert all(set(one.by) <= set(declared()[other].by) for other in needed)
-        assert set(one.by) <= set(CARRIERS)
+        assert all(set(one.scopes) <= set(declared()[other].scopes) for other in needed)
+        assert set(one.scopes) <= set(SCOPES)
         assert {*one.replaces, *one.pairs_with, *(rule.other for rule in one.beside)} <= set(declared())
 
 
-@given(_plans(), st.sampled_from(list(CARRIERS)))
+@given(_plans(), st.sampled_from(list(SCOPES)))
 @settings(max_examples=50)
-def test_the_part_for_one_is_what_it_carries_out(plan: Plan, carrier: Any) -> None:
-    part = plan.part_for(carrier)
-    part.check_for(carrier)
-    assert part.choices() == {name: value for name, value in plan.choices().items() if carrier in declared()[name].by}
+def test_the_part_for_one_is_what_it_carries_out(plan: Plan, scope: Any) -> None:
+    part = plan.part_for(scope)
+    part.check_for(scope)
+    assert part.choices() == {name: value for name, value in plan.choices().items() if scope in declared()[name].scopes}
     assert set(part.reasons) <= set(part.choices())
 
 
 def test_a_choice_for_somebody_else_is_refused_by_name() -> None:
     plan = Plan(precision="bf16", micro_batches=4, fetch="batched", weights="int8")
-    for carrier, named in (
+    for scope, named in (
         ("generate", "fetch"),
         ("predict", "fetch"),
         ("script", "micro_batches"),
         ("step", "weights"),
     ):
-        with pytest.raises(PlanError, match=rf"the plan's {named} is .*; {CARRIERS[carrier]} does not carry it out"):
-            plan.check_for(carrier)
+        with pytest.raises(PlanError, match=rf"the plan's {named} is .*; {SCOPES[scope]} does not apply it"):
+            plan.check_for(scope)
     plan.without("weights").check_for("step")  # the same plan goes to batches()
     plan.without("weights").check_for("batches")
-    with pytest.raises(PlanError, match="carrier is 'training'; it is 'script', 'step'"):
+    with pytest.raises(PlanError, match="scope is 'training'; it is 'script', 'step'"):
         plan.part_for("training")  # type: ignore[arg-type]
 
 

@@ -6,16 +6,16 @@ import functools
 import importlib
 
 from flatout.levers.lever import Lever
-from flatout.plan_choices import Carrier, declared
+from flatout.plan_choices import Scope, declared
 
 SWITCHES = ("live", "start", "loader", "process")
 
 
 @functools.cache
-def levers_of(carrier: Carrier) -> tuple[Lever, ...]:
-    """Those that this one carries out: as `flatout.plan_choices` orders the choices, but what holds from the start of a
-    process or loader after what is switched, and before all what makes another lever of every other one."""
-    found = [_lever(path) for one in declared().values() if carrier in one.by for path in one.levers]
+def levers_of(scope: Scope) -> tuple[Lever, ...]:
+    """Those that apply there: as `flatout.plan_choices` orders the choices, but what holds from the start of a process
+    or loader after what is switched, and before all what makes another lever of every other one."""
+    found = [_lever(path) for one in declared().values() if scope in one.scopes for path in one.levers]
     return tuple(sorted(found, key=lambda one: (not one.comes_first, SWITCHES.index(one.switch))))
 
 

@@ -123,7 +123,7 @@ def tune_step(
     """See `flatout.tune`."""
     began, deadline = time.perf_counter(), Deadline(budget_seconds)
     _check(step)
-    levers = [lever for lever in LEVERS if "step" in lever.declared.by]
+    levers = [lever for lever in LEVERS if "step" in lever.declared.scopes]
     with (
         generators_kept(),
         warnings.catch_warnings(),

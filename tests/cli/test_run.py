@@ -495,5 +495,5 @@ def test_a_choice_that_no_script_can_be_given_is_refused_before_the_script_runs(
     (tmp_path / "flatout.toml").write_text(Plan(optimizer="fused", micro_batches=4, nonfinite="skip").to_toml())
     refused = run(TRAIN, "--trust-plan")
     assert (refused.returncode, refused.stdout) == (2, "")
-    limit = "flatout run does not carry it out (TrainStep would); remove micro_batches"
+    limit = "flatout run does not apply it (TrainStep would); remove micro_batches"
     assert refused.stderr == f"error: flatout.toml: the plan's micro_batches is 4; {limit}\n"

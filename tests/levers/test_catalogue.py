@@ -14,7 +14,7 @@ from flatout.levers.lever import Choice, Lever, choices_from_json, choices_of_pl
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed, OptimizerSeen
 from flatout.machine.description import Cpu, Gpu, Machine, Versions
 from flatout.plan import Plan
-from flatout.plan_choices import CARRIERS, EXACTNESS_ORDER, declared
+from flatout.plan_choices import EXACTNESS_ORDER, SCOPES, declared
 
 
 def machine(*, cpu: tuple[str, ...] = ("fp32",), gpu: tuple[str, ...] | None = None, cores: int = 8) -> Machine:
@@ -69,9 +69,9 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_list_is_sound() -> None:
     assert len({one.name for one in LEVERS}) == len(LEVERS)
     assert {name for pair in INTERACTING for name in pair} <= {one.plan_field for one in LEVERS}
-    for carrier in CARRIERS:
-        for one in levers_of(carrier):
-            assert carrier in declared()[one.plan_field].by
+    for scope in SCOPES:
+        for one in levers_of(scope):
+            assert scope in declared()[one.plan_field].scopes
             assert f"{type(one).__module__.rpartition('.')[2]}:{type(one).__name__}" in one.declared.levers
     assert LEVERS[0].plan_field == "device"  # every other lever is another one on another device
     order = [EXACTNESS_ORDER.index(one.exactness) for one in LEVERS if one.switch == "live" and not one.compiles]

@@ -328,7 +328,7 @@ def test_a_plan_of_inference_is_refused(plan: Plan) -> None:
     model = net()
     (name,) = plan.choices()
     with pytest.raises(
-        PlanError, match=rf"{name} is .*; TrainStep does not carry it out \(predict.*use plan.part_for\('step'\)"
+        PlanError, match=rf"{name} is .*; TrainStep does not apply it \(predict.*use plan.part_for\('step'\)"
     ):
         TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.MSELoss()), plan)
 
@@ -336,7 +336,7 @@ def test_a_plan_of_inference_is_refused(plan: Plan) -> None:
 def test_a_plan_that_moves_a_script_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(PlanError, match=r"device is 'cuda'; TrainStep does not carry it out \(flatout run would\)"):
+    with pytest.raises(PlanError, match=r"device is 'cuda'; TrainStep does not apply it \(flatout run would\)"):
         TrainStep(model, optimizer, lambda *_: torch.zeros(()), Plan(device="cuda"))
 
 

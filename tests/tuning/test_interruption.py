@@ -54,7 +54,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, *moments: str) -> tuple[Callabl
     """A tune in which Ctrl-C is pressed each time that progress says what begins with the next of these."""
     levers = (planted.Helps(), Slower())
     monkeypatch.setattr("flatout.tuning.step_tuning.LEVERS", levers)
-    monkeypatch.setattr("flatout.train.step.levers_of", lambda carrier: levers)
+    monkeypatch.setattr("flatout.train.step.levers_of", lambda scope: levers)
     model = nn.Linear(8, 4)
     step = flatout.TrainStep(model, torch.optim.SGD(model.parameters(), 0.01), slow_loss)
     told, left = [], list(moments)

@@ -80,7 +80,7 @@ class Raises(planted.Raises):
 def planted_only(monkeypatch: pytest.MonkeyPatch) -> None:
     levers = (Slower(), Raises(), planted.Corrupts(), planted.Helps())
     monkeypatch.setattr("flatout.tuning.step_tuning.LEVERS", levers)
-    monkeypatch.setattr("flatout.train.step.levers_of", lambda carrier: levers)
+    monkeypatch.setattr("flatout.train.step.levers_of", lambda scope: levers)
 
 
 @pytest.mark.usefixtures("planted_only", "brief", "pretended_sleep")

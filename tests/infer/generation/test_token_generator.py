@@ -246,7 +246,7 @@ def test_plans_that_cannot_be_carried_out() -> None:
     network = model("own GPT-2")
     with pytest.raises(PlanError, match="precision is 'fp16'; generation holds weights in fp32, bf16, int8 or int4"):
         TokenGenerator(network, Plan(precision="fp16"))
-    with pytest.raises(PlanError, match="the plan's micro_batches is 2; generate does not carry it out"):
+    with pytest.raises(PlanError, match="the plan's micro_batches is 2; generate does not apply it"):
         TokenGenerator(network, Plan(micro_batches=2))
     with pytest.raises(UsageError, match="slots is 0"):
         TokenGenerator(network, slots=0)
