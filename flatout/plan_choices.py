@@ -40,7 +40,7 @@ SAME_PLAN: tuple[tuple[Scope, ...], ...] = (("step", "batches"),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Requirement:
     """What another choice has to be where this one is made."""
 
     other: str
@@ -65,7 +65,7 @@ class Declared:
     low: int = 0
     """Of a whole number; both limits are included."""
     high: int = 0
-    beside: tuple[Beside, ...] = ()
+    requires: tuple[Requirement, ...] = ()
     replaces: tuple[str, ...] = ()
     """Choices whose work it does: a search takes them back when it keeps this one."""
     pairs_with: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ _ALL_GRADIENTS = "that needs all gradients before the first update"
 
 
 _OF_WORKERS = (
-    Beside(
+    Requirement(
         other="loader_workers",
         allows=bool,
         why="it needs worker processes",
@@ -121,15 +121,15 @@ class Choices:
         scopes=("script", "batches"),
         exactness="bit-identical",
         levers=("batched_fetch:BatchedFetch",),
-        beside=(Beside(other="loader_workers", allows=_none_or_0, why="fetch works in the main process"),),
+        requires=(Requirement(other="loader_workers", allows=_none_or_0, why="fetch works in the main process"),),
     )
     data_device: Literal["cuda"] | None = choice(
         "where batches() keeps tensors: cuda = copied there once, so that later changes are not seen (needs fetch)",
         scopes=("batches",),
         exactness="bit-identical",
-        beside=(
-            Beside(other="fetch", allows=_is_set, why="it needs fetch", remedy="set fetch = 'batched'"),
-            Beside(
+        requires=(
+            Requirement(other="fetch", allows=_is_set, why="it needs fetch", remedy="set fetch = 'batched'"),
+            Requirement(
                 other="pin_memory",
                 allows=_none_or_0,
                 why="only batches in the CPU's memory can be page-locked",
@@ -147,7 +147,7 @@ class Choices:
         "keep the loader's workers alive between epochs",
         scopes=("batches",),
         exactness="bit-identical",
-        beside=_OF_WORKERS,
+        requires=_OF_WORKERS,
     )
     prefetch_factor: int | None = choice(
         "batches that each loader worker holds ready",
@@ -155,7 +155,7 @@ class Choices:
         exactness="bit-identical",
         low=1,
         high=64,
-        beside=_OF_WORKERS,
+        requires=_OF_WORKERS,
     )
     pin_memory: bool | None = choice(
         "page-locked batches, so that copies to the device overlap with compute",
@@ -273,8 +273,8 @@ class Choices:
         aim="memory",
         low=1,
         high=4096,
-        beside=(
-            Beside(
+        requires=(
+            Requirement(
                 other="activation_checkpointing",
                 allows=_is_set,
                 why="it says of how many",
@@ -287,10 +287,10 @@ class Choices:
         scopes=("step",),
         exactness="bit-identical",
         aim="memory",
-        beside=(
-            Beside(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ALL_GRADIENTS),
-            Beside(other="nonfinite", allows=lambda kind: kind is None, why=_ALL_GRADIENTS),
-            Beside(other="precision", allows=lambda kind: kind != "fp16", why=_ALL_GRADIENTS),
+        requires=(
+            Requirement(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ALL_GRADIENTS),
+            Requirement(other="nonfinite", allows=lambda kind: kind is None, why=_ALL_GRADIENTS),
+            Requirement(other="precision", allows=lambda kind: kind != "fp16", why=_ALL_GRADIENTS),
         ),
     )
     optimizer_state: Literal["8bit"] | None = choice(
@@ -320,8 +320,8 @@ class Choices:
         "inputs of the linear layers rounded to 8 bits, one scale a token, so that products run in int8",
         scopes=("predict",),
         exactness="reduced",
-        beside=(
-            Beside(
+        requires=(
+            Requirement(
                 other="weights",
                 allows=lambda bits: bits == "int8",
                 why="products of whole numbers need both in 8 bits",
@@ -365,7 +365,7 @@ def choice_names() -> tuple[str, ...]:
 def contradiction(choices: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """(what, limit, remedy) of the first two choices that cannot stand beside each other; None: all can."""
     for name, value in choices.items():
-        for rule in declared()[name].beside if value else ():
+        for rule in declared()[name].requires if value else ():
             other = choices.get(rule.other)
             if not rule.allows(other):
                 state = "unset" if other is None else _said(other)

@@ -199,10 +199,10 @@ def test_what_only_looks_contradictory_is_allowed() -> None:
 def test_what_a_choice_needs_is_carried_out_by_whoever_carries_out_that_choice() -> None:
     """Otherwise the part of a plan for one of them would be no plan."""
     for one in declared().values():
-        needed = [rule.other for rule in one.beside if not rule.allows(None)]
+        needed = [rule.other for rule in one.requires if not rule.allows(None)]
         assert all(set(one.scopes) <= set(declared()[other].scopes) for other in needed)
         assert set(one.scopes) <= set(SCOPES)
-        assert {*one.replaces, *one.pairs_with, *(rule.other for rule in one.beside)} <= set(declared())
+        assert {*one.replaces, *one.pairs_with, *(rule.other for rule in one.requires)} <= set(declared())
 
 
 @given(_plans(), st.sampled_from(list(SCOPES)))
