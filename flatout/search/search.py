@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic
 
 from flatout.levers.break_even import Counted, describe, payoff_steps, pays
@@ -192,9 +192,8 @@ class Search(ABC, Generic[C]):
             cost_seconds=self._deadline.elapsed_seconds - began,
         )
         if found.outcome == "kept":
-            for gone in self.state.kept:
-                if gone not in wanted:
-                    self.drop(gone, f"{label} took its place")
+            gone = [one for one in self.state.kept if one not in wanted]
+            self.state.take_back(gone, "dropped", f"{label} took its place")
         self.state.trials.append(trial)
         self._tried.append((trial, tried))
         if found.outcome == "kept":
@@ -263,20 +262,12 @@ class Search(ABC, Generic[C]):
             self._progress(f"is {choice.label} still needed?")
             found = self.without(choice, others)
             if found is not None and found.verdict == "faster":
-                self.drop(choice, f"no longer helps beside those kept after it: x{found.ratio:.2f} without it")
+                reason = f"no longer helps beside those kept after it: x{found.ratio:.2f} without it"
+                self.state.take_back([choice], "dropped", reason)
                 self.state.kept = others
                 self.left_off(choice, others)
 
     # the record
-
-    def drop(self, choice: C, reason: str) -> None:
-        """It was kept, and is not any more."""
-        self.state.trials = [
-            replace(trial, outcome="dropped", reason=reason)
-            if trial.outcome == "kept" and {*trial.choices} & {*choice.choices}
-            else trial
-            for trial in self.state.trials
-        ]
 
     def judged(
         self, comparison: Comparison, seconds: tuple[float, float], startup_seconds: float, least_gain: float

@@ -5,12 +5,12 @@ Trial   'fused optimizer': 0.78 -> 0.72 ms, kept, because it is faster by 8 % (2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from flatout.levers.lever import Saving
-from flatout.plan_choices import Exactness
+from flatout.plan_choices import Exactness, worst
 from flatout.statistics import Comparison
 
 Outcome = Literal["kept", "dropped", "failed"]
@@ -120,6 +120,31 @@ class Record(Generic[C]):
     def late(self) -> int:
         """How many were not reached in time."""
         return sum(entry.for_lack_of_time for entry in self.not_tried)
+
+    def take_back(self, choices: Sequence[C], outcome: Outcome, reason: str) -> None:
+        """These were kept, and are not any more. What was kept together with one of them stays."""
+        fields = {name for one in choices for name in one.choices}
+        trials: list[Trial] = []
+        for trial in self.trials:
+            gone = [one for one in choices if {*one.choices} & {*trial.choices}]
+            rest = {name: value for name, value in trial.choices.items() if name not in fields}
+            if trial.outcome != "kept" or not gone:
+                trials.append(trial)
+            elif not rest:
+                trials.append(replace(trial, outcome=outcome, reason=reason))
+            else:
+                label = " + ".join(one.label for one in gone)
+                trials.append(replace(trial, choices=rest, reason=f"{trial.reason}; {label} was taken back"))
+                trials.append(
+                    Trial(
+                        label=label,
+                        choices={name: value for name, value in trial.choices.items() if name in fields},
+                        exactness=worst(one.exactness for one in gone),
+                        outcome=outcome,
+                        reason=reason,
+                    )
+                )
+        self.trials = trials
 
     def kept_trial(self, name: str) -> Trial | None:
         """That by which the choice of this field was kept."""

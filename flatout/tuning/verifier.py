@@ -120,15 +120,10 @@ class Verifier:
                 f"faster in the search, but the whole was not {self.trials.afresh} "
                 f"(x{found.ratio:.2f}{between}, {found.verdict})"
             )
-        lasting = {choice.field for choice in self.state.for_memory}
         self._proved = len(self.state.kept)
+        given_back = [choice for choice in self.state.kept if choice not in self.state.for_memory]
         self.state.kept = [choice for choice in self.state.kept if choice in self.state.for_memory]
-        self.state.trials = [
-            replace(trial, outcome="dropped", reason=reason)
-            if trial.outcome == "kept" and not set(trial.choices) <= lasting
-            else trial
-            for trial in self.state.trials
-        ]
+        self.state.take_back(given_back, "dropped", reason)
 
     def _find_failed(self, proof: Proof) -> list[FailedClaim]:
         """The first lever with which the numbers go wrong, by halves: of those that made the claim that failed, over
@@ -176,12 +171,7 @@ class Verifier:
 
     def _drop(self, dropped: Choice, reason: str) -> None:
         self.state.kept = [choice for choice in self.state.kept if choice != dropped]
-        self.state.trials = [
-            replace(trial, outcome="failed", reason=f"numbers: {reason}")
-            if trial.outcome == "kept" and dropped.field in trial.choices
-            else trial
-            for trial in self.state.trials
-        ]
+        self.state.take_back([dropped], "failed", f"numbers: {reason}")
 
     def whole_run(self, final: Pairing | None) -> WholeRun | None:
         """What the plan is worth with its start-up; None where nothing was kept."""

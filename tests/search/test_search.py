@@ -159,6 +159,19 @@ def test_pairs_of_the_table_are_tried_together_where_both_were_dropped() -> None
     assert [label for label, _ in outcomes(hopeless)] == ["precision bf16", "compile default"]
 
 
+def test_what_was_kept_together_with_what_is_taken_back_stays() -> None:
+    search = Scripted(lambda on: 0.05 if {"precision bf16", "compile default"} <= on else 0.1, BF16, COMPILE)
+    search.run()
+    search.state.take_back([COMPILE], "failed", "numbers: off")
+    kept = search.state.kept_trial("precision")
+    assert kept is not None
+    assert (kept.choices, kept.reason) == ({"precision": "bf16"}, "faster; compile default was taken back")
+    assert search.state.kept_trial("compile") is None
+    assert outcomes(search)[-1] == ("compile default", "failed")
+    search.state.take_back([BF16, COMPILE], "dropped", "the whole was not")
+    assert "kept" not in dict(outcomes(search)).values()
+
+
 def test_one_of_a_pair_that_was_dropped_before_the_other_was_kept_gets_its_chance() -> None:
     def seconds(on: set[str]) -> float:
         return 0.1 if "compile default" not in on else 0.03 if "precision bf16" in on else 0.05

@@ -336,8 +336,8 @@ class InferenceSearch(Search[Option]):
         )
         found = self.final.comparison
         if found.verdict != "faster":
-            for option in self.state.kept:
-                self.drop(option, f"faster by itself, but the whole was not (x{found.ratio:.2f}, {found.verdict})")
+            reason = f"faster by itself, but the whole was not (x{found.ratio:.2f}, {found.verdict})"
+            self.state.take_back(self.state.kept, "dropped", reason)
             self.state.kept, self.current, self.final = [], self.plain, None
 
 
