@@ -77,6 +77,10 @@ class Search(ABC, Generic[C]):
         """The greatest is tried next; of equals the first."""
         return 0
 
+    def bundle(self) -> tuple[C, ...]:
+        """What to try all at once before anything by itself, where there is no time for each; () where there is."""
+        return ()
+
     @abstractmethod
     def measure(self, wanted: Sequence[C], tried: Sequence[C]) -> Measured:
         """What is kept, in turns with `wanted`, which is that with `tried`.
@@ -133,7 +137,7 @@ class Search(ABC, Generic[C]):
         """Returns the record."""
         try:
             self.observe()
-            untried = list(self.names())
+            untried = self._bundled(list(self.names()))
             while untried:
                 offered = [name for name in untried if self.proposal(name).candidates]
                 self._left = len(offered)
@@ -157,6 +161,15 @@ class Search(ABC, Generic[C]):
             self.state.stopped_after_seconds = self._deadline.elapsed_seconds
             self._deadline.stopped = True
         return bool(self.state.kept)
+
+    def _bundled(self, names: list[str]) -> list[str]:
+        """Try the bundle; the names that are left to be tried by themselves. The large gain is had early that way, and
+        a budget that runs out still gives a plan; what adds nothing to it is taken off at the end."""
+        bundle = self.bundle()
+        members = [name for name in names if any(one in bundle for one in self.proposal(name).candidates)]
+        if len(bundle) < 2 or not self._try(*bundle):
+            return names
+        return [name for name in names if name not in members]
 
     def _propose(self, name: str) -> None:
         found = self.proposal(name)
@@ -255,7 +268,8 @@ class Search(ABC, Generic[C]):
         if len(self.state.kept) < 2:
             return
         newest = next(tried for trial, tried in reversed(self._tried) if trial.outcome == "kept")
-        for choice in [one for one in self.state.kept if one not in newest]:  # it was tried beside all the others
+        known = newest if len(newest) == 1 else ()  # it was tried beside all the others
+        for choice in [one for one in self.state.kept if one not in known]:
             others = [other for other in self.state.kept if other is not choice]
             if self._remaining() <= 0 or not others:
                 return

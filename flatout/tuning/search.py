@@ -37,6 +37,10 @@ from flatout.units import format_bytes
 OBSERVED_STEPS = 30
 FEWEST_STEPS = 12
 """A script with fewer cannot be compared with anything."""
+TRIALS_COST = 2.0
+"""Times the fewest steps that can decide: what a trial takes, as a rule."""
+BUNDLE_SAVING = 0.03
+"""Of a step, as predicted: what saves less waits for its own trial."""
 OBSERVATION_SHARE = 0.1
 LEAST_PATIENCE_SECONDS = 60.0
 """With a script that shows no step: loading torch alone takes seconds, on a busy machine many."""
@@ -121,6 +125,19 @@ class TrainingSearch(Search[Choice]):
         lever = self._lever(name)
         found = saving_per_second(lever, self.machine, self.state.observed, self.state.restart_seconds)
         return lever.comes_first, found
+
+    def bundle(self) -> tuple[Choice, ...]:
+        """Levers that are predicted to help, and quick to switch, where trying each would take longer than there is."""
+        offered = [found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates]
+        seconds = TRIALS_COST * self.usual_trial_seconds * len(offered)
+        if self.limits.only is not None or seconds < self._remaining():
+            return ()
+        return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice.lever))
+
+    def _belongs_in_a_bundle(self, lever: Lever) -> bool:
+        quick = lever.switch == "live" and not lever.compiles
+        saving = lever.saving(self.machine, self.state.observed)
+        return quick and lever.aim == "time" and saving.expected >= BUNDLE_SAVING
 
     def predicted(self, tried: Sequence[Choice]) -> Saving | None:
         return tried[0].lever.saving(self.machine, self.state.observed) if len(tried) == 1 else None

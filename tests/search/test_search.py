@@ -57,6 +57,7 @@ class Scripted(Search[Change]):
         self.seconds, self.offers, self.promises, self.refusals = seconds, offers, promises or {}, refusals
         self.measured: list[list[str]] = []
         self.during: Callable[[], object] = lambda: None
+        self.together: tuple[Change, ...] = ()
 
     def observe(self) -> None:
         pass
@@ -83,6 +84,9 @@ class Scripted(Search[Change]):
     def without(self, choice: Change, others: Sequence[Change]) -> Comparison | None:
         self.now += TRIAL_SECONDS
         return self._against(others).comparison
+
+    def bundle(self) -> tuple[Change, ...]:
+        return self.together
 
     def take_up(self, wanted: Sequence[Change], tried: Sequence[Change]) -> None:
         pass
@@ -111,7 +115,7 @@ def by(**factors: float) -> Callable[[set[str]], float]:
     return seconds
 
 
-OPTIMIZER, THREADS = Change("optimizer", "fused"), Change("threads", 1)
+OPTIMIZER, THREADS, LAYOUT = Change("optimizer", "fused"), Change("threads", 1), Change("memory_format", "x")
 BF16, COMPILE, ATTENTION = (
     Change("precision", "bf16"),
     Change("compile", "default", replaces=("attention",)),
@@ -205,6 +209,26 @@ def test_what_a_later_one_made_useless_goes() -> None:
     search.run()
     assert [one.label for one in search.state.kept] == ["compile default"]
     assert search.state.trials[0].reason == "no longer helps beside those kept after it: x1.25 without it"
+
+
+def test_where_time_is_short_all_that_is_predicted_to_help_is_tried_at_once() -> None:
+    search = Scripted(
+        by(precision_bf16=0.5, optimizer_fused=0.8, memory_format_x=1.1), LAYOUT, BF16, OPTIMIZER, THREADS
+    )
+    search.together = (LAYOUT, BF16, OPTIMIZER)
+    search.run()
+    assert search.measured == [["memory_format x", "precision bf16", "optimizer fused"], ["threads 1"]]
+    assert [one.label for one in search.state.kept] == ["precision bf16", "optimizer fused"]
+    assert outcomes(search)[1] == ("memory_format x", "dropped")  # once each of them had to show that it is needed
+    assert outcomes(search)[0] == ("memory_format x + precision bf16 + optimizer fused", "kept")
+
+
+def test_a_bundle_that_does_not_help_is_tried_piece_by_piece() -> None:
+    search = Scripted(by(precision_bf16=0.8, memory_format_x=2.0), LAYOUT, BF16)
+    search.together = (LAYOUT, BF16)
+    search.run()
+    assert search.measured == [["memory_format x", "precision bf16"], ["memory_format x"], ["precision bf16"]]
+    assert [one.label for one in search.state.kept] == ["precision bf16"]
 
 
 def test_the_time_that_did_not_suffice_is_told_with_a_budget_that_would() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flatout.errors import ScriptError
 from flatout.levers.allocator import PreloadedAllocator
+from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
 from flatout.levers.lever import Choice
 from flatout.levers.observed import ModuleSeen, Observed
@@ -17,7 +19,8 @@ from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.short_budget import no_step
 from flatout.tuning.trial_process import TrialProcess, TrialSetup
-from tests.levers.test_catalogue import CPU
+from tests.levers.test_catalogue import AMX, CPU
+from tests.tuning.test_worth_trying import STEP
 
 pytestmark = pytest.mark.usefixtures("forked_trials")
 
@@ -160,3 +163,18 @@ def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> Non
     late.broken_off = True
     with pytest.raises(BudgetSpent):
         late.start(120)
+
+
+def test_levers_that_are_predicted_to_help_are_tried_at_once_where_there_is_no_time_for_each(tmp_path: Path) -> None:
+    clock = Clock()
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    asked = TrainingSearch(setup, AMX, LEVERS, SearchLimits(deadline=Deadline(60.0, clock=clock).reserving(24.0)))
+    parts = {"data": 0.02, "forward": 0.06, "backward": 0.12, "optimizer": 0.05}
+    asked.state.observed = asked.state.first_observed = replace(STEP, step_seconds=0.25, breakdown_seconds=parts)
+    bundle = asked.bundle()
+    assert {"optimizer", "memory_format"} <= {choice.field for choice in bundle}
+    assert all(choice.lever.switch == "live" and not choice.lever.compiles for choice in bundle)
+    assert "threads" not in {choice.field for choice in bundle}  # nobody knows whether fewer would help
+    quick = {name: seconds / 100 for name, seconds in parts.items()}
+    asked.state.observed = asked.state.first_observed = replace(STEP, step_seconds=0.0025, breakdown_seconds=quick)
+    assert asked.bundle() == ()
