@@ -6,7 +6,7 @@ together, and each kept change must show that it still earns its place. A failur
 search; what the time did not suffice for is listed, with a budget that would do.
 
 `Search` is the same for a script, a training step and a model with inputs: a subclass says what may be tried
-(`proposals`, `verdict`, `promise`) and what trying it gives (`measure`, `take_up`). All time is read from the deadline,
+(`proposals`, `verdict`, `promise`) and what trying it gives (`measure`, `on_kept`). All time is read from the deadline,
 whose clock a test passes in.
 """
 
@@ -89,14 +89,14 @@ class Search(ABC, Generic[C]):
         """
 
     @abstractmethod
-    def take_up(self, wanted: Sequence[C], tried: Sequence[C]) -> None:
+    def on_kept(self, wanted: Sequence[C], tried: Sequence[C]) -> None:
         """`wanted` is kept from now on."""
 
     def ordered(self, wanted: Sequence[C]) -> list[C]:
         """As a plan applies them."""
         return list(wanted)
 
-    def after(self, name: str) -> None:
+    def after_proposal(self, name: str) -> None:
         """It was tried."""
 
     def retries(self) -> Iterator[tuple[C, ...]]:
@@ -107,7 +107,7 @@ class Search(ABC, Generic[C]):
         """All that is kept in turns with all but this choice; None: it is not asked, or could not be measured."""
         return None
 
-    def left_off(self, choice: C, others: Sequence[C]) -> None:
+    def on_dropped(self, choice: C, others: Sequence[C]) -> None:
         """What is kept without it is from now on `others`."""
 
     def starting_seconds(self, wanted: Sequence[C]) -> float:
@@ -144,7 +144,7 @@ class Search(ABC, Generic[C]):
                 name = max(offered or untried, key=self.promise)
                 untried.remove(name)
                 self._propose(name)
-                self.after(name)
+                self.after_proposal(name)
             self._second_look()
             for pair in self._pairs():
                 self._try(*pair)
@@ -181,7 +181,7 @@ class Search(ABC, Generic[C]):
     def _try(self, *tried: C) -> bool:
         """Try these together on top of what is kept; True if they were kept."""
         label = " + ".join(one.label for one in tried)
-        wanted = self.with_(tried)
+        wanted = self.combined(tried)
         if self._remaining() <= self.starting_seconds(wanted):
             self._skip(label, self._spent(), for_lack_of_time=True)
             return False
@@ -211,10 +211,10 @@ class Search(ABC, Generic[C]):
         self._tried.append((trial, tried))
         if found.outcome == "kept":
             self.state.kept = list(wanted)
-            self.take_up(wanted, tried)
+            self.on_kept(wanted, tried)
         return found.outcome == "kept"
 
-    def with_(self, tried: Sequence[C]) -> list[C]:
+    def combined(self, tried: Sequence[C]) -> list[C]:
         """What is kept, with these: those of the same fields, and those whose work they do, go."""
         replaced = {name for one in tried for name in (*one.choices, *one.replaces)}
         return self.ordered([*(one for one in self.state.kept if not replaced & {*one.choices}), *tried])
@@ -279,7 +279,7 @@ class Search(ABC, Generic[C]):
                 reason = f"no longer helps beside those kept after it: x{found.ratio:.2f} without it"
                 self.state.take_back([choice], "dropped", reason)
                 self.state.kept = others
-                self.left_off(choice, others)
+                self.on_dropped(choice, others)
 
     # the record
 

@@ -359,7 +359,7 @@ class TrainingSearch(Search[Choice]):
         reason = f"the {self.trials.kind} failed under it: {error.headline or f'code {error.status}'}"
         return Measured(outcome="failed", reason=reason)
 
-    def take_up(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> None:
+    def on_kept(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> None:
         if self._from_start(wanted) != self._process_has:
             self.close()
         self._look_again()

@@ -88,7 +88,7 @@ class Scripted(Search[Change]):
     def bundle(self) -> tuple[Change, ...]:
         return self.together
 
-    def take_up(self, wanted: Sequence[Change], tried: Sequence[Change]) -> None:
+    def on_kept(self, wanted: Sequence[Change], tried: Sequence[Change]) -> None:
         pass
 
     def _against(self, wanted: Sequence[Change]) -> Measured:

@@ -179,7 +179,7 @@ class InferenceSearch(Search[Option]):
         reason = self._refusal(option)
         return Proposal(label=name, candidates=() if reason else (option,), reason=reason)
 
-    def after(self, name: str) -> None:
+    def after_proposal(self, name: str) -> None:
         """What could not be made beside a kept choice may be better than that."""
         option = self._option(name)
         held = [field for field in option.instead_of if field in self.current.plan.choices()]
@@ -233,7 +233,7 @@ class InferenceSearch(Search[Option]):
             self._obstructed = tried[-1]
             return Measured(outcome="failed", reason=_said(error))
 
-    def take_up(self, wanted: Sequence[Option], tried: Sequence[Option]) -> None:
+    def on_kept(self, wanted: Sequence[Option], tried: Sequence[Option]) -> None:
         assert self._made_last is not None
         self.current = self._made_last
 
@@ -250,7 +250,7 @@ class InferenceSearch(Search[Option]):
         except Exception:  # it stays
             return None
 
-    def left_off(self, choice: Option, others: Sequence[Option]) -> None:
+    def on_dropped(self, choice: Option, others: Sequence[Option]) -> None:
         assert self._made_last is not None
         self.current = self._made_last
 
