@@ -36,7 +36,7 @@ SCOPES: dict[Scope, str] = {
 """Where choices apply, and how a user calls that."""
 
 SAME_PLAN: tuple[tuple[Scope, ...], ...] = (("step", "batches"),)
-"""One plan is given to both: a choice that applies to the other is no slip."""
+"""Scopes that share a plan: a choice that applies to only one of them is not an error in the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Declared:
     high: int = 0
     requires: tuple[Requirement, ...] = ()
     replaces: tuple[str, ...] = ()
-    """Choices whose work it does: a search takes them back when it keeps this one."""
+    """Choices that it makes redundant: a search drops them when it keeps this one."""
     pairs_with: tuple[str, ...] = ()
     """Choices with which it may help although neither does alone."""
     in_forecasts: bool = True

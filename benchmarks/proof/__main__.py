@@ -28,7 +28,7 @@ from flatout.machine.detect import detect
 from flatout.script.entry import Target
 from flatout.search.deadline import Deadline
 from flatout.tuning.prover import Pattern, Prover
-from flatout.tuning.trial import Proof
+from flatout.tuning.results import Proof
 from flatout.tuning.trial_process import TrialSetup
 
 HERE = Path(__file__).parent

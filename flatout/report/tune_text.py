@@ -13,7 +13,7 @@ from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.search.lines import not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
 from flatout.timing import measurement
-from flatout.tuning.proof_lines import proof_lines
+from flatout.tuning.results import proof_lines
 from flatout.tuning.script_tuning import TuneResult
 from flatout.tuning.short_budget import budget_option
 from flatout.tuning.whole_run import WholeRun

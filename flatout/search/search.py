@@ -1,9 +1,9 @@
 """Find the changes that help, one at a time, each beside what has been kept so far.
 
 What promises most comes first, judged anew whenever something was kept. Each is measured in turns with what is kept,
-and kept if it is significantly faster. What was refused or dropped may get a second look, pairs that interact are tried
-together, and each kept change must show that it still earns its place. A failure takes the change back, never the
-search; what the time did not suffice for is listed, with a budget that would do.
+and kept if it is significantly faster. What was refused or dropped may be tried again later, pairs that interact are
+tried together, and in the end each kept change is tested against the rest without it. A change that fails is dropped,
+and the search goes on; what there was no time for is listed, with a budget that would be enough.
 
 `Search` is the same for a script, a training step and a model with inputs: a subclass says what may be tried
 (`proposals`, `verdict`, `promise`) and what trying it gives (`measure`, `on_kept`). All time is read from the deadline,
@@ -12,9 +12,12 @@ whose clock a test passes in.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Generic
 
 from flatout.levers.break_even import Counted, describe, payoff_steps, pays
@@ -23,6 +26,7 @@ from flatout.levers.lever import Saving
 from flatout.plan_choices import worst
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.trial import C, Measured, NotTried, Trial
+from flatout.signals import told_of
 from flatout.statistics import Comparison
 from flatout.units import format_seconds
 
@@ -30,6 +34,7 @@ Progress = Callable[[str], None]
 
 MUCH_SLOWER = 0.8
 """A change that was so much slower by itself is not worth a second trial beside another one."""
+STOPPING = "stopping the search; what was found so far is checked (Ctrl-C again: end without a plan)"
 SEARCH_SHARE = 0.5
 """Of a budget that would do: what trials get, at the least."""
 
@@ -48,7 +53,7 @@ class Search(ABC, Generic[C]):
     """One search. `run` fills the record, and may be ended from a signal handler by `stop`."""
 
     counted: Counted = Counted()
-    """What a start-up is earned back in."""
+    """The unit of the break-even point: steps, or items."""
 
     def __init__(self, state: Any, deadline: Deadline, progress: Progress) -> None:
         self.state = state
@@ -108,7 +113,7 @@ class Search(ABC, Generic[C]):
         return None
 
     def on_dropped(self, choice: C, others: Sequence[C]) -> None:
-        """What is kept without it is from now on `others`."""
+        """This choice was dropped; `others` are still kept."""
 
     def starting_seconds(self, wanted: Sequence[C]) -> float:
         """Until the first step of a trial, which is not broken off."""
@@ -148,7 +153,7 @@ class Search(ABC, Generic[C]):
             self._second_look()
             for pair in self._pairs():
                 self._try(*pair)
-            self._drop_the_idle()
+            self._drop_redundant()
         finally:
             self._ended = True
             self.close()
@@ -263,8 +268,8 @@ class Search(ABC, Generic[C]):
         )
         return any(partner in trial.on_top_of for trial, _ in self._tried if {*trial.choices} & {*dropped.choices})
 
-    def _drop_the_idle(self) -> None:
-        """Take each kept change away once, oldest first: what a later one has made useless goes."""
+    def _drop_redundant(self) -> None:
+        """Test what is kept without each change in turn; drop a change that a later one has made redundant."""
         if len(self.state.kept) < 2:
             return
         newest = next(tried for trial, tried in reversed(self._tried) if trial.outcome == "kept")
@@ -337,6 +342,24 @@ class Search(ABC, Generic[C]):
         costs = [trial.cost_seconds for trial in self.state.trials] or [self.usual_trial_seconds]
         more = self.state.late * sum(costs) / len(costs)
         return enough_for(self._deadline.elapsed_seconds + more, self._deadline)
+
+
+@contextlib.contextmanager
+def stopped_by_interrupt(stop: Callable[[], bool], progress: Callable[[str], None]) -> Iterator[None]:
+    """Within, the first Ctrl-C calls `stop`, which returns whether anything was kept: then the search alone ends.
+
+    A second one ends everything, and so does the first where nothing was kept.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not stop():
+            raise KeyboardInterrupt
+        with contextlib.suppress(RuntimeError):  # it came in the middle of another line
+            progress(STOPPING)
+
+    with told_of(handle, signal.SIGINT):
+        yield
 
 
 def enough_for(search_seconds: float, deadline: Deadline) -> float:

@@ -54,9 +54,9 @@ class Measured:
     comparison: Comparison | None = None
     """How many times as fast, with the interval."""
     startup_seconds: float | None = None
-    """What turning it on cost once: compilation, quantising."""
+    """One-time cost of enabling it, such as compilation or quantization."""
     payoff: int | None = None
-    """After how many steps or items that is earned back; None: it is too little to speak of, or nothing is saved."""
+    """Break-even: steps or items until that cost is recovered; None if it is negligible or nothing is saved."""
     exactness: Exactness | None = None
     """What it was seen to do to the numbers; None: as it claims."""
     accuracy: Accuracy | None = None

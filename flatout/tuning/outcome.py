@@ -10,10 +10,10 @@ from flatout.levers.lever import Lever
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
-from flatout.search.interruption import stopped_by_interrupt
+from flatout.search.search import stopped_by_interrupt
 from flatout.timing import LoadWatch
+from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.search import SearchLimits, TrainingSearch
-from flatout.tuning.trial import Proof, SearchState
 from flatout.tuning.trials import Trials
 from flatout.tuning.verifier import Verifier, busy, least_seconds
 from flatout.tuning.windows import Pairing

@@ -25,7 +25,7 @@ from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Numerics
-from flatout.tuning.trial import Claim, Proof, ProofVerdict
+from flatout.tuning.results import Claim, Proof, ProofVerdict
 from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import RunningTrial, Trials
 

@@ -23,8 +23,8 @@ from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
 from flatout.tuning.fork_server import ForkServer
 from flatout.tuning.outcome import plan_of, search_and_prove
+from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.search import SearchLimits
-from flatout.tuning.trial import Proof, SearchState
 from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.whole_run import WholeRun
 from flatout.tuning.windows import Pairing

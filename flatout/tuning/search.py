@@ -20,8 +20,8 @@ from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome
 from flatout.statistics import Comparison
 from flatout.tuning.for_memory import MemoryGain, judge_gain
+from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow
-from flatout.tuning.trial import SearchState
 from flatout.tuning.trial_process import (
     TrialEnded,
     TrialHangs,
@@ -31,7 +31,7 @@ from flatout.tuning.trial_process import (
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
-from flatout.tuning.worth_trying import COMPARISON_SECONDS, saving_per_second, worth_trying
+from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds, saving_per_second, worth_trying
 from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
@@ -94,8 +94,7 @@ class TrainingSearch(Search[Choice]):
 
     @property
     def usual_trial_seconds(self) -> float:
-        step_seconds = self.state.first_observed.step_seconds or 0.01
-        return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
+        return least_trial_seconds(self.state.first_observed)
 
     def close(self) -> None:
         if self._process is not None:

@@ -17,7 +17,7 @@ from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
 from flatout.tuning.last_comparison import compare_in_fresh_processes
 from flatout.tuning.prover import Pattern, Prover
-from flatout.tuning.trial import Proof, SearchState
+from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.trials import Trials
 from flatout.tuning.whole_run import WholeRun, own_start_seconds, whole_run
 from flatout.tuning.windows import Pace, Pairing

@@ -30,10 +30,15 @@ def worth_trying(
     return refuse(f"predicted to save at most {max(0.0, saving.most):.1%} of a step{why}")
 
 
+def least_trial_seconds(observed: Observed) -> float:
+    """Of the fewest steps that can decide, in one process."""
+    step_seconds = observed.step_seconds or 0.01
+    return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
+
+
 def saving_per_second(lever: Lever, machine: Machine, observed: Observed, restart_seconds: float) -> float:
     """What it is predicted to save of a step as it is now, per second of its trial."""
-    step_seconds = observed.step_seconds or 0.01
-    seconds = step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
+    seconds = least_trial_seconds(observed)
     if lever.switch != "live":
         seconds += restart_seconds
     return lever.saving(machine, observed).expected / (seconds + lever.compiles * COMPILE_SECONDS)

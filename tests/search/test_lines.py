@@ -10,8 +10,8 @@ from flatout.search.deadline import Deadline
 from flatout.search.lines import not_tried_lines, nothing_found, reach_lines
 from flatout.search.search import enough_for
 from flatout.search.trial import NotTried
+from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import budget_option
-from flatout.tuning.trial import SearchState
 
 REFUSED = NotTried(label="channels_last", reason="the model has no 2-d convolutions")
 LATE = NotTried(label="bf16 autocast", reason="not reached in 24 s", for_lack_of_time=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.search.interruption import STOPPING, stopped_by_interrupt
+from flatout.search.search import STOPPING, stopped_by_interrupt
 from flatout.tuning.step_tuning import StepTuning
 from tests.tuning import planted_levers as planted
 from tests.tuning.test_step_tuning import Slower, data, pretended_sleep, slow_loss

@@ -14,7 +14,7 @@ from flatout.search.deadline import Deadline
 from flatout.search.trial import Trial
 from flatout.sequential import compare_so_far
 from flatout.tuning import verifier as verifier_module
-from flatout.tuning.trial import SearchState
+from flatout.tuning.results import SearchState
 from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.verifier import Verifier
 from flatout.tuning.windows import Pairing

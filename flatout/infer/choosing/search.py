@@ -17,6 +17,7 @@ import torch
 
 from flatout.infer.choosing.closeness import ROUNDING_ERROR, Accuracy, Tolerance
 from flatout.infer.choosing.in_turns import Turns, in_turns
+from flatout.levers.applied import describe_error
 from flatout.levers.break_even import Counted
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
@@ -342,6 +343,5 @@ class InferenceSearch(Search[Option]):
 
 
 def _said(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    what = describe_error(error)
     return f"out of memory ({what})" if is_out_of_memory(error) else what

@@ -31,7 +31,7 @@ from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, worst
-from flatout.search.interruption import stopped_by_interrupt
+from flatout.search.search import stopped_by_interrupt
 from flatout.timing import LoadWatch
 
 FEW_ANSWERS = 100

@@ -237,7 +237,7 @@ def test_what_is_far_slower_is_seen_at_once() -> None:
 def test_a_gain_that_cannot_be_shown_again_is_not_promised() -> None:
     fake = Fake(halved_by("precision"))
     search = InferenceSearch(fake, Plan(), [BF16], Limits(seconds=1000.0), clock=fake.clock)
-    search._drop_the_idle = lambda: setattr(fake, "seconds", lambda chosen: 0.2)  # type: ignore[method-assign]
+    search._drop_redundant = lambda: setattr(fake, "seconds", lambda chosen: 0.2)  # type: ignore[method-assign]
     search.run()
     assert outcomes(search) == [("bf16", "dropped")]
     assert "the whole was not" in search.state.trials[0].reason

@@ -34,7 +34,7 @@ def everything_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference_search, "in_turns", declared)
     monkeypatch.setattr(inference_search, "FAR_SLOWER", 1e9)
     monkeypatch.setattr(search, "payoff_steps", lambda *_: None)  # what a start costs is the machine's affair
-    monkeypatch.setattr(inference_search.InferenceSearch, "_drop_the_idle", lambda self: None)
+    monkeypatch.setattr(inference_search.InferenceSearch, "_drop_redundant", lambda self: None)
 
 
 class Mlp(nn.Module):

@@ -1,6 +1,7 @@
-"""What tuning a training leaves behind beside the trials: what was seen of it, and the Proof of what was kept.
+"""What tuning a training leaves behind beside the trials: what was seen of it, and the proof of what was kept.
 
-Proof   the losses, gradients and weights of fresh processes, compared with the script's own spread
+Proof         the losses, gradients and weights of fresh processes, compared with the script's own spread
+proof_lines   the same in words
 """
 
 from __future__ import annotations
@@ -94,3 +95,33 @@ class SearchState(Record[Choice]):
     def flops_per_step(self) -> float | None:
         """Of the products of a plain step; None if they could not be counted."""
         return self.first_observed.flops_per_step
+
+
+def proof_lines(proof: Proof | None) -> list[str]:
+    """The verdict with its horizon, each claim, and what was seen; none where nothing was proved."""
+    if proof is None:
+        return []
+    lines = [f"numbers {proof.verdict} {_horizon(proof)}"]
+    width = max(len(claim.verdict) for claim in proof.claims) if proof.claims else 0
+    lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
+    seen = []
+    if proof.loss_difference is not None:
+        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
+    if proof.gradient_difference is not None:
+        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
+    if seen:
+        lines.append("  largest relative differences from the same state: " + ", ".join(seen))
+    return lines + list(proof.notes)
+
+
+def _horizon(proof: Proof) -> str:
+    """Over what the claim was proved; what comes later in the script was not seen."""
+    if proof.epochs is None:
+        return f"over {proof.steps} steps"
+    if proof.covers_epochs:
+        return f"over {proof.steps} steps, {proof.epochs:.1f} epochs"
+    return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
+
+
+def _floor(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1e}"
