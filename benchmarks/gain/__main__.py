@@ -1,6 +1,6 @@
 """Is the gain that `flatout tune` states the one that a user gets?
 
-    python -m benchmarks.gain [--budget 120] [--rounds 12] [--out results.json]
+    python -m benchmarks.gain [--budget 120] [--rounds 30] [--out results.json]
 
 Ten scripts with steps of 0.2 ms to 1 s are tuned. Then they are measured from outside: `python script` and `flatout
 run script`, both as they are. The scripts write down when each of their steps ended. The two run at once, but only one
@@ -32,18 +32,18 @@ from flatout.tuning.last_comparison import comparison_of_groups
 from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
 
 SCRIPT = Path(__file__).with_name("training.py")
-# kind, width, batch, steps of one run from outside: some seconds, as a machine's disturbances last about one
+# kind, width, batch, steps of one run from outside: few seconds, as pairs of processes differ more than windows do
 CASES = (
-    ("mlp", 16, 16, 8000),
-    ("mlp", 128, 64, 5000),
-    ("mlp", 512, 128, 1500),
-    ("mlp", 1024, 512, 150),
-    ("cnn", 4, 8, 2000),
-    ("cnn", 16, 32, 300),
-    ("cnn", 32, 128, 40),
-    ("gpt", 32, 8, 1000),
-    ("gpt", 128, 16, 80),
-    ("gpt", 256, 64, 40),
+    ("mlp", 16, 16, 4000),
+    ("mlp", 128, 64, 2500),
+    ("mlp", 512, 128, 600),
+    ("mlp", 1024, 512, 80),
+    ("cnn", 4, 8, 1000),
+    ("cnn", 16, 32, 200),
+    ("cnn", 32, 128, 30),
+    ("gpt", 32, 8, 200),
+    ("gpt", 128, 16, 60),
+    ("gpt", 256, 64, 15),
 )
 ENDLESS = 10**9
 LEAST_TURN_SECONDS, STEPS_A_TURN = 0.15, 4
@@ -153,7 +153,7 @@ def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of each tune")
-    parser.add_argument("--rounds", type=int, default=12, help="pairs of processes, seen from outside, at the most")
+    parser.add_argument("--rounds", type=int, default=30, help="pairs of processes, seen from outside, at the most")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results = _results_in(arguments.out) if arguments.out and arguments.out.exists() else []

@@ -3,6 +3,7 @@
     python -m benchmarks.proof                      # every wrong lever on two scripts, every right one; 40 minutes
     python -m benchmarks.proof --sample 8           # that many wrong levers on all scripts, drawn by --seed
     python -m benchmarks.proof --only "momentum"    # those whose name contains it
+    python -m benchmarks.proof --repeats rounding   # on scripts whose gradients differ by rounding from run to run
 
 A wrong lever is caught if it is not accepted at what it claims, 'rounding' or 'reduced': one run tells about both, as
 the proof of a 'reduced' lever looks first whether it is within rounding.
@@ -38,9 +39,10 @@ EPOCH_STEPS = {"mlp_epochs": 20, "cnn_schedule": 16, "bf16_already": 15, "two_op
 PROOF_SECONDS = 60.0
 CLAIMS = ("rounding", "reduced")
 """Of wrong levers. One that claims 'bit-identical' is compared bit by bit: nothing that changes anything passes."""
-SEEDING = (("seeded", True), ("unseeded", False))
+REPEATS = ("seeded", "unseeded", "rounding")
+"""How a script is run: with its seeds, without, or with them and gradients whose additions have no fixed order."""
 ACCEPTED = {
-    "bit-identical": ("bit-identical",),
+    "bit-identical": ("bit-identical", "within rounding"),
     "rounding": ("bit-identical", "within rounding"),
     "reduced": ("bit-identical", "within rounding", "reduced"),
 }
@@ -52,7 +54,7 @@ class Case:
     value: Any
     claim: str
     script: str
-    seeded: bool
+    repeats: str
     wrong: bool
 
 
@@ -64,7 +66,9 @@ class Outcome:
     seconds: float
 
     def accepted(self, claim: str) -> bool:
-        """As one that makes this claim."""
+        """As one that makes this claim; where plain runs differ by rounding, nothing can be bit-identical."""
+        if claim == "bit-identical" and self.case.repeats != "rounding":
+            return self.verdict == "bit-identical"
         return self.verdict in ACCEPTED[claim]
 
     def caught(self, claim: str) -> bool:
@@ -81,7 +85,7 @@ class Outcome:
         return all(self.caught(claim) or self.excused(claim) for claim in CLAIMS)
 
 
-def wrong_cases(draw: random.Random, on: int, sample: int | None) -> list[Case]:
+def wrong_cases(draw: random.Random, on: int, sample: int | None, repeats: Sequence[str]) -> list[Case]:
     """Each fault on `on` scripts of those on which it does something; or a sample of the faults on all of them."""
     faults = list(wrong_levers.FAULTS)
     if sample is not None:
@@ -92,7 +96,7 @@ def wrong_cases(draw: random.Random, on: int, sample: int | None) -> list[Case]:
             value=True,
             claim="reduced",
             script=script,
-            seeded=draw.random() < 0.5,
+            repeats=draw.choice(repeats),
             wrong=True,
         )
         for name, _, scripts in faults
@@ -100,26 +104,26 @@ def wrong_cases(draw: random.Random, on: int, sample: int | None) -> list[Case]:
     ]
 
 
-def right_cases() -> list[Case]:
+def right_cases(repeats: Sequence[str]) -> list[Case]:
     claims = {lever.name: lever.exactness for lever in right_levers.LEVERS}
     return [
-        Case(lever=name, value=value, claim=claims[name], script=script, seeded=seeded, wrong=False)
-        for seeded in (True, False)
+        Case(lever=name, value=value, claim=claims[name], script=script, repeats=how, wrong=False)
+        for how in repeats
         for name, value, script in right_levers.RIGHT
     ]
 
 
 def run(cases: Sequence[Case]) -> Iterator[Outcome]:
     """Cases of one script share its plain runs."""
-    groups: dict[tuple[bool, str, bool], list[Case]] = {}
+    groups: dict[tuple[bool, str, str], list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.wrong, case.script, case.seeded), []).append(case)
-    for (wrong, script, seeded), members in groups.items():
+        groups.setdefault((case.wrong, case.script, case.repeats), []).append(case)
+    for (wrong, script, repeats), members in groups.items():
         module = wrong_levers if wrong else right_levers
         levers = {lever.name: lever for lever in module.LEVERS}
         with (
             tempfile.TemporaryDirectory(prefix="flatout-proof-", dir="/var/tmp") as folder,
-            _prover(Path(folder), module.__name__, script, seeded) as prover,
+            _prover(Path(folder), module.__name__, script, repeats) as prover,
         ):
             for case in members:
                 began = time.monotonic()
@@ -131,10 +135,15 @@ def _proved(prover: Prover, choice: Choice) -> Proof:
     return prover.prove([choice])
 
 
-def _prover(folder: Path, levers: str, script: str, seeded: bool) -> Prover:
-    arguments = () if seeded else ("--unseeded",)
+def _prover(folder: Path, levers: str, script: str, repeats: str) -> Prover:
+    path = str(HERE / "scripts" / f"{script}.py")
+    targets = {
+        "seeded": Target(path=path),
+        "unseeded": Target(path=path, arguments=("--unseeded",)),
+        "rounding": Target(path=str(HERE / "out_of_order.py"), arguments=(path,)),
+    }
     setup = TrialSetup(
-        target=Target(path=str(HERE / "scripts" / f"{script}.py"), arguments=arguments),
+        target=targets[repeats],
         work_folder=folder,
         levers=f"{levers}:LEVERS",
     )
@@ -147,15 +156,15 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, str]:
     wrong = [one for one in outcomes if one.case.wrong]
     for claim in CLAIMS:
         counted = [one for one in wrong if not one.excused(claim)]
-        for name, chosen in _by_seed(counted):
+        for name, chosen in _by_repeats(counted):
             found[f"wrong, {claim}, {name}"] = f"{sum(one.caught(claim) for one in chosen)} of {len(chosen)} caught"
-    for name, chosen in _by_seed([one for one in outcomes if not one.case.wrong]):
+    for name, chosen in _by_repeats([one for one in outcomes if not one.case.wrong]):
         found[f"right, {name}"] = f"{sum(one.as_it_should for one in chosen)} of {len(chosen)} accepted"
     return found
 
 
-def _by_seed(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
-    groups = [(name, [one for one in outcomes if one.case.seeded == s]) for name, s in SEEDING]
+def _by_repeats(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    groups = [(name, [one for one in outcomes if one.case.repeats == name]) for name in REPEATS]
     return [(name, chosen) for name, chosen in groups if chosen]
 
 
@@ -165,14 +174,17 @@ def main() -> int:
     parser.add_argument("--scripts", type=int, default=2, help="scripts for each wrong lever")
     parser.add_argument("--sample", type=int, help="so many wrong levers, on all scripts")
     parser.add_argument("--seed", type=int, default=0, help="draws scripts and sample")
+    parser.add_argument("--repeats", nargs="+", choices=REPEATS, default=REPEATS[:2], help="how scripts are run")
     parser.add_argument("--only", default="", help="levers whose name contains this")
     parser.add_argument("--on", nargs="+", help="these scripts alone")
     parser.add_argument("--out", type=Path, help="a JSON file for everything")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for trials
     draw = random.Random(arguments.seed)
-    cases = wrong_cases(draw, arguments.scripts, arguments.sample) if arguments.kind != "right" else []
-    cases += right_cases() if arguments.kind != "wrong" and arguments.sample is None else []
+    cases = []
+    if arguments.kind != "right":
+        cases += wrong_cases(draw, arguments.scripts, arguments.sample, arguments.repeats)
+    cases += right_cases(arguments.repeats) if arguments.kind != "wrong" and arguments.sample is None else []
     cases = [case for case in cases if arguments.only in case.lever and case.script in (arguments.on or [case.script])]
     outcomes: list[Outcome] = []
     for outcome in run(cases):
@@ -187,7 +199,7 @@ def main() -> int:
 def _line(outcome: Outcome) -> str:
     case = outcome.case
     told = case.lever if case.wrong else f"{case.lever} = {case.value}"
-    where = f"{case.script}{'' if case.seeded else ' --unseeded'}"
+    where = case.script if case.repeats == "seeded" else f"{case.script}, {case.repeats}"
     mark = "  " if outcome.as_it_should else "!!"
     return f"{mark} {told:55} {where:28} {outcome.verdict:16} {outcome.reason}"
 

@@ -53,6 +53,9 @@ class Device(Protocol):
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
         """The device's own time between two marks; waits for the later one."""
 
+    def captures(self) -> bool:
+        """Is work only recorded now, for a CUDA graph? Nothing runs then, and to wait would break the recording off."""
+
     def memory_allocated_bytes(self) -> int | None:
         """Held now by tensors (CUDA) or resident in the process (CPU); None: unknown."""
 
@@ -103,6 +106,9 @@ class CpuDevice:
         assert start.seconds is not None, "a mark of another device"
         assert end.seconds is not None, "a mark of another device"
         return end.seconds - start.seconds
+
+    def captures(self) -> bool:
+        return False
 
     def memory_allocated_bytes(self) -> int | None:
         return int(psutil.Process().memory_info().rss)
@@ -157,6 +163,9 @@ class CudaDevice:
         end.event.synchronize()
         return float(start.event.elapsed_time(end.event)) / 1000  # CUDA counts milliseconds
 
+    def captures(self) -> bool:
+        return bool(self._cuda.is_current_stream_capturing())
+
     def memory_allocated_bytes(self) -> int | None:
         return int(self._cuda.memory_allocated(self._index))
 
@@ -174,6 +183,7 @@ class FakeDevice:
         self.kind, self.name = kind, name
         self.now_seconds = 0.0
         self.synchronizations = 0
+        self.is_capturing = False
         self._queued_seconds = 0.0
         self._allocated_bytes = self._peak_bytes = 0
 
@@ -199,6 +209,9 @@ class FakeDevice:
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
         return (end.seconds or 0.0) - (start.seconds or 0.0)
+
+    def captures(self) -> bool:
+        return self.is_capturing
 
     def memory_allocated_bytes(self) -> int | None:
         return self._allocated_bytes
@@ -226,6 +239,9 @@ class RecordingDevice:
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
         return float(self._keep("elapsed_seconds", self._device.elapsed_seconds(start, end)))
+
+    def captures(self) -> bool:
+        return self._device.captures()
 
     def memory_allocated_bytes(self) -> int | None:
         return self._keep("memory_allocated_bytes", self._device.memory_allocated_bytes())
@@ -264,6 +280,9 @@ class ReplayedDevice:
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
         return float(self._answer("elapsed_seconds"))
+
+    def captures(self) -> bool:
+        return False
 
     def memory_allocated_bytes(self) -> int | None:
         return self._answer("memory_allocated_bytes")

@@ -16,7 +16,6 @@ from flatout.levers.compile import repeated_blocks
 from flatout.levers.fused_optimizer import see_optimizer
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
-from flatout.machine.device import CpuDevice, CudaDevice, Device
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
 
@@ -25,11 +24,6 @@ UNSEEDED = 20_261_121
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script has set the number by a variable, before torch was there."""
 GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
-
-
-def device_of(subject: Subject) -> Device:
-    name = device_name(subject)
-    return CudaDevice(int(name.partition(":")[2] or 0)) if name.startswith("cuda") else CpuDevice()
 
 
 class WatchedLoop(Protocol):

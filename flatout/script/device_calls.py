@@ -11,7 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from flatout.levers.subject import Subject
+from flatout.machine.device import CpuDevice, CudaDevice, Device
 from flatout.script.patches import Patches
+from flatout.script.spans import Span
 from flatout.tracebacks import leave_no_frame
 
 ASKING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
@@ -21,11 +23,10 @@ MOVING = ("to", "cuda")
 class DeviceCalls:
     """Patches on methods of torch.Tensor between `install` and `uninstall`.
 
-    `enter(kind)` opens a span or returns None outside of windows; `leave(span)` closes it. A span is a list whose first
-    element is its kind, which may still be changed.
+    `enter(kind)` opens a span or returns None outside of windows; `leave(span)` closes it.
     """
 
-    def __init__(self, enter: Callable[[str], list[Any] | None], leave: Callable[[list[Any]], None]) -> None:
+    def __init__(self, enter: Callable[[str], Span | None], leave: Callable[[Span], None]) -> None:
         self._enter, self._leave = enter, leave
         self._patches = Patches()
 
@@ -66,7 +67,7 @@ class DeviceCalls:
             try:
                 result = original(tensor, *args, **kwargs)
                 if result.device != tensor.device:
-                    span[0] = "sync" if result.device.type == "cpu" else "transfer"
+                    span.kind = "sync" if result.device.type == "cpu" else "transfer"
                 return result
             except BaseException as error:
                 leave_no_frame(error)
@@ -90,3 +91,8 @@ def device_name(subject: Subject) -> str:
                 for parameter in group["params"]:
                     return str(parameter.device)
     return "cpu"
+
+
+def device_of(subject: Subject) -> Device:
+    name = device_name(subject)
+    return CudaDevice(int(name.partition(":")[2] or 0)) if name.startswith("cuda") else CpuDevice()

@@ -11,10 +11,12 @@ It computes nothing, so torch has no threads that a fork would lose, and it neve
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import mmap
 import os
+import re
 import signal
 import socket
 import sys
@@ -29,6 +31,8 @@ from flatout.script.preloaded import Groups, Preloaded, load
 
 MODULES = ("numpy", "torch", "torch._dynamo")
 """torch imports the last with the first optimizer."""
+LIBCUDA = re.compile(r"/\S*/libcuda\.so\S*")
+CUDA_ERROR_NOT_INITIALIZED = 3
 MOST_PAGES_SHIFTED = 1 << 14
 _shift: list[mmap.mmap] = []
 """Held for as long as the process lives; it is never written, so it takes addresses and no memory."""
@@ -61,9 +65,19 @@ def _obstacle(threads: int) -> str:
     """Why this process must not be forked; '' if it may. threads: those of numpy's BLAS, which survives a fork."""
     if _threads() > threads:
         return "importing torch starts threads here"
-    if "/libcuda.so" in Path("/proc/self/maps").read_text(errors="replace"):
-        return "importing torch loads the driver of the GPU here"
+    if _gpu_was_touched():
+        return "importing torch starts the GPU's driver here"
     return ""
+
+
+def _gpu_was_touched() -> bool:
+    """Has this process called cuInit? Torch's CUDA build loads the driver's library with its own; a fork may still
+    start it, as long as the parent has not."""
+    found = LIBCUDA.search(Path("/proc/self/maps").read_text(errors="replace"))
+    if found is None:
+        return False
+    count = ctypes.c_int()
+    return bool(ctypes.CDLL(found.group()).cuDeviceGetCount(ctypes.byref(count)) != CUDA_ERROR_NOT_INITIALIZED)
 
 
 def _serve(connection: socket.socket, groups: Groups) -> NoReturn:

@@ -32,8 +32,8 @@ from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
-from flatout.script.describe import NOT_AS_NOW, device_of, observe
-from flatout.script.device_calls import device_name
+from flatout.script.describe import NOT_AS_NOW, observe
+from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.step_memory import StepMemory
 from flatout.script.watch import Watch

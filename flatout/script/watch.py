@@ -13,7 +13,8 @@ step splits into
     evaluation   modules without gradients, and the loader that feeds them
     other        the rest: the script's own Python, tensors outside of modules
 
-Only the main thread of the first process is watched; a forked worker finds everything switched off.
+Where the weights are on a GPU, this is the time of the GPU, its work and what it stood idle for: see `spans`. Only the
+main thread of the first process is watched; a forked worker finds everything switched off.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flatout.levers.subject import Handles, Subject
 from flatout.machine.page_faults import minor_faults
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
-from flatout.script.device_calls import DeviceCalls, device_name
+from flatout.script.device_calls import DeviceCalls, device_name, device_of
 from flatout.script.patches import ImportWatch, Patches
-from flatout.script.spans import Spans, StepRow
+from flatout.script.spans import OpenRow, Span, Spans, StepRow, Timeline
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
@@ -50,7 +51,7 @@ class OpenStep(NamedTuple):
     """An optimizer's step that has begun."""
 
     identity: int
-    span: list[Any] | None
+    span: Span | None
 
 
 class Watch:
@@ -65,7 +66,7 @@ class Watch:
         self.backwards = 0
         self.enabled = False
         self.inside = False
-        self.rows: list[StepRow] | None = None
+        self.rows: list[OpenRow] | None = None
         self.at_boundary: list[Callable[[], None]] = []
         self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
         self.before_optimizer: list[Callable[[Any], None]] = []
@@ -88,7 +89,7 @@ class Watch:
         self._last_loader: weakref.ref[Any] | None = None
         self._without_weights: Handles[Any] = Handles()
         self._main_thread = threading.get_ident()
-        self._row_start = 0.0
+        self._row_start: Any = None
         self._row_faults = 0
         self._row_backwards = 0
         self.resting = False
@@ -213,25 +214,26 @@ class Watch:
 
     def open_window(self) -> None:
         """From now on each step leaves a row with its parts."""
+        device = device_of(self.subject)
+        self._spans = Spans(Timeline(None if device.kind == "cpu" else device))
         self.rows = []
-        self._spans.take()
         self._row_backwards = 0
-        if self._on_device() and not compile_was_asked_for():
-            self.device_calls = self.device_calls or DeviceCalls(self._enter_device_call, self._spans.leave)
+        if device_name(self.subject) != "cpu" and not compile_was_asked_for():
+            self.device_calls = self.device_calls or DeviceCalls(self._enter_device_call, self._leave_device_call)
             self.device_calls.install(sys.modules["torch"])
-        self._row_faults, self._row_start = minor_faults(), time.perf_counter()
+        self._row_faults, self._row_start = minor_faults(), self._spans.timeline.mark()
 
     def close_window(self) -> list[StepRow]:
         if self.device_calls is not None:
             self.device_calls.uninstall()
         rows, self.rows = self.rows or [], None
-        return rows
+        return [self._spans.read(row) for row in rows] if self._spans.timeline.wait() else []
 
-    def _on_device(self) -> bool:
-        return device_name(self.subject) != "cpu"
-
-    def _enter_device_call(self, kind: str) -> list[Any] | None:
+    def _enter_device_call(self, kind: str) -> Span | None:
         return self._spans.enter(kind) if self.rows is not None and self._here() else None
+
+    def _leave_device_call(self, span: Span) -> None:
+        self._spans.leave(span)
 
     # what the patched entry points call
 
@@ -456,18 +458,13 @@ class Watch:
         for callback in self.at_boundary:
             callback()
         if self.rows is not None:
-            self._row_faults, self._row_start = minor_faults(), time.perf_counter()
+            self._row_faults, self._row_start = minor_faults(), self._spans.timeline.mark()
 
     def _close_row(self) -> None:
         assert self.rows is not None
-        now = time.perf_counter()
+        end, faults = self._spans.timeline.mark(), minor_faults() - self._row_faults
         self._spans.move("pending", "data")
-        parts = self._spans.take()
-        seconds = now - self._row_start
-        parts.pop("other", None)  # a device call that turned out to be none
-        parts["other"] = max(0.0, seconds - sum(parts.values()))
-        faults = minor_faults() - self._row_faults
-        self.rows.append(StepRow(seconds=seconds, parts=parts, backwards=self._row_backwards, page_faults=faults))
+        self.rows.append(OpenRow(self._row_start, end, self._spans.take(), self._row_backwards, faults))
         self._row_backwards = 0
 
 

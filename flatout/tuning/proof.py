@@ -9,9 +9,10 @@
                the plain update of it; no step stands out; and over the whole run, left to itself, the losses come down
                as the plain ones do, within what weights moved by a 16-bit rounding error change
 
-Where two plain runs differ although every generator is seeded, no step can be compared with any other. Then only the
-level of losses and gradients can be, among several runs of each, and `statistical` says how large a difference would
-have been seen.
+Where two plain runs differ by rounding errors although every generator is seeded (a GPU adds in no fixed order), no
+lever can be shown to be bit-identical: within rounding is asked of all. Where they differ by more, no step can be
+compared with any other. Then only the level of losses and gradients can be, among several runs of each, and
+`statistical` says how large a difference would have been seen.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
 WAY_FACTOR, WAY_LEAST = 6.0, 0.05
 """Right levers were seen at 0.3 to 1.7 times the noise of their gradients."""
 
+REPEATED_GRADIENT, REPEATED_LOSS, REPEATED_WAY = 1e-4, 1e-3, 0.05
+"""Up to this two plain runs from the same state differ by rounding alone: the gradient as a whole, the loss of any
+step, the way of the weights from one check step to the next. Where they differ by more, a candidate measured against
+that would pass whatever it does."""
+
+STATISTICAL_LEAST = 0.01
+"""A smaller difference of the losses is not held against a lever."""
 STATISTICAL_RESOLUTION = 0.25
 """Where not even a difference of so much would have been seen, nothing was shown."""
 STATISTICAL_GRADIENT_FACTOR = 1.5
@@ -82,6 +90,20 @@ def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:
     if plain.generator_digest != other.generator_digest:
         return "it draws other random numbers"
     return None
+
+
+def repeats_to_rounding(plain: Numerics, again: Numerics) -> bool:
+    """Is a plain run beside the plain one's check steps that run but for rounding errors?"""
+    compared = [check for check in again.checks if check.gradients]
+    return (
+        bool(compared)
+        and unlike_structure(plain, again) is None
+        and _not_finite(plain, again) is None
+        and all(check.same_generators for check in again.checks)
+        and all(_whole(check.gradients) <= REPEATED_GRADIENT for check in compared)
+        and all(difference <= REPEATED_LOSS for _, difference in _loss_differences(plain, again))
+        and all(share <= REPEATED_WAY for share in _stretches(again).values())
+    )
 
 
 def unlike_structure(plain: Numerics, other: Numerics) -> str | None:
@@ -155,12 +177,13 @@ def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tup
     scale = sum(abs(level) for level in ours) / len(ours) or 1.0
     difference = (sum(theirs) / len(theirs) - sum(ours) / len(ours)) / scale
     half = _half_width(ours, theirs) / scale
-    if abs(difference) > half and abs(difference) > 0.01:
-        return f"its losses lie {difference:+.1%} (±{half:.1%}) off those of plain runs", half
+    seen = max(half, STATISTICAL_LEAST)
+    if abs(difference) > seen:
+        return f"its losses lie {difference:+.1%} (±{half:.1%}) off those of plain runs", seen
     if half > STATISTICAL_RESOLUTION:
         reason = f"plain runs differ so much among themselves that a difference of {half:.0%} would not be seen"
-        return reason, half
-    return None, half
+        return reason, seen
+    return None, seen
 
 
 def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
@@ -47,6 +47,8 @@ USUAL_RUNS = 5
 """Of a lever that is 'reduced': the plain one, two from nudged weights, and two with the lever."""
 
 Progress = Callable[[str], None]
+Repeats = Literal["to the bit", "to rounding", "no"]
+"""How alike two plain runs are, every generator seeded."""
 Judged = tuple[ProofVerdict, str, dict[str, Any]]
 """A verdict on a claim, why, and what was seen."""
 
@@ -83,7 +85,7 @@ class Prover:
         """Of one seed: the one that left the reference, and more where a claim needs them."""
         self._nudged: Numerics | None = None
         self._coarse: Numerics | None = None
-        self._repeats: bool | None = None
+        self._repeats: Repeats | None = None
         self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Judged] = {}
         """What became of claims so far: a set that is proved again without one of its levers makes some anew."""
         self._ahead: tuple[list[Choice], RunningTrial] | None = None
@@ -143,9 +145,9 @@ class Prover:
 
     def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> Judged:
         plain = self._plain(choices)
-        if claimed == "bit-identical":
-            return self._bit_identical(plain, choices)
-        if not self._repeatable():
+        if claimed == "bit-identical" and (judged := self._bit_identical(plain, choices)) is not None:
+            return judged
+        if self._repeats_how() == "no":
             return "statistical", "", {}
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
         checked = self._record(choices, role="checked")
@@ -161,21 +163,22 @@ class Prover:
             factor, floor = judge.ROUNDING_FACTOR, judge.LOSS_ROUNDING_FLOOR
             reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
             return "within rounding", reason, evidence
-        if claimed == "rounding":
+        if claimed != "reduced":
             evidence["may_be_reduced"] = judge.not_reduced(plain, nudged, checked) is None
             return "rejected", beyond, evidence
         return self._reduced(plain, nudged, checked, choices, evidence)
 
-    def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged:
+    def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged | None:
+        """None: plain runs do not match bit for bit either."""
         candidate = self._record(choices)
         difference = judge.not_bit_identical(plain, candidate)
         if difference is None:
-            self._repeats = True  # it would be odd if two plain runs differed
+            self._repeats = "to the bit"  # it would be odd if two plain runs differed
             reason = "losses, gradient norms, weights and RNG states match bit for bit"
             return "bit-identical", reason, {"candidate_losses": candidate.mean_losses()}
-        if self._repeatable():
+        if self._repeats_how() == "to the bit":
             return "rejected", f"it should be bit-identical, but {difference}", {}
-        return "statistical", "", {}
+        return None
 
     def _reduced(
         self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: dict[str, Any]
@@ -209,7 +212,7 @@ class Prover:
         claimed = worst(choice.exactness for choice in choices)
         verdict: ProofVerdict = "rejected" if reason else "statistical"
         told = reason or (
-            f"{STATISTICAL_RUNS} runs of each differ no more than plain runs do among themselves; "
+            f"{STATISTICAL_RUNS} runs of each: gradients of the same sizes, losses of the same level; "
             f"a difference of the losses below {resolution:.1%} would not have been seen"
         )
         claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=told)
@@ -219,14 +222,14 @@ class Prover:
     def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: dict[str, Any]) -> Proof:
         self._drop_the_one_ahead()  # expected in vain: it would hold memory beside what is measured next
         last = claims[-1]
-        repeats = self._repeats is not False
+        repeats = self._repeats or "to the bit"
         return Proof(
             verdict=last.verdict,
             reason=last.reason,
             steps=plain.steps,
             epochs=plain.steps / self._pattern.epoch_steps if self._pattern.epoch_steps else None,
             claims=tuple(claims),
-            repeatable=repeats,
+            repeatable=repeats == "to the bit",
             notes=tuple(_notes(plain, repeats)),
             baseline_losses=plain.mean_losses(),
             **evidence,
@@ -248,10 +251,16 @@ class Prover:
             self._plains.append(first)
         return self._plains[0]
 
-    def _repeatable(self) -> bool:
+    def _repeats_how(self) -> Repeats:
         if self._repeats is None:
-            self._plains.append(self._record([], then=[]))
-            self._repeats = judge.not_bit_identical(self._plains[0], self._plains[1]) is None
+            plain, again = self._plains[0], self._record([], then=[])
+            self._plains.append(again)
+            if judge.not_bit_identical(plain, again) is None:
+                self._repeats = "to the bit"
+            elif judge.repeats_to_rounding(plain, self._record([], role="checked", then=[])):
+                self._repeats = "to rounding"
+            else:
+                self._repeats = "no"
         return self._repeats
 
     def _record(
@@ -328,12 +337,17 @@ def _largest_mean(streams: Sequence[Sequence[float]]) -> float:
     return max((sum(stream) / len(stream) for stream in streams), key=abs, default=0.0)
 
 
-def _notes(plain: Numerics, repeats: bool) -> list[str]:
+def _notes(plain: Numerics, repeats: Repeats) -> list[str]:
     notes = []
     if plain.unseeded:
         shown = ", ".join(plain.unseeded[:3]) + (" ..." if len(plain.unseeded) > 3 else "")
         notes.append(f"the script leaves generators unseeded ({shown}); the proof gave both sides the same seeds")
-    if not repeats:
+    if repeats == "to rounding":
+        notes.append(
+            "plain runs differ by rounding errors although every generator was seeded, as where a GPU adds in no fixed "
+            "order: nothing finer can be proved"
+        )
+    if repeats == "no":
         notes.append(
             "plain runs differ although every generator was seeded: the script depends on the order of threads or "
             "processes, on the clock, or on an operation without a fixed order"

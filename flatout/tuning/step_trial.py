@@ -32,8 +32,8 @@ from flatout.levers.subject import Subject
 from flatout.machine.page_faults import minor_faults
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
-from flatout.script.describe import device_of, observe
-from flatout.script.device_calls import device_name
+from flatout.script.describe import observe
+from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.session import resident_bytes
 from flatout.script.spans import StepRow

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from flatout.script.device_calls import ASKING, MOVING, DeviceCalls
+from flatout.script.spans import Span
 
 
 class Log:
@@ -17,14 +17,14 @@ class Log:
     def __init__(self) -> None:
         self.open, self.opened, self.closed = True, 0, list[str]()
 
-    def enter(self, kind: str) -> list[Any] | None:
+    def enter(self, kind: str) -> Span | None:
         if not self.open:
             return None
         self.opened += 1
-        return [kind]
+        return Span(kind, 0.0)
 
-    def leave(self, span: list[Any]) -> None:
-        self.closed.append(span[0])
+    def leave(self, span: Span) -> None:
+        self.closed.append(span.kind)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_outside_of_windows_nothing_is_opened(log: Log) -> None:
 
 def test_uninstalled() -> None:
     before = {name: getattr(torch.Tensor, name) for name in (*ASKING, *MOVING)}
-    calls = DeviceCalls(lambda kind: [kind], lambda span: None)
+    calls = DeviceCalls(lambda kind: Span(kind, 0.0), lambda span: None)
     calls.install(torch)
     calls.uninstall()
     assert {name: getattr(torch.Tensor, name) for name in before} == before

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,10 @@ for step in range(40):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+"""
+LIBCUDA = """
+#include <stddef.h>
+int cuDeviceGetCount(int *count) { *count = 1; return %d; }
 """
 LOOKS = """
 import sys
@@ -162,3 +169,20 @@ def test_without_a_server_trials_are_new_processes(tmp_path: Path, server: ForkS
     assert other.exit_code(1) == KILLED
     assert other.start(tmp_path, [], []) is None
     assert other.obstacle == "it ended"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(("answer", "touched"), [(3, False), (0, True), (100, True)])
+def test_a_loaded_driver_is_no_obstacle_until_it_was_started(tmp_path: Path, answer: int, touched: bool) -> None:
+    """Torch's CUDA build loads libcuda.so as it is imported; 3: it was not initialised."""
+    (tmp_path / "cuda.c").write_text(LIBCUDA % answer)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    asks = f"""
+        import ctypes
+        from flatout.script import fork_server
+        assert not fork_server._gpu_was_touched()
+        ctypes.CDLL({str(library)!r})
+        assert fork_server._gpu_was_touched() is {touched}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(asks)], check=True)

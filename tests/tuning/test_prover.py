@@ -99,6 +99,27 @@ def test_a_wrong_gradient_is_rejected_at_every_claim(tmp_path: Path) -> None:
         assert proof.verdict == "rejected", choice
 
 
+AGAIN = run(seed=4, noise=1e-6, gradient=1e-6, drift=1e-6)
+"""A plain run of a script that repeats itself but for the order of additions."""
+
+
+@pytest.mark.parametrize(
+    ("choice", "result", "verdict"),
+    [(BITS, ROUNDED, "within rounding"), (ROUNDS, ROUNDED, "within rounding"), (REDUCES, NOISY, "reduced")],
+)
+def test_where_plain_runs_differ_by_rounding_steps_are_compared_all_the_same(
+    tmp_path: Path, choice: Choice, result: Numerics, verdict: str
+) -> None:
+    proof = Recorded(tmp_path, {(choice.label,): result}, plain=[PLAIN, AGAIN, AGAIN]).prove([choice])
+    assert proof.verdict == verdict
+    assert not proof.repeatable
+    assert "nothing finer can be proved" in proof.notes[0]
+    wrong = with_gradient(result, "0.bias", 2.0, -1.0)
+    rejected = Recorded(tmp_path, {(choice.label,): wrong}, plain=[PLAIN, AGAIN, AGAIN]).prove([choice])
+    assert rejected.verdict == "rejected"
+    assert "gradient" in rejected.reason
+
+
 OTHERS = [run(seed=seed, noise=0.15) for seed in range(1, 4)]
 
 
