@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.search.deadline import Deadline
-from flatout.statistics import STUDENT_95, Comparison, compare_paired, median
+from flatout.statistics import Comparison, compare_paired, median, student_95
 from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
@@ -116,7 +116,7 @@ def _half_width(logs: Sequence[float]) -> float:
     if squares <= freedom * (MOST_USUAL * USUAL_DEVIATION) ** 2:
         freedom += USUAL_FREEDOM
         squares += USUAL_FREEDOM * USUAL_DEVIATION**2
-    return STUDENT_95[freedom] * math.sqrt(squares / freedom / len(logs))
+    return student_95(freedom) * math.sqrt(squares / freedom / len(logs))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from flatout.statistics import STUDENT_95, median
+from flatout.statistics import median, student_95
 from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
 
 ROUNDING_FACTOR = 40.0
@@ -406,8 +406,7 @@ def _half_width(ours: Sequence[float], theirs: Sequence[float]) -> float:
     if freedom < 1:
         return math.inf
     squares = sum(sum((x - sum(side) / len(side)) ** 2 for x in side) for side in (ours, theirs))
-    t = STUDENT_95[min(freedom, max(STUDENT_95))]
-    return t * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
+    return student_95(freedom) * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
 
 
 # parts
