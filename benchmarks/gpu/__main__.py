@@ -66,7 +66,7 @@ STAGES = (
         limit_seconds=240,
         document="generation.json",
     ),
-    tuned("tune_gpt", *GPT, "--batch-size", "64", budget=120),
+    tuned("tune_gpt", *GPT, "--batch-size", "64", budget=180),
     tuned("tune_digits_mlp", "examples/digits_mlp.py"),
     tuned("tune_digits_cnn", "examples/digits_cnn.py", "--epochs", "400"),
     tuned("tune_no_device", "benchmarks/gain/training.py", "gpt", "--width=256", "--batch=64", "--steps=100000"),

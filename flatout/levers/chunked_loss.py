@@ -134,7 +134,7 @@ class _Layers:
         if not self._judged:
             self._judged = True
             if not any(layer.losses for layer in self._known.values()):
-                uses = "; ".join(self._uses) or "none is wide enough, or its input too short"
+                uses = "; ".join(dict.fromkeys(self._uses)) or "none is wide enough, or its input too short"
                 self._tell(f"no cross-entropy takes the scores of a linear layer as they are: {uses}")
 
     # what a script calls
