@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatout.generators import generator_states
 from flatout.levers.subject import Subject
 from flatout.script import reference
 from flatout.script.numerics import NumericsRecorder, NumericsRequest, nudge_weights
@@ -193,3 +194,11 @@ def test_samples_are_the_same_elements_in_any_layout() -> None:
 @pytest.mark.parametrize(("most", "expected"), [(5, (0, 1, 2, 3)), (4, (0, 1, 2, 3)), (2, (0, 2)), (1, (0,))])
 def test_thinned(most: int, expected: tuple[int, ...]) -> None:
     assert reference.thinned((0, 1, 2, 3), most) == expected
+
+
+def test_a_generator_of_a_gpu_counts_once_a_number_was_drawn_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = reference.generator_digest()
+    seed, unused, drawn = torch.full((8,), 7, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), torch.ones(8)
+    for state, same in ((torch.cat([seed, unused]), True), (torch.cat([seed, drawn.to(torch.uint8)]), False)):
+        monkeypatch.setattr(reference, "generator_states", lambda state=state: {**generator_states(), "cuda": [state]})
+        assert (reference.generator_digest() == plain) is same
