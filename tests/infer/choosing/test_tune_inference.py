@@ -144,8 +144,7 @@ def test_images_offer_layout_and_folding() -> None:
     torch.manual_seed(0)
     model = ResNet(ResNetConfig(classes=10, width=8)).eval()
     found = tuned(model, list(torch.randn(6, 3, 32, 32)), max_error=0.5, min_agreement=0.0)
-    assert found.plan.fold_batch_norm
-    assert found.plan.memory_format == "channels_last"
+    assert {"batch norms folded", "channels_last"} <= set(by_label(found))  # which helps here is for the machine to say
     assert any("fewer" in note or "at least 100" in note for note in found.notes)
 
 
