@@ -89,6 +89,7 @@ class Run:
         self.notes: list[str] = []
         self.runner = Runner()
         self.line: Any = None
+        self._missed: list[str] = []
         self.load: Any = None
         self._machine: Any = None
         self._proved_for: str | None = None
@@ -132,7 +133,7 @@ class Run:
         left_out = [name for name in chosen if not declared()[name].repeatable]
         if self.plan is not None and left_out:
             self.plan = self.plan.without(*left_out)
-            self._note(f"left out, because the run is to be deterministic: {', '.join(left_out)}")
+            self._miss(f"left out, because the run is to be deterministic: {', '.join(left_out)}")
         make_deterministic()
 
     def abandon(self) -> None:
@@ -152,7 +153,7 @@ class Run:
             return None
         plan = read_plan(PLAN_NAME)
         if plan.script is not None and not _same_script(plan.script, self.target):
-            self._note(f"{PLAN_NAME} is for {plan.script}: not applied (give --plan to apply it all the same)")
+            self._miss(f"{PLAN_NAME} is for {plan.script}: not applied (give --plan to apply it all the same)")
             return None
         return _for_scripts(PLAN_NAME, plan)
 
@@ -194,11 +195,12 @@ class Run:
             with signals_as_exits():
                 result = tune_script(request, self._machine)
         except FlatoutError as error:
-            self._note(f"{mismatch}, and could not be verified here: {error}")
+            self._miss(f"{mismatch}, and could not be verified here: {error}")
             self.plan = replace(self.plan, **dict.fromkeys(self.plan.choices()), reasons={})
             return
         held = ", ".join(result.plan.choices()) or "nothing"
-        self._note(f"{mismatch}; verified here: {held} holds (again in every run; flatout tune writes a plan for here)")
+        text = f"{mismatch}; verified here: {held} holds (again in every run; flatout tune writes a plan for here)"
+        (self._note if result.plan.choices() == self.plan.choices() else self._miss)(text)
         self.plan = result.plan
 
     def _enter_environment(self, choices: Sequence[Any]) -> None:
@@ -224,12 +226,13 @@ class Run:
         record, subject = self.runner.record, self.runner.watch.subject
 
         def text() -> str:
-            return live_text(record, flops, ceilings, self._live_findings(), device_name(subject))
+            return live_text(record, flops, ceilings, self._not_applied(), device_name(subject))
 
         self.line = StatusLine(self._terminal, text)
         self.line.start()
 
-    def _live_findings(self) -> list[str]:
+    def _not_applied(self) -> list[str]:
+        """What was taken back during the run, and what did not apply to it."""
         taken = [f"took back {entry.choice.label}" for entry in self.runner.applied.rolled_back]
         return taken + [f"left off {label}: {why}" for label, why in self.runner.left_off]
 
@@ -259,6 +262,11 @@ class Run:
     def _note(self, text: str) -> None:
         self.notes.append(text)
 
+    def _miss(self, text: str) -> None:
+        """A note that something of the plan is not applied."""
+        self.notes.append(text)
+        self._missed.append(text)
+
     def finish(self) -> None:
         """Close the watch, write the document, show the summary. Never in a forked child, never with a traceback."""
         if os.getpid() != self._owner:
@@ -267,6 +275,7 @@ class Run:
             with own_imports():
                 if self.line is not None:
                     self.line.stop()
+                self._tell_of_plan()
                 self._report_all()
         except (Exception, KeyboardInterrupt) as error:
             self._say(f"flatout: no summary: {type(error).__name__}: {error}")
@@ -280,6 +289,15 @@ class Run:
                 sys.stdout.flush()
             with contextlib.suppress(OSError):
                 os.write(self._terminal, (text + "\n").encode())
+
+    def _tell_of_plan(self) -> None:
+        """What of the plan is not applied, a line each, where no terminal shows the summary that says it."""
+        if self._show or "--quiet" in self.options or not _first_rank():
+            return
+        lines = [*self._missed, *self._not_applied()]
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.writelines(f"flatout: {line}\n" for line in lines)
+            sys.stderr.flush()
 
     def _report_all(self) -> None:
         from flatout.report.document import write_document

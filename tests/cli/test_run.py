@@ -274,10 +274,10 @@ def test_what_a_planned_run_saves_is_what_a_plain_one_saves(run: Run, tmp_path: 
 def test_a_plan_for_another_script_is_left_alone(run: Run, tmp_path: Path) -> None:
     plan = Plan(script="other.py", optimizer="fused")
     (tmp_path / "flatout.toml").write_text(plan.to_toml())
-    assert run("print(1)").stdout == "1\n"
-    notes = document(tmp_path)["plan_notes"]
-    assert len(notes) == 1
-    assert notes[0].startswith("flatout.toml is for other.py: not applied")
+    done, (note,) = run("print(1)"), document(tmp_path)["plan_notes"]
+    assert note.startswith("flatout.toml is for other.py: not applied")
+    assert (done.stdout, done.stderr) == ("1\n", f"flatout: {note}\n")
+    assert run("print(1)", "--quiet").stderr == ""
     for same in ("train.py", "./train.py", str(tmp_path / "train.py")):
         (tmp_path / "flatout.toml").write_text(Plan(script=same, optimizer="fused").to_toml())
         run("print(1)", "--trust-plan")
