@@ -254,14 +254,14 @@ class Choices:
     )
     activation_offload: bool | None = choice(
         "activations wait in the host's memory for the backward pass, page-locked (CUDA only)",
-        scopes=("step",),
+        scopes=("script", "step"),
         exactness="bit-identical",
         aim="memory",
         levers=("activation_offload:ActivationOffload",),
     )
     activation_checkpointing: Literal["block", "selective"] | None = choice(
         "recompute activations in backward: block = of each repeated block, selective = all but matrix products",
-        scopes=("step",),
+        scopes=("script", "step"),
         exactness="bit-identical",
         aim="memory",
         levers=("activation_checkpointing:ActivationCheckpointing",),

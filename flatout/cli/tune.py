@@ -38,6 +38,10 @@ def tune(
             help="What may be tried: bit-identical, rounding (also bit-identical), reduced (everything).",
         ),
     ] = "reduced",
+    fit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What the tensors of a step may take at the most: 12GiB, 900MiB."),
+    ] = None,
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder for flatout.toml and flatout-report.json.")
     ] = Path("."),
@@ -50,21 +54,21 @@ def tune(
 ) -> int:
     """Find the fastest honest way to run an unmodified script; writes flatout.toml and a report.
 
-    The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned.
+    The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned, or
+    cannot be made to fit.
     """
     from flatout.machine.with_ceilings import machine_with_ceilings
-    from flatout.report.document import to_text
-    from flatout.report.tune_text import tune_document, tune_text
     from flatout.script.entry import Target
     from flatout.search.deadline import Deadline
     from flatout.tuning.script_tuning import TuneRequest, tune_script
-    from flatout.units import parse_seconds
+    from flatout.units import parse_bytes, parse_seconds
 
     request = TuneRequest(
         target=Target.from_command(target),
         budget_seconds=parse_seconds(budget),
         exactness=_one_of("--exactness", exactness, ("bit-identical", "rounding", "reduced")),  # type: ignore[arg-type]
         total_steps=_positive("--steps", steps),
+        fit_bytes=None if fit is None else _positive("--fit", parse_bytes(fit)),
         isolation=_one_of("--isolation", isolation, ("auto", "overlay", "guard")),  # type: ignore[arg-type]
         allow_network=allow_network,
         log_folder=logs,
@@ -76,21 +80,31 @@ def tune(
         with deadline.stage("measuring this machine"):
             machine = machine_with_ceilings(progress)
         result = tune_script(replace(request, stdin_file=stdin_file), machine, progress, deadline)
-    document = tune_document(result)
+    return _told_and_saved(result, output, json)
+
+
+def _told_and_saved(result: TuneResult, output: Path, json: bool) -> int:
+    """The exit code. A plan that does not fit where it was to is not left behind."""
+    from flatout.report.document import to_text
+    from flatout.report.tune_text import tune_document, tune_text
+
+    document, fit = tune_document(result), result.state.fit
+    fits = fit is None or fit.holds
     print(to_text(document) if json else tune_text(result))
-    _save(result, document, output)
+    _save(result, document, output, with_plan=fits)
     if not json:
-        print(_saved(result, output))
-    return 0
+        print(_saved(result, output) if fits else f"{'saved':<10}{output / REPORT_NAME}, and no plan: it would not fit")
+    return 0 if fits else 1
 
 
-def _save(result: TuneResult, document: dict[str, Any], output: Path) -> None:
+def _save(result: TuneResult, document: dict[str, Any], output: Path, *, with_plan: bool) -> None:
     """Write plan and report; minutes of work must not be lost to a disk that is full by now."""
     from flatout.plan import write_plan
     from flatout.report.document import write_document
 
     try:
-        write_plan(output / PLAN_NAME, result.plan)
+        if with_plan:
+            write_plan(output / PLAN_NAME, result.plan)
         write_document(output / REPORT_NAME, document)
     except Exception:
         sys.stderr.write(f"the plan could not be saved; here it is:\n\n{result.plan.to_toml()}\n")

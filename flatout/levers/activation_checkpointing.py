@@ -3,7 +3,7 @@
 'block' keeps only the inputs of each repeated block. 'selective' also keeps the results of matrix products, attention
 and convolutions, which cost most to compute again; what lies between them is recomputed.
 
-It saves memory, not time, so the tuner does not try it; `TrainStep` applies it where a plan asks for it.
+It saves memory, not time, so `flatout tune` tries it only where steps have to fit (--fit).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from flatout.levers.compile import repeated_blocks
-from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refuse
 from flatout.levers.model_call import ATTRIBUTE, set_call
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
@@ -32,6 +32,9 @@ class ActivationCheckpointing(Lever):
 
     def __init__(self, blocks: int | None = None) -> None:
         self.blocks = blocks
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        return COSTS_TIME
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not any(module.repeated_block for module in observed.modules):

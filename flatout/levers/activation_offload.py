@@ -4,7 +4,8 @@ What autograd saves for the backward pass goes to page-locked memory, and comes 
 Both copies are queued behind the operations that make and need them, so nothing waits on the host; they take the
 link's time. Weights stay where they are, and so does what is too small to be worth a copy.
 
-It saves memory, not time, and on a CPU there is nowhere else to go. `TrainStep` applies it where a plan asks for it.
+It saves memory, not time, and on a CPU there is nowhere else to go. `flatout tune` tries it only where steps have to
+fit (--fit).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from flatout.errors import MachineError
-from flatout.levers.lever import Lever, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
@@ -81,6 +82,9 @@ class ActivationOffload(Lever):
     name = "activation offload"
     plan_field = "activation_offload"
     acts_on_forward = True
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        return COSTS_TIME
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.device.startswith("cuda"):

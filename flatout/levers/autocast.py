@@ -28,6 +28,7 @@ class Autocast(Lever):
     name = "autocast"
     plan_field = "precision"
     acts_on_forward = True
+    halves_activations = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         saved = observed.saved_by_dtype(machine, "bf16")

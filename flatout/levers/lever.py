@@ -60,6 +60,10 @@ class Saving:
         return (_ratio(self.least), _ratio(self.expected), _ratio(self.most))
 
 
+COSTS_TIME = Saving(expected=-0.3, least=-2.0, most=0.0, why="it saves memory and takes time: flatout tune --fit")
+"""Of a lever that is for memory alone."""
+
+
 def _ratio(saved: float) -> float:
     return 1 / max(1e-3, 1 - saved)
 
@@ -87,6 +91,8 @@ class Lever:
     """Is it a setting of the whole process, rather than of a model, an optimizer or a loader?"""
     cheap_to_switch: ClassVar[bool] = False
     """Such a setting that TrainStep turns on for its own calls alone, so that other models keep their numbers."""
+    halves_activations: ClassVar[bool] = False
+    """True where what is kept for the backward pass takes half the memory."""
     comes_first: ClassVar[bool] = False
     """True where every other lever is another one once this is on."""
 

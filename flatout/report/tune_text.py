@@ -13,6 +13,7 @@ from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.search.lines import not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
 from flatout.timing import measurement
+from flatout.tuning.fitting import Fit, fit_lines
 from flatout.tuning.results import proof_lines
 from flatout.tuning.script_tuning import TuneResult
 from flatout.tuning.short_budget import budget_option
@@ -27,11 +28,15 @@ SMALLEST_SHARE_SHOWN = 0.005
 def tune_text(result: TuneResult) -> str:
     """The whole result on one screen."""
     rows = [("machine", machine_line(result.machine)), ("script", _script(result))]
-    rows += labelled("tried", trial_lines(result.state.trials))
+    fit = result.state.fit
+    weighed = [] if fit is None else fit.trials
+    rows += labelled("to fit", trial_lines(weighed))
+    rows += labelled("tried", trial_lines([trial for trial in result.state.trials if trial not in weighed]))
     rows += labelled("not tried", not_tried_lines(result.state.not_tried))
     rows += [("result", _result(result))]
     rows += [("", line) for line in reach_lines(result.state, budget_option)]
     rows += [("", line) for line in _whole_run(result.whole)]
+    rows += [("memory", line) for line in ([] if fit is None else fit_lines(fit))]
     rows += [("", line) for line in proof_lines(result.proof)]
     rows += [("note", text) for text in result.warnings]
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
@@ -134,6 +139,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
         "trials": [trial.to_json() for trial in result.state.trials],
         "not_tried": [entry.to_json() for entry in result.state.not_tried],
         "kept": [choice.label for choice in result.state.kept],
+        "fit": None if result.state.fit is None else _fit(result.state.fit),
         "plan": result.plan.choices(),
         "final": None if result.final is None else _final(result),
         "proof": None if result.proof is None else result.proof.to_json(),
@@ -150,6 +156,16 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
             machine_fingerprint=result.machine.fingerprint,
         ).to_json()
     return document(KIND, _finite(payload))
+
+
+def _fit(found: Fit) -> dict[str, Any]:
+    return {
+        "limit_bytes": found.limit_bytes,
+        "plain_bytes": found.plain_bytes,
+        "planned_bytes": found.planned_bytes,
+        "holds": found.holds,
+        "trials": [trial.to_json() for trial in found.trials],
+    }
 
 
 def _final(result: TuneResult) -> dict[str, Any]:

@@ -27,15 +27,19 @@ def trial_lines(trials: Sequence[Trial]) -> list[str]:
 
 def _trial(trial: Trial, width: int) -> str:
     head = f"{trial.outcome:<8}{trial.label:<{width}}  "
-    if trial.comparison is None or trial.baseline_seconds is None or trial.candidate_seconds is None:
-        return f"{head}{trial.reason}"
-    times = f"{format_seconds(trial.baseline_seconds)} -> {format_seconds(trial.candidate_seconds)}"
+    times = peaks = ""
+    if trial.baseline_seconds is not None and trial.candidate_seconds is not None:
+        times = f"{format_seconds(trial.baseline_seconds)} -> {format_seconds(trial.candidate_seconds)}"
+    if trial.baseline_peak_bytes is not None and trial.candidate_peak_bytes is not None:
+        peaks = f"peak {format_bytes(trial.baseline_peak_bytes)} -> {format_bytes(trial.candidate_peak_bytes)}"
+    if trial.comparison is None or not times:
+        return head + "  ".join(filter(None, [peaks, times, trial.reason]))
     tail = f"{times:<21} {ratio_text(trial.comparison)}"
     if trial.predicted is not None:
         least, _, most = trial.predicted.ratios
         tail += f" (predicted {least:.2f} to {most:.2f})"
-    if trial.baseline_peak_bytes is not None and trial.candidate_peak_bytes is not None:
-        tail += f"  peak {format_bytes(trial.baseline_peak_bytes)} -> {format_bytes(trial.candidate_peak_bytes)}"
+    if peaks:
+        tail += f"  {peaks}"
     if trial.accuracy is not None:
         tail += f"  {trial.accuracy}"
     elif trial.outcome == "kept":

@@ -272,7 +272,7 @@ class Search(ABC, Generic[C]):
         """Test what is kept without each change in turn; drop a change that a later one has made redundant."""
         if len(self.state.kept) < 2:
             return
-        newest = next(tried for trial, tried in reversed(self._tried) if trial.outcome == "kept")
+        newest = next((tried for trial, tried in reversed(self._tried) if trial.outcome == "kept"), ())
         known = newest if len(newest) == 1 else ()  # it was tried beside all the others
         for choice in [one for one in self.state.kept if one not in known]:
             others = [other for other in self.state.kept if other is not choice]

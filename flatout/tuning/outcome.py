@@ -75,7 +75,9 @@ def plan_of(found: Found, machine: Machine) -> Plan:
     reasons = {}
     for choice in state.kept:
         trial = state.kept_trial(choice.field)
-        if trial is not None and trial.comparison is not None:
+        if trial is not None and choice in state.for_memory and trial.comparison is None:
+            reasons[choice.field] = f"{trial.reason}; {trial.exactness}"
+        elif trial is not None and trial.comparison is not None:
             reasons[choice.field] = f"x{trial.comparison.ratio:.2f} here; {trial.reason}; {trial.exactness}"
     return Plan(
         **{choice.field: choice.value for choice in state.kept},

@@ -13,6 +13,7 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.plan_choices import Exactness
 from flatout.search.trial import Record
+from flatout.tuning.fitting import Fit
 
 ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistical", "rejected"]
 
@@ -79,6 +80,8 @@ class SearchState(Record[Choice]):
 
     for_memory: list[Choice] = field(default_factory=list)
     """Those of the kept that need not be faster: they save memory that is short, or was asked to be saved."""
+    fit: Fit | None = None
+    """Where steps have to fit into so much memory."""
     observed: Observed = field(default_factory=Observed)
     first_observed: Observed = field(default_factory=Observed)
     loop: str | None = None

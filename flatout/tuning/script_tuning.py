@@ -21,6 +21,7 @@ from flatout.script.entry import Target
 from flatout.script.trial_child import load_levers
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
+from flatout.tuning.fitting import peak_afresh
 from flatout.tuning.fork_server import ForkServer
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.results import Proof, SearchState
@@ -40,6 +41,8 @@ class TuneRequest:
     budget_seconds: float = 600.0
     exactness: Exactness = "reduced"
     total_steps: int | None = None
+    fit_bytes: int | None = None
+    """What the tensors of a step may hold at the most; None: whatever they do."""
     levers: str = "flatout.levers.catalogue:LEVERS"
     only: tuple[tuple[str, Any], ...] | None = None
     """Restrict the search to these (plan field, value) choices: how a plan from elsewhere is verified."""
@@ -103,10 +106,18 @@ def tune_script(
             deadline=deadline,
         )
         limits = SearchLimits(
-            deadline=deadline, exactness=request.exactness, total_steps=request.total_steps, only=request.only
+            deadline=deadline,
+            exactness=request.exactness,
+            total_steps=request.total_steps,
+            only=request.only,
+            fit_bytes=request.fit_bytes,
         )
         found = search_and_prove(setup, machine, load_levers(request.levers), limits, progress)
         whole = found.verifier.whole_run(found.final)
+        if found.state.fit is not None:
+            progress("measuring the memory of a step in a fresh process")
+            planned_bytes = peak_afresh(setup, found.state.kept)
+            found.state.fit = replace(found.state.fit, planned_bytes=planned_bytes)
         return TuneResult(
             request=request,
             machine=machine,

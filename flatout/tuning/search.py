@@ -19,6 +19,7 @@ from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome
 from flatout.statistics import Comparison
+from flatout.tuning.fitting import Fit, combinations, fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow
@@ -61,6 +62,8 @@ class SearchLimits:
     """How many steps the script is going to run; None: unknown."""
     only: tuple[tuple[str, Any], ...] | None = None
     """Try just these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
+    fit_bytes: int | None = None
+    """What the tensors of a step may hold at the most; None: whatever they do."""
 
 
 class TrainingSearch(Search[Choice]):
@@ -105,10 +108,15 @@ class TrainingSearch(Search[Choice]):
 
     def names(self) -> Sequence[str]:
         if self.limits.only is None:
-            return [lever.name for lever in self.levers]
+            return [lever.name for lever in self.levers if not self._is_fitted(lever)]
         asked = dict(self.limits.only)
         mine = [lever for lever in self.levers if lever.plan_field in asked]
         return [lever.name for lever in mine if lever.takes(asked[lever.plan_field])]
+
+    def _is_fitted(self, lever: Lever) -> bool:
+        """Was it weighed already, as steps have to fit?"""
+        fit = self.state.fit
+        return fit is not None and (lever.aim == "memory" or any(one.lever is lever for one in fit.choices))
 
     def proposal(self, name: str) -> Proposal[Choice]:
         lever, asked = self._lever(name), self.limits.only
@@ -202,6 +210,24 @@ class TrainingSearch(Search[Choice]):
         self.state.first_observed = self.state.observed
         main = self._main()
         main.expected_step_seconds, main.broken_off = self.state.observed.step_seconds, True
+        if self.limits.fit_bytes is not None:
+            self._fit(self.limits.fit_bytes)
+
+    def _fit(self, limit_bytes: int) -> None:
+        """Keep what brings a step under the limit, whatever that takes."""
+        seen = self.state.observed
+        self.state.fit = found = fit(
+            self._main,
+            combinations(self.levers, self.machine, seen, self.limits.exactness),
+            limit_bytes,
+            seen.step_seconds or 0.01,
+            lambda: self._remaining() > 0,
+            self._progress,
+        )
+        self.state.trials += [trial for trial in found.trials if trial.outcome == "kept"]
+        self.state.kept, self.state.for_memory = list(found.choices), list(found.choices)
+        if found.choices:
+            self._look_again()
 
     def _watch_plain(self, steps: int) -> tuple[Observed, Observed]:
         """(what `steps` plain steps showed, what was there before anything of ours ran)"""
@@ -276,6 +302,8 @@ class TrainingSearch(Search[Choice]):
             pairing = self._compare(wanted, tried[-1])
             found = self._judge(pairing)
             gain = self._memory_gain(wanted, tried[-1])
+            if found.outcome == "kept" and self.state.fit is not None:
+                found = self._within_limit(found, wanted, self.state.fit)
         except BudgetSpent:
             self.close()
             raise
@@ -287,6 +315,16 @@ class TrainingSearch(Search[Choice]):
             outcome, reason = self._judge_memory(gain, tried[-1])
             found = replace(found, outcome=outcome, reason=reason)
         return replace(found, baseline_peak_bytes=gain.before.peak_bytes, candidate_peak_bytes=gain.after.peak_bytes)
+
+    def _within_limit(self, found: Measured, wanted: Sequence[Choice], fit: Fit) -> Measured:
+        """What is faster has to fit as well. What holds from the start of a process changes no tensor."""
+        if self._from_start(wanted) != self._from_start():
+            return found
+        peak = self._main().peak(self._live(wanted)).peak_bytes
+        if peak is not None and peak <= fit.limit_bytes:
+            return found
+        held = "cannot be told" if peak is None else f"is {format_bytes(peak)}"
+        return replace(found, outcome="dropped", reason=f"faster, but what a step holds {held}")
 
     def _memory_gain(self, wanted: Sequence[Choice], choice: Choice) -> MemoryGain | None:
         """What a choice that is for memory saves of it; None for any other."""

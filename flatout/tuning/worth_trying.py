@@ -21,7 +21,7 @@ def worth_trying(
     if not allowed(lever.exactness, exactness):
         return refuse(f"it is {lever.exactness}, and --exactness is {exactness}")
     verdict = lever.applies(machine, observed)
-    if not verdict or asked or lever.aim == "memory":
+    if not verdict or asked:
         return verdict
     saving = lever.saving(machine, observed)
     if saving.most >= LEAST_GAIN:

@@ -1,0 +1,205 @@
+"""Bring the steps of a script under a limit of memory: `flatout tune --fit 12GiB train.py`.
+
+Levers that save memory are tried alone and together, each combination on two steps whose peak is measured. Of those
+that fit the fastest is kept, and what makes steps faster is searched on top of it, as long as they still fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from flatout.errors import ScriptError, TrialError
+from flatout.levers.lever import Choice, Lever, split_by_switch
+from flatout.levers.observed import Observed
+from flatout.machine.description import Machine
+from flatout.plan_choices import Exactness, allowed, worst
+from flatout.search.trial import Trial
+from flatout.statistics import median
+from flatout.tuning.trial_process import TrialEnded
+from flatout.tuning.trials import RunningTrial, Trials
+from flatout.units import format_bytes
+
+TIMED_SECONDS, MOST_TIMED_STEPS = 0.3, 30
+"""Of a combination that fits; at least one step."""
+SETTLING_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What the tensors of one step hold at the most, beside the limit that was given."""
+
+    limit_bytes: int
+    plain_bytes: int
+    choices: tuple[Choice, ...] = ()
+    """What brings it under the limit; none where the plain script is under it."""
+    trials: tuple[Trial, ...] = ()
+    planned_bytes: int | None = None
+    """Of a fresh process with all of the plan; None: not measured yet."""
+
+    @property
+    def holds(self) -> bool:
+        return self.planned_bytes is not None and self.planned_bytes <= self.limit_bytes
+
+
+def combinations(
+    levers: Sequence[Lever], machine: Machine, observed: Observed, exactness: Exactness
+) -> list[tuple[Choice, ...]]:
+    """Of levers that save memory here, one value of each: the fewest first. A GPU's activations are either moved to the
+    host or computed again."""
+    offered: list[list[tuple[Choice, ...]]] = []
+    for lever in levers:
+        if lever.switch == "live" and saves_memory(lever) and allowed(lever.exactness, exactness):
+            values = lever.applies(machine, observed).values
+            offered.append([(), *((Choice(lever, value),) for value in values)])
+    found = [tuple(itertools.chain(*parts)) for parts in itertools.product(*offered)]
+    both = {"activation_checkpointing", "activation_offload"}
+    return sorted((one for one in found if one and not both <= {choice.field for choice in one}), key=len)
+
+
+def saves_memory(lever: Lever) -> bool:
+    return lever.aim == "memory" or lever.halves_activations
+
+
+def fit(
+    process: Callable[[], RunningTrial],
+    offered: Sequence[tuple[Choice, ...]],
+    limit_bytes: int,
+    step_seconds: float,
+    has_time: Callable[[], bool],
+    progress: Callable[[str], None],
+) -> Fit:
+    """The fastest of these combinations under the limit.
+
+    process: a live trial, the same one or, where that has ended, another. has_time: may another combination be tried?
+    Raises ScriptError where the plain step's memory cannot be told, and where nothing offered fits.
+    """
+    plain = process().peak([]).peak_bytes
+    if plain is None:
+        raise ScriptError("what a step holds in memory cannot be told here", remedy="tune without --fit")
+    if plain <= limit_bytes:
+        return Fit(limit_bytes=limit_bytes, plain_bytes=plain)
+    tried: list[tuple[tuple[Choice, ...], Trial]] = []
+    fitting: list[tuple[tuple[Choice, ...], Trial]] = []
+    for choices in offered:
+        if any(_only_saves_more(choices, fewer) for fewer, _ in fitting):
+            continue
+        if not has_time():
+            break
+        label = " + ".join(choice.label for choice in choices)
+        progress(f"measuring the memory of a step with {label}")
+        trial = _tried(process, choices, label, plain, limit_bytes, step_seconds)
+        tried.append((choices, trial))
+        if trial.candidate_seconds is not None:
+            fitting.append((choices, trial))
+    if not fitting:
+        raise _too_large(plain, limit_bytes, [trial for _, trial in tried], len(offered))
+    best, kept = min(fitting, key=lambda one: one[1].candidate_seconds or 0.0)
+    return Fit(
+        limit_bytes=limit_bytes,
+        plain_bytes=plain,
+        choices=best,
+        trials=tuple(_told(trial, kept) for _, trial in tried),
+    )
+
+
+def _only_saves_more(choices: Sequence[Choice], fewer: Sequence[Choice]) -> bool:
+    """Do they add to what fits already nothing that could make it faster?"""
+    added = [choice for choice in choices if choice not in fewer]
+    return set(fewer) <= set(choices) and all(choice.lever.aim == "memory" for choice in added)
+
+
+def _tried(
+    process: Callable[[], RunningTrial],
+    choices: tuple[Choice, ...],
+    label: str,
+    plain_bytes: int,
+    limit_bytes: int,
+    step_seconds: float,
+) -> Trial:
+    """Timed where it fits. A script that ends meanwhile is started again once."""
+    trial = Trial(
+        label=label,
+        choices={choice.field: choice.value for choice in choices},
+        exactness=worst(choice.exactness for choice in choices),
+        outcome="dropped",
+        reason="",
+    )
+    for last in (False, True):
+        try:
+            return _measured(process(), choices, trial, plain_bytes, limit_bytes, step_seconds)
+        except TrialEnded as end:
+            if end.status != 0 or last:
+                return replace(trial, outcome="failed", reason=end.headline or str(end))
+        except TrialError as error:
+            return replace(trial, outcome="failed", reason=str(error))
+    raise AssertionError
+
+
+def _measured(
+    running: RunningTrial,
+    choices: tuple[Choice, ...],
+    trial: Trial,
+    plain_bytes: int,
+    limit_bytes: int,
+    step_seconds: float,
+) -> Trial:
+    peak = running.peak(choices)
+    told = [why for choice in choices if (why := peak.incidents.get(choice.lever.name))]
+    if told or peak.peak_bytes is None:
+        return replace(trial, reason=told[0] if told else "what a step holds with it cannot be told")
+    trial = replace(trial, baseline_peak_bytes=plain_bytes, candidate_peak_bytes=peak.peak_bytes)
+    if peak.peak_bytes > limit_bytes:
+        return replace(trial, reason="too large")
+    steps = max(1, min(MOST_TIMED_STEPS, round(TIMED_SECONDS / max(step_seconds, 1e-6))))
+    seconds = median(running.window(choices, settle=SETTLING_STEPS, steps=steps).seconds)
+    return replace(trial, baseline_seconds=step_seconds, candidate_seconds=seconds)
+
+
+def _told(trial: Trial, kept: Trial) -> Trial:
+    if trial is kept:
+        return replace(trial, outcome="kept", reason="the fastest that fits")
+    if trial.candidate_seconds is not None:
+        return replace(trial, reason=f"fits, and is slower than {kept.label}")
+    return trial
+
+
+def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offered: int) -> ScriptError:
+    wanted = f"a step's tensors take {format_bytes(plain_bytes)}, and {format_bytes(limit_bytes)} are allowed"
+    known = [trial for trial in tried if trial.candidate_peak_bytes is not None]
+    smaller = "make the script's batch smaller"
+    if not offered:
+        return ScriptError(wanted, limit="nothing that saves memory applies to this script", remedy=smaller)
+    if not known:
+        reasons = "; ".join(f"{trial.label}: {trial.reason}" for trial in tried) or "no time was left to try anything"
+        return ScriptError(wanted, limit=reasons, remedy="give it more time with --budget")
+    least = min(known, key=lambda trial: trial.candidate_peak_bytes or 0)
+    limit = f"the least that was reached is {format_bytes(least.candidate_peak_bytes or 0)}, with {least.label}"
+    if len(tried) < offered:
+        return ScriptError(
+            wanted,
+            limit=f"{limit}, of {len(tried)} of {offered} combinations",
+            remedy="give it more time with --budget",
+        )
+    return ScriptError(wanted, limit=limit, remedy=smaller)
+
+
+def fit_lines(found: Fit) -> list[str]:
+    """For people: before and after, and whether that is what was asked for."""
+    limit, plain = format_bytes(found.limit_bytes), format_bytes(found.plain_bytes)
+    if found.planned_bytes is None:
+        return [f"a step's tensors took {plain}; with the plan they were not measured: nothing shows that {limit} hold"]
+    verdict = "within" if found.holds else "NOT within"
+    return [f"a step's tensors take {plain} -> {format_bytes(found.planned_bytes)}, {verdict} {limit}"]
+
+
+def peak_afresh(trials: Trials, choices: Sequence[Choice]) -> int | None:
+    """Of a step under all of these in a new process; None where it fails, or cannot be told."""
+    from_start, live = split_by_switch(choices)
+    with trials.trial(from_start, label="fit") as running:
+        try:
+            running.start()
+            return running.peak(live).peak_bytes
+        except TrialError:
+            return None
