@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable
 
-from flatout.levers.lever import Lever
+from flatout.levers.lever import Choice, Lever
 from flatout.plan_choices import Scope, declared
 
 SWITCHES = ("live", "start", "loader", "process")
@@ -17,6 +18,13 @@ def levers_of(scope: Scope) -> tuple[Lever, ...]:
     or loader after what is switched, and before all what makes another lever of every other one."""
     found = [_lever(path) for one in declared().values() if scope in one.scopes for path in one.levers]
     return tuple(sorted(found, key=lambda one: (not one.comes_first, SWITCHES.index(one.switch))))
+
+
+def in_order(choices: Iterable[Choice]) -> list[Choice]:
+    """As a plan applies them."""
+    places = {name: place for place, name in enumerate(declared())}
+    order = sorted(choices, key=lambda one: places[one.field])
+    return sorted(order, key=lambda one: (not one.lever.comes_first, SWITCHES.index(one.lever.switch)))
 
 
 def _lever(path: str) -> Lever:

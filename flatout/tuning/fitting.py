@@ -32,11 +32,20 @@ class Fit:
 
     limit_bytes: int
     plain_bytes: int
-    choices: tuple[Choice, ...] = ()
-    """What brings it under the limit; none where the plain script is under it."""
+    fitting: tuple[tuple[Choice, ...], ...] = ()
+    """Combinations that bring it under the limit, the fastest first; none where the plain script is under it."""
     trials: tuple[Trial, ...] = ()
     planned_bytes: int | None = None
     """Of a fresh process with all of the plan; None: not measured yet."""
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Those of the combination that is to be kept."""
+        return self.fitting[0] if self.fitting else ()
+
+    def without(self, failed: Choice) -> Fit:
+        """The same without the combinations that need this choice, of which it turned out that it is wrong."""
+        return replace(self, fitting=tuple(one for one in self.fitting if failed not in one))
 
     @property
     def holds(self) -> bool:
@@ -82,8 +91,9 @@ def fit(
         return Fit(limit_bytes=limit_bytes, plain_bytes=plain)
     tried: list[tuple[tuple[Choice, ...], Trial]] = []
     fitting: list[tuple[tuple[Choice, ...], Trial]] = []
+    useless: set[Choice] = set()
     for choices in offered:
-        if any(_only_saves_more(choices, fewer) for fewer, _ in fitting):
+        if useless & set(choices) or any(_only_saves_more(choices, fewer) for fewer, _ in fitting):
             continue
         if not has_time():
             break
@@ -93,14 +103,16 @@ def fit(
         tried.append((choices, trial))
         if trial.candidate_seconds is not None:
             fitting.append((choices, trial))
+        if trial.candidate_peak_bytes is None and len(choices) == 1:  # it failed, or took itself back
+            useless |= {*choices}
     if not fitting:
         raise _too_large(plain, limit_bytes, [trial for _, trial in tried], len(offered))
-    best, kept = min(fitting, key=lambda one: one[1].candidate_seconds or 0.0)
+    fitting.sort(key=lambda one: one[1].candidate_seconds or 0.0)
     return Fit(
         limit_bytes=limit_bytes,
         plain_bytes=plain,
-        choices=best,
-        trials=tuple(_told(trial, kept) for _, trial in tried),
+        fitting=tuple(choices for choices, _ in fitting),
+        trials=tuple(_told(trial, fitting[0][1]) for _, trial in tried),
     )
 
 

@@ -59,6 +59,8 @@ REDUCED_GRADIENT_ANYWHERE = 0.5
 STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
 """A step whose loss differs by so many times the median, and by this share of the level, is another step."""
 STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
+LEAST_STRETCHES = 3
+"""Of fewer, nobody can say which is usual: then the noise of the gradients is the only measure."""
 WAY_FACTOR, WAY_LEAST = 6.0, 0.05
 """Right levers were seen at 0.3 to 1.7 times the noise of their gradients."""
 
@@ -352,8 +354,10 @@ def _step_stands_out(plain: Numerics, checked: Numerics) -> str | None:
 def _stretch_stands_out(checked: Numerics) -> str | None:
     """The same of the way that the weights went from one check step to the next."""
     shares = _stretches(checked)
+    if len(shares) < LEAST_STRETCHES:
+        return None
     for step, share in shares.items():
-        usual = median([other for one, other in shares.items() if one != step] or [0.0])
+        usual = median([other for one, other in shares.items() if one != step])
         if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual):
             return f"before step {step + 1} the weights went {share:.0%} of their way elsewhere, usually {usual:.1%}"
     return None

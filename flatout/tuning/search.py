@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flatout.errors import ScriptError, TrialError
+from flatout.levers.catalogue import in_order
 from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -294,8 +295,7 @@ class TrainingSearch(Search[Choice]):
         return self.state.restart_seconds if fresh else 0.0
 
     def ordered(self, wanted: Sequence[Choice]) -> list[Choice]:
-        places = {lever.name: place for place, lever in enumerate(self.levers)}
-        return sorted(wanted, key=lambda choice: places.get(choice.lever.name, len(places)))
+        return in_order(wanted)
 
     def measure(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> Measured:
         try:

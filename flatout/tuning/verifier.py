@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flatout.errors import TrialError
+from flatout.levers.catalogue import in_order
 from flatout.levers.lever import Choice
 from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
 from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
+from flatout.tuning.fitting import Fit
 from flatout.tuning.last_comparison import compare_in_fresh_processes
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import Proof, SearchState
@@ -172,6 +174,28 @@ class Verifier:
     def _drop(self, dropped: Choice, reason: str) -> None:
         self.state.kept = [choice for choice in self.state.kept if choice != dropped]
         self.state.take_back([dropped], "failed", f"numbers: {reason}")
+        fit = self.state.fit
+        for needed in fit.choices if fit is not None else ():
+            if fit is not None and (needed.field, needed.value) == (dropped.field, dropped.value):  # relaxed or not
+                self._fit_without(needed, fit)
+
+    def _fit_without(self, dropped: Choice, fit: Fit) -> None:
+        """The next combination that makes steps fit takes the place of the one that needs this choice."""
+        state, left = self.state, fit.without(dropped)
+        rest = [choice for choice in fit.choices if choice != dropped and choice not in left.choices]
+        state.take_back(rest, "dropped", f"it fits only together with {dropped.label}")
+        kept = [choice for choice in state.kept if choice not in fit.choices]
+        replaced = [choice for choice in kept if choice.field in {one.field for one in left.choices}]
+        state.take_back(replaced, "dropped", "another value of it makes a step fit")
+        state.kept = in_order([*(choice for choice in kept if choice not in replaced), *left.choices])
+        state.for_memory, state.fit = list(left.choices), left
+        wanted = {choice.field: choice.value for choice in left.choices}
+        reason = "the fastest that fits, of those whose numbers hold"
+        state.trials += [
+            replace(trial, outcome="kept", reason=reason)
+            for trial in fit.trials
+            if left.choices and trial.choices == wanted
+        ]
 
     def whole_run(self, final: Pairing | None) -> WholeRun | None:
         """What the plan is worth with its start-up; None where nothing was kept."""

@@ -104,6 +104,7 @@ def test_one_that_fails_or_takes_itself_back_is_passed_over() -> None:
     told = {trial.label: (trial.outcome, trial.reason) for trial in found.trials}
     assert told[BF16.label] == ("dropped", "used by 'argmax'")
     assert told[BLOCK.label] == ("failed", "it hangs")
+    assert len(told) == 3  # neither is tried again beside another
 
 
 def test_memory_that_cannot_be_told_is_no_memory_that_fits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flatout.search.deadline import Deadline
 from flatout.search.trial import Trial
 from flatout.sequential import compare_so_far
 from flatout.tuning import verifier as verifier_module
+from flatout.tuning.fitting import Fit
 from flatout.tuning.results import SearchState
 from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.verifier import Verifier
@@ -84,6 +86,36 @@ def test_what_is_wrong_is_not_relaxed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert state.kept == [BITS]
     assert proof.verdict == "bit-identical"
     assert state.trials[-1].outcome == "failed"
+
+
+def test_where_numbers_do_not_hold_the_next_that_fits_takes_the_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def weighed(*choices: Choice, seconds: float) -> Trial:
+        label = " + ".join(choice.label for choice in choices)
+        names = {choice.field: choice.value for choice in choices}
+        return Trial(
+            label=label, choices=names, exactness="rounding", outcome="dropped", reason="", candidate_seconds=seconds
+        )
+
+    both, other = weighed(BITS, ROUNDS, seconds=1.0), weighed(BITS, seconds=2.0)
+    fit = Fit(limit_bytes=10, plain_bytes=12, fitting=((BITS, ROUNDS), (BITS,)), trials=(both, other))
+    first = replace(both, outcome="kept")
+    state = SearchState(kept=[BITS, ROUNDS], for_memory=[BITS, ROUNDS], trials=[first], startup_seconds=1.0, fit=fit)
+    results = {("bits",): PLAIN, ("bits", "rounds"): WRONG}
+    monkeypatch.setattr(verifier_module, "Prover", lambda *_: Recorded(tmp_path, results))
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    verifier = Verifier(setup, state, Deadline(100.0), lambda text: None)
+    monkeypatch.setattr(verifier, "_final_comparison", lambda: None)  # slower: it is for memory
+    proof, _ = verifier.run()
+    assert proof is not None
+    assert (proof.verdict, state.kept, state.for_memory) == ("bit-identical", [BITS], [BITS])
+    assert state.fit is not None
+    assert state.fit.choices == (BITS,)
+    told = {(trial.label, trial.outcome) for trial in state.trials}
+    assert ("bits", "kept") in told
+    assert any(outcome == "failed" for _, outcome in told)
+    assert "of those whose numbers hold" in state.trials[-1].reason
 
 
 def test_a_plan_says_which_of_its_choices_are_weaker_than_their_kind() -> None:
