@@ -24,6 +24,7 @@ from flatout.units import format_bytes
 TIMED_SECONDS, MOST_TIMED_STEPS = 0.3, 30
 """Of a combination that fits; at least one step."""
 SETTLING_STEPS = 2
+MORE_TIME = "give it more time with --budget"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +93,12 @@ def fit(
     tried: list[tuple[tuple[Choice, ...], Trial]] = []
     fitting: list[tuple[tuple[Choice, ...], Trial]] = []
     useless: set[Choice] = set()
+    in_time = True
     for choices in offered:
         if useless & set(choices) or any(_only_saves_more(choices, fewer) for fewer, _ in fitting):
             continue
-        if not has_time():
+        in_time = has_time()
+        if not in_time:
             break
         label = " + ".join(choice.label for choice in choices)
         progress(f"measuring the memory of a step with {label}")
@@ -106,7 +109,7 @@ def fit(
         if trial.candidate_peak_bytes is None and len(choices) == 1:  # it failed, or took itself back
             useless |= {*choices}
     if not fitting:
-        raise _too_large(plain, limit_bytes, [trial for _, trial in tried], len(offered))
+        raise _too_large(plain, limit_bytes, [trial for _, trial in tried], len(offered), in_time)
     fitting.sort(key=lambda one: one[1].candidate_seconds or 0.0)
     return Fit(
         limit_bytes=limit_bytes,
@@ -139,12 +142,15 @@ def _tried(
         reason="",
     )
     for last in (False, True):
+        running = process()
         try:
-            return _measured(process(), choices, trial, plain_bytes, limit_bytes, step_seconds)
+            return _measured(running, choices, trial, plain_bytes, limit_bytes, step_seconds)
         except TrialEnded as end:
+            running.close()
             if end.status != 0 or last:
                 return replace(trial, outcome="failed", reason=end.headline or str(end))
         except TrialError as error:
+            running.close()
             return replace(trial, outcome="failed", reason=str(error))
     raise AssertionError
 
@@ -177,7 +183,7 @@ def _told(trial: Trial, kept: Trial) -> Trial:
     return trial
 
 
-def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offered: int) -> ScriptError:
+def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offered: int, in_time: bool) -> ScriptError:
     wanted = f"a step's tensors take {format_bytes(plain_bytes)}, and {format_bytes(limit_bytes)} are allowed"
     known = [trial for trial in tried if trial.candidate_peak_bytes is not None]
     smaller = "make the script's batch smaller"
@@ -185,15 +191,11 @@ def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offer
         return ScriptError(wanted, limit="nothing that saves memory applies to this script", remedy=smaller)
     if not known:
         reasons = "; ".join(f"{trial.label}: {trial.reason}" for trial in tried) or "no time was left to try anything"
-        return ScriptError(wanted, limit=reasons, remedy="give it more time with --budget")
+        return ScriptError(wanted, limit=reasons, remedy=smaller if in_time else MORE_TIME)
     least = min(known, key=lambda trial: trial.candidate_peak_bytes or 0)
     limit = f"the least that was reached is {format_bytes(least.candidate_peak_bytes or 0)}, with {least.label}"
-    if len(tried) < offered:
-        return ScriptError(
-            wanted,
-            limit=f"{limit}, of {len(tried)} of {offered} combinations",
-            remedy="give it more time with --budget",
-        )
+    if not in_time:
+        return ScriptError(wanted, limit=f"{limit}, of {len(tried)} of {offered} combinations", remedy=MORE_TIME)
     return ScriptError(wanted, limit=limit, remedy=smaller)
 
 

@@ -39,7 +39,10 @@ class Process:
     """A trial whose steps hold and take what the tables say."""
 
     def __init__(self, **failing: Any) -> None:
-        self.failing, self.asked = failing, list[str]()
+        self.failing, self.asked, self.closed = failing, list[str](), 0
+
+    def close(self) -> None:
+        self.closed += 1
 
     def peak(self, choices: Sequence[Choice]) -> Any:
         self.asked.append("+".join(choice.field for choice in choices))
@@ -91,6 +94,8 @@ def test_where_nothing_fits_the_least_is_named() -> None:
         fitted(5)
     with pytest.raises(ScriptError, match="2 of 7 combinations; give it more time with --budget"):
         fitted(5, turns=2)
+    with pytest.raises(ScriptError, match="it hangs; make the script's batch smaller"):
+        fitted(65, Process(loss=TrialError("it hangs")), offered=[(LOSS,)])
     with pytest.raises(ScriptError, match="nothing that saves memory applies to this script"):
         fitted(5, offered=[])
 
@@ -101,6 +106,7 @@ def test_one_that_fails_or_takes_itself_back_is_passed_over() -> None:
     found = fitted(75, process)
     assert found.choices == (LOSS,)
     assert process.asked[1:3] == ["loss", "loss"]
+    assert process.closed == 2  # one that hangs would not answer any more
     told = {trial.label: (trial.outcome, trial.reason) for trial in found.trials}
     assert told[BF16.label] == ("dropped", "used by 'argmax'")
     assert told[BLOCK.label] == ("failed", "it hangs")
