@@ -19,11 +19,9 @@ from flatout.search.trial import Trial
 from flatout.statistics import median
 from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import RunningTrial, Trials
+from flatout.tuning.windows import Pace
 from flatout.units import format_bytes
 
-TIMED_SECONDS, MOST_TIMED_STEPS = 0.3, 30
-"""Of a combination that fits; at least one step."""
-SETTLING_STEPS = 2
 MORE_TIME = "give it more time with --budget"
 
 
@@ -170,8 +168,9 @@ def _measured(
     trial = replace(trial, baseline_peak_bytes=plain_bytes, candidate_peak_bytes=peak.peak_bytes)
     if peak.peak_bytes > limit_bytes:
         return replace(trial, reason="too large")
-    steps = max(1, min(MOST_TIMED_STEPS, round(TIMED_SECONDS / max(step_seconds, 1e-6))))
-    seconds = median(running.window(choices, settle=SETTLING_STEPS, steps=steps).seconds)
+    pace = Pace.for_step(step_seconds, seconds=0.0)
+    window = running.window(choices, settle=pace.warm_steps, steps=pace.steps * pace.turns)
+    seconds = median(window.seconds)
     return replace(trial, baseline_seconds=step_seconds, candidate_seconds=seconds)
 
 

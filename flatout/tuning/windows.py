@@ -31,6 +31,11 @@ PAIR_SECONDS, WINDOW_SECONDS = 0.15, 0.03
 """Of each arm in a pair, and in one of its windows."""
 MOST_TURNS, MOST_WINDOW_STEPS, LEAST_WINDOW_STEPS = 6, 60, 4
 """A window is no shorter than some steps, as after a switch a few are run and not counted."""
+SETTLES_BELOW_SECONDS = (0.05, 1.0)
+"""One step more is run and not counted after a switch where steps are shorter: what a switch leaves in caches and
+allocators takes no part of a long step."""
+WARMS_BELOW_SECONDS = (0.2, 0.2, 5.0)
+"""The same of the first steps under a lever, which allocate, load kernels or compile."""
 SWITCH_SHARE = 0.1
 """Of a window: where switching levers takes longer than that, a pair is one turn of long windows."""
 FIRST_STEPS = 3
@@ -63,8 +68,8 @@ class Pace:
         return cls(
             steps=steps,
             turns=max(1, min(MOST_TURNS, round(PAIR_SECONDS / (steps * step)))),
-            settle=1 if step_seconds > 0.05 else 2,
-            warm_steps=2 if step_seconds > 0.2 else 4,
+            settle=sum(step_seconds <= most for most in SETTLES_BELOW_SECONDS),
+            warm_steps=1 + sum(step_seconds <= most for most in WARMS_BELOW_SECONDS),
             seconds=seconds,
         )
 

@@ -86,11 +86,9 @@ def servers_of(owner: int) -> str:
     ("verb", "number"),
     [
         ("tune", signal.SIGTERM),
-        ("tune", signal.SIGHUP),
-        ("tune", signal.SIGINT),
-        ("memory", signal.SIGTERM),
+        ("memory", signal.SIGHUP),
         ("run", signal.SIGTERM),
-        ("run --check-deterministic", signal.SIGTERM),
+        ("run --check-deterministic", signal.SIGINT),
     ],
 )
 def test_a_signal_ends_all_and_leaves_nothing(tmp_path: Path, verb: str, number: int) -> None:

@@ -121,3 +121,12 @@ def test_windows_in_turns_have_to_fit_into_a_short_script_too() -> None:
 @pytest.mark.parametrize(("total", "steps"), [(None, 60), (10_000, 60), (120, 11), (40, 5), (25, 5), (8, 1)])
 def test_windows_that_fit_into_a_short_script(total: int | None, steps: int) -> None:
     assert Pace(steps=60, settle=2, warm_steps=4).within(total).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "settle", "warm", "least"), [(1e-3, 2, 4, None), (0.3, 1, 2, 16), (2.4, 0, 2, 10), (60.0, 0, 1, 9)]
+)
+def test_long_steps_take_few_of_them(step_seconds: float, settle: int, warm: int, least: int | None) -> None:
+    pace = Pace.for_step(step_seconds, seconds=10.0)
+    assert (pace.settle, pace.warm_steps) == (settle, warm)
+    assert least in (None, pace.least_steps)
