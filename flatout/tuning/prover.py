@@ -163,8 +163,9 @@ class Prover:
             factor, floor = judge.ROUNDING_FACTOR, judge.LOSS_ROUNDING_FLOOR
             reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
             return "within rounding", reason, evidence
-        if claimed != "reduced":
+        if claimed == "rounding":
             evidence["may_be_reduced"] = judge.not_reduced(plain, nudged, checked) is None
+        if claimed != "reduced":
             return "rejected", beyond, evidence
         return self._reduced(plain, nudged, checked, choices, evidence)
 

@@ -118,6 +118,8 @@ def test_where_plain_runs_differ_by_rounding_steps_are_compared_all_the_same(
     rejected = Recorded(tmp_path, {(choice.label,): wrong}, plain=[PLAIN, AGAIN, AGAIN]).prove([choice])
     assert rejected.verdict == "rejected"
     assert "gradient" in rejected.reason
+    noisy = Recorded(tmp_path, {(choice.label,): NOISY}, plain=[PLAIN, AGAIN, AGAIN]).prove([choice])
+    assert noisy.claims[0].may_be_reduced is (choice is ROUNDS)  # what is to be the same bits is never relaxed
 
 
 OTHERS = [run(seed=seed, noise=0.15) for seed in range(1, 4)]
