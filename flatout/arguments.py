@@ -16,6 +16,7 @@ from flatout.errors import PlanError, UsageError
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, Scope
 from flatout.plan_document import short
+from flatout.units import parse_bytes
 
 _SHOWN = (str, bytes, int, float, type(None), PurePath)
 
@@ -162,6 +163,14 @@ def as_budget_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UsageError(f"budget_seconds is {value!r}", limit="it is above 0", remedy="300 are five minutes")
     return value
+
+
+def as_bytes(value: Any, name: str) -> int:
+    """A number of bytes, or a text such as '2 GiB'."""
+    found = parse_bytes(value) if isinstance(value, str) else value
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise UsageError(f"{name} is {value!r}", limit="it is a number of bytes above 0, or a text such as '2 GiB'")
+    return found
 
 
 def as_device(value: Any, name: str = "device") -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from flatout.arguments import as_bytes
 from flatout.errors import MachineError, UsageError
 from flatout.generators import generators_kept
 from flatout.levers.compile import repeated_blocks
@@ -41,7 +42,7 @@ from flatout.train.step import TrainStep
 from flatout.train.target import find_target
 from flatout.train.training import Training, check_batch_size
 from flatout.train.transfer_time import transfer_time
-from flatout.units import format_bytes, format_seconds, parse_bytes
+from flatout.units import format_bytes, format_seconds
 
 FINALISTS = 8
 FINALISTS_OF_A_KIND = 2
@@ -127,7 +128,7 @@ def fit_into(
     Raises MachineError, with the least that is possible, where no combination fits; UsageError where the weights and
     the optimizer's state alone are more than the budget.
     """
-    budget_bytes = _bytes(budget)
+    budget_bytes = as_bytes(budget, "budget")
     training = Training.of(model, optimizer, loss_fn, example_batch, plan)
     check_batch_size(batch_size)
     if exactness not in EXACTNESS_ORDER:
@@ -387,10 +388,3 @@ def _check_budget(budget: int, given: MemoryForecast, *, lower_state: bool) -> N
             limit=f"{what} alone are {format_bytes(fixed)}",
             remedy="give more, a smaller model, or an optimizer with less state (SGD, Adafactor)",
         )
-
-
-def _bytes(budget: int | str) -> int:
-    value = parse_bytes(budget) if isinstance(budget, str) else budget
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"budget is {budget!r}", limit="it is a number of bytes above 0, or a text such as '2 GiB'")
-    return value

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
-from flatout.arguments import as_budget_seconds, as_exactness, as_whole_number, wrong
+from flatout.arguments import as_budget_seconds, as_bytes, as_exactness, as_whole_number, wrong
 from flatout.errors import UsageError
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.plan_choices import Exactness
@@ -36,6 +36,7 @@ def tune(
     exactness: Exactness = ...,
     budget_seconds: float = ...,
     steps: int | None = ...,
+    fit: int | str | None = ...,
     progress: Callable[[str], None] | None = ...,
 ) -> TuneResult: ...
 
@@ -48,6 +49,7 @@ def tune(
     exactness: Exactness = "reduced",
     budget_seconds: float = 300.0,
     steps: int | None = None,
+    fit: int | str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> StepTuning | TuneResult:
     """Try what may make training faster, keep what is faster and right, and return a plan with the evidence.
@@ -55,7 +57,8 @@ def tune(
     subject: a TrainStep, with `batches` as it takes them; or the path of a script, with its `arguments`. exactness:
     what may be tried: "bit-identical", "rounding" (another order of summation), "reduced" (fewer bits). budget_seconds:
     for all of it, the proof included. steps: how many the real training has, so that what does not pay off in so many
-    is left out; None: unknown. progress: called with a line.
+    is left out; None: unknown. fit: what the tensors of a script's step may take at the most, in bytes or as "12 GiB";
+    whether the plan is within it says `state.fit.holds` of the result. progress: called with a line.
 
     A step is tried on copies of its model, optimizer and loss, without its schedule: they stay as they are, and so do
     the generators of random numbers. Of `batches` the first 64 are read (or 256 MiB of them), and trained on again and
@@ -72,6 +75,8 @@ def tune(
     if isinstance(subject, TrainStep):
         if batches is None:
             raise UsageError("batches is None", limit="steps are timed on them", remedy="flatout.tune(step, batches)")
+        if fit is not None:
+            raise wrong("fit", fit, "it is for a script", "for a step of your own: flatout.fit_into")
         if arguments:
             raise wrong("arguments", arguments, "they are a script's", "tune a step without them")
         return tune_step(
@@ -84,6 +89,12 @@ def tune(
     if isinstance(arguments, str):
         raise wrong("arguments", arguments, "it is a list of words", 'for example ["--lr", "0.1"]')
     target = Target(path=os.fspath(subject), arguments=tuple(arguments))
-    request = TuneRequest(target=target, budget_seconds=budget_seconds, exactness=exactness, total_steps=steps)
+    request = TuneRequest(
+        target=target,
+        budget_seconds=budget_seconds,
+        exactness=exactness,
+        total_steps=steps,
+        fit_bytes=None if fit is None else as_bytes(fit, "fit"),
+    )
     target.check()
     return tune_script(request, machine_with_ceilings(say), say)
