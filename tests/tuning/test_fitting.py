@@ -179,8 +179,6 @@ def test_a_script_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     told = tune_text(found)
     assert "within 10 MiB" in told
     assert told.count("the fastest that fits") == 1
-    with pytest.raises(ScriptError, match="and 1 MiB are allowed; the least that was reached is"):
-        tune_script(replace(request, fit_bytes=MIB), detect())
 
 
 @pytest.mark.parametrize(("planned", "code"), [(9 * MIB, 0), (11 * MIB, 1), (None, 1)])
