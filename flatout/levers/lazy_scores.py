@@ -129,7 +129,7 @@ class LazyScores(torch.Tensor):
             loss = _LOSSES[func](*args, **kwargs)
             if loss is not None:
                 return loss
-        elif func in _GRADIENTS and (fused := _fused_in(args, kwargs)):
+        elif (func in _GRADIENTS or func is torch.autograd.grad) and (fused := _fused_in(args, kwargs)):
             return _by_scores(fused, func, args, kwargs)
         elif func in MOVING and isinstance(args[0], LazyScores):
             moved = args[0].place.moved(args[0], func, args[1:], kwargs)
@@ -427,8 +427,9 @@ def _detached(tensor: Tensor | None) -> Any:
 
 
 _T = torch.Tensor
-_GRADIENTS = {torch.autograd.grad, _T.retain_grad, _T.register_hook, vars(torch._C.TensorBase)["grad"].__get__}
-"""Questions about the gradient by the scores, which the script may ask once the loss has been formed."""
+_GRADIENTS = {_T.retain_grad, _T.register_hook, vars(torch._C.TensorBase)["grad"].__get__}
+"""Questions about the gradient by the scores, which the script may ask once the loss has been formed. So is
+torch.autograd.grad, which names itself by what stands in its place at that moment: the watch, or the script."""
 _LOSSES = {functional.cross_entropy: _cross_entropy, functional.nll_loss: _negative_log_likelihood}
 _ABOUT = {
     *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),

@@ -371,6 +371,16 @@ def test_gradients_by_the_scores_are_those_of_torch(ask: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_that_holds_where_somebody_stands_in_for_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the watch of a run does."""
+    expected = by_the_scores("grad", Model(), chunked=False)
+    original = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: original(*args, **kwargs))
+    with ChunkedLoss().apply(Subject(), "chunked"):
+        found = by_the_scores("grad", Model(), chunked=True)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("targets", ["mean", "divided"])
 def test_a_batch_without_targets_changes_no_weight(subject: Subject, targets: str) -> None:
     model = Model()
