@@ -57,18 +57,19 @@ def tune(
     The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned, or
     cannot be made to fit.
     """
+    from flatout.arguments import as_bytes
     from flatout.machine.with_ceilings import machine_with_ceilings
     from flatout.script.entry import Target
     from flatout.search.deadline import Deadline
     from flatout.tuning.script_tuning import TuneRequest, tune_script
-    from flatout.units import parse_bytes, parse_seconds
+    from flatout.units import parse_seconds
 
     request = TuneRequest(
         target=Target.from_command(target),
         budget_seconds=parse_seconds(budget),
         exactness=_one_of("--exactness", exactness, ("bit-identical", "rounding", "reduced")),  # type: ignore[arg-type]
         total_steps=_positive("--steps", steps),
-        fit_bytes=None if fit is None else _positive("--fit", parse_bytes(fit)),
+        fit_bytes=None if fit is None else as_bytes(fit, "--fit"),
         isolation=_one_of("--isolation", isolation, ("auto", "overlay", "guard")),  # type: ignore[arg-type]
         allow_network=allow_network,
         log_folder=logs,
@@ -84,7 +85,7 @@ def tune(
 
 
 def _told_and_saved(result: TuneResult, output: Path, json: bool) -> int:
-    """The exit code. A plan that does not fit where it was to is not left behind."""
+    """The exit code. A plan that does not fit where it was to is not written."""
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
 

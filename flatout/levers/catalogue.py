@@ -17,14 +17,17 @@ def levers_of(scope: Scope) -> tuple[Lever, ...]:
     """Those that apply there: as `flatout.plan_choices` orders the choices, but what holds from the start of a process
     or loader after what is switched, and before all what makes another lever of every other one."""
     found = [_lever(path) for one in declared().values() if scope in one.scopes for path in one.levers]
-    return tuple(sorted(found, key=lambda one: (not one.comes_first, SWITCHES.index(one.switch))))
+    return tuple(sorted(found, key=_turn))
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:
     """As a plan applies them."""
     places = {name: place for place, name in enumerate(declared())}
-    order = sorted(choices, key=lambda one: places[one.field])
-    return sorted(order, key=lambda one: (not one.lever.comes_first, SWITCHES.index(one.lever.switch)))
+    return sorted(choices, key=lambda one: (*_turn(one.lever), places[one.field]))
+
+
+def _turn(lever: Lever) -> tuple[bool, int]:
+    return not lever.comes_first, SWITCHES.index(lever.switch)
 
 
 def _lever(path: str) -> Lever:

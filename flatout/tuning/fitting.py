@@ -44,7 +44,9 @@ class Fit:
 
     def without(self, failed: Choice) -> Fit:
         """The same without the combinations that need this choice, of which it turned out that it is wrong."""
-        return replace(self, fitting=tuple(one for one in self.fitting if failed not in one))
+        return replace(
+            self, fitting=tuple(one for one in self.fitting if failed.choices not in [c.choices for c in one])
+        )
 
     @property
     def holds(self) -> bool:

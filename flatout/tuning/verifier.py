@@ -174,28 +174,24 @@ class Verifier:
     def _drop(self, dropped: Choice, reason: str) -> None:
         self.state.kept = [choice for choice in self.state.kept if choice != dropped]
         self.state.take_back([dropped], "failed", f"numbers: {reason}")
-        fit = self.state.fit
-        for needed in fit.choices if fit is not None else ():
-            if fit is not None and (needed.field, needed.value) == (dropped.field, dropped.value):  # relaxed or not
-                self._fit_without(needed, fit)
+        if self.state.fit is not None and dropped.choices in [one.choices for one in self.state.fit.choices]:
+            self._fit_without(dropped, self.state.fit)
 
     def _fit_without(self, dropped: Choice, fit: Fit) -> None:
         """The next combination that makes steps fit takes the place of the one that needs this choice."""
         state, left = self.state, fit.without(dropped)
-        rest = [choice for choice in fit.choices if choice != dropped and choice not in left.choices]
-        state.take_back(rest, "dropped", f"it fits only together with {dropped.label}")
-        kept = [choice for choice in state.kept if choice not in fit.choices]
-        replaced = [choice for choice in kept if choice.field in {one.field for one in left.choices}]
+        before, now = ({one.field for one in found.choices} for found in (fit, left))
+        rest = [choice for choice in state.kept if choice.field in before]
+        state.take_back(rest, "dropped", f"it was there to fit together with {dropped.label}")
+        others = [choice for choice in state.kept if choice not in rest]
+        replaced = [choice for choice in others if choice.field in now]
         state.take_back(replaced, "dropped", "another value of it makes a step fit")
-        state.kept = in_order([*(choice for choice in kept if choice not in replaced), *left.choices])
+        state.kept = in_order([*(choice for choice in others if choice not in replaced), *left.choices])
         state.for_memory, state.fit = list(left.choices), left
         wanted = {choice.field: choice.value for choice in left.choices}
         reason = "the fastest that fits, of those whose numbers hold"
-        state.trials += [
-            replace(trial, outcome="kept", reason=reason)
-            for trial in fit.trials
-            if left.choices and trial.choices == wanted
-        ]
+        found = [trial for trial in fit.trials if left.choices and trial.choices == wanted]
+        state.trials += [replace(trial, outcome="kept", reason=reason) for trial in found]
 
     def whole_run(self, final: Pairing | None) -> WholeRun | None:
         """What the plan is worth with its start-up; None where nothing was kept."""

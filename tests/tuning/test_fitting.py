@@ -24,6 +24,7 @@ from flatout.tuning.results import SearchState
 from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
 from flatout.tuning.trial_process import TrialEnded
 from tests.cli.in_process import said_by
+from tests.tuning.test_for_memory import SCRIPT
 
 MIB = 1 << 20
 LEVER = {lever.plan_field: lever for lever in LEVERS}
@@ -141,23 +142,6 @@ def test_what_is_combined() -> None:
     on_gpu = combinations(LEVERS, machine, replace(seen, device="cuda:0"), "rounding")
     assert any({choice.field for choice in one} == {"activation_offload", "loss"} for one in on_gpu)
     assert not any({"activation_offload", "activation_checkpointing"} <= {c.field for c in one} for one in on_gpu)
-
-
-SCRIPT = """
-import torch
-from torch.nn import functional
-torch.set_num_threads(1)
-torch.manual_seed(0)
-embed, head = torch.nn.Embedding(2048, 32), torch.nn.Linear(32, 2048)
-optimizer = torch.optim.SGD([*embed.parameters(), *head.parameters()], lr=0.1)
-x = torch.randint(0, 2048, (1, 512))
-while True:
-    logits = head(embed(x))
-    loss = functional.cross_entropy(logits.view(-1, 2048), x.roll(1, 1).view(-1))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 
 
 @pytest.mark.usefixtures("forked_trials", "brief")
