@@ -205,3 +205,56 @@ PUBLIC_SCRIPTS: tuple[PublicScript, ...] = (
     DLRM,
     CLASSIC_LOOP,
 )
+
+
+def _tutorial(part: str, name: str) -> PublicScript:
+    return PublicScript(
+        name=f"yunjey_{name}",
+        repository="yunjey/pytorch-tutorial",
+        directory=f"tutorials/{part}/{name}",
+        argv=("main.py",),
+        env=STAND_IN_PACKAGES,
+        seeded=False,
+    )
+
+
+def write_input(directory: Path) -> None:
+    """The text that minGPT's chargpt reads, a million characters."""
+    text.write_lines(directory / "input.txt", text.lines_of_words(200_000))
+
+
+MORE_SCRIPTS: tuple[PublicScript, ...] = (
+    _tutorial("01-basics", "logistic_regression"),
+    _tutorial("01-basics", "feedforward_neural_network"),
+    _tutorial("02-intermediate", "convolutional_neural_network"),
+    _tutorial("02-intermediate", "recurrent_neural_network"),
+    _tutorial("02-intermediate", "bidirectional_recurrent_neural_network"),
+    _tutorial("03-advanced", "generative_adversarial_network"),
+    _tutorial("03-advanced", "variational_autoencoder"),
+    PublicScript(
+        name="mnist_rnn",
+        repository="pytorch/examples",
+        directory="mnist_rnn",
+        argv=("main.py",),
+        env=STAND_IN_PACKAGES,
+    ),
+    PublicScript(
+        name="mingpt_chargpt",
+        repository="karpathy/minGPT",
+        directory="projects/chargpt",
+        argv=("chargpt.py",),
+        env={"PYTHONPATH": "{checkout}"},
+        stand_in=write_input,
+    ),
+    PublicScript(
+        name="nanogpt_wide",
+        repository="karpathy/nanoGPT",
+        directory=".",
+        argv=(
+            *("train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1"),
+            *("--batch_size=16", "--eval_interval=100000"),
+        ),
+        stand_in=write_characters,
+    ),
+)
+"""Public scripts by which the search alone is judged: most need no data beyond what stands in for it."""

@@ -16,38 +16,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gain.__main__ import CASES, ENDLESS
-from benchmarks.gain.__main__ import SCRIPT as TRAINING
-from benchmarks.scripts.catalogue import PUBLIC_SCRIPTS as PUBLIC
-from benchmarks.scripts.workspace import fresh_workspace
+from benchmarks.scripts.catalogue import PUBLIC_SCRIPTS
+from benchmarks.search.places import OWN, PUBLIC, place_of
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
 FITTED = (
     *("digits_mlp", "digits_cnn", "mlp 16 16", "mlp 128 64", "mlp 512 128", "cnn 16 32", "cnn 32 128", "gpt 32 8"),
-    *("gpt 128 16", *(script.name for script in PUBLIC if script.name != "vae")),
+    *("gpt 128 16", *(script.name for script in PUBLIC_SCRIPTS if script.name != "vae")),
 )
 """Their trials were looked at when the predictions were written."""
-OWN = {
-    "digits_mlp": (str(EXAMPLES / "digits_mlp.py"), "--epochs", "100000"),
-    "digits_cnn": (str(EXAMPLES / "digits_cnn.py"), "--epochs", "100000"),
-    **{
-        f"{kind} {width} {batch}": (
-            str(TRAINING), kind, "--width", str(width), "--batch", str(batch), "--steps", str(ENDLESS)
-        )
-        for kind, width, batch, _ in CASES
-    },
-}  # fmt: skip
 
 
 def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None:
@@ -75,30 +59,15 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     out.write_text(json.dumps(found))
 
 
-@contextmanager
-def places(name: str, checkouts: Path | None) -> Iterator[tuple[tuple[str, ...], Path, dict[str, str]] | None]:
-    """(command, folder, environment) of a script; None where its checkout is missing."""
-    if name in OWN:
-        yield OWN[name], ROOT, dict(os.environ)
-        return
-    script = next(one for one in PUBLIC if one.name == name)
-    checkout = None if checkouts is None else checkouts / script.checkout_name
-    if checkout is None or not checkout.exists():
-        yield None
-        return
-    with fresh_workspace(script, checkout, tuned=True) as workspace:
-        yield script.tuned_argv or script.argv, workspace.directory, dict(workspace.environment)
-
-
 def measured(name: str, budget_seconds: float, checkouts: Path | None) -> dict[str, Any] | None:
-    with places(name, checkouts) as place, tempfile.TemporaryDirectory() as folder:
+    with place_of(name, checkouts) as place, tempfile.TemporaryDirectory() as folder:
         if place is None:
             return None
-        command, directory, environment = place
         out = Path(folder) / "found.json"
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
         words = [sys.executable, "-m", "benchmarks.search.predictions", "--one", str(out), str(budget_seconds)]
-        done = subprocess.run([*words, *command], cwd=directory, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [*words, *place.command], cwd=place.folder, env=place.environment, capture_output=True, text=True
+        )
         if done.returncode != 0:
             print(f"{name}: {done.stderr.strip()[-300:]}", flush=True)
             return None

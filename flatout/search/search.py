@@ -208,6 +208,7 @@ class Search(ABC, Generic[C]):
             on_top_of=on_top_of,
             predicted=predicted,
             cost_seconds=self._deadline.elapsed_seconds - began,
+            decided_after_seconds=self._deadline.elapsed_seconds,
         )
         if found.outcome == "kept":
             gone = [one for one in self.state.kept if one not in wanted]

@@ -81,6 +81,8 @@ class Trial(Measured):
     """What was expected of it; None: nothing, or of several at once."""
     cost_seconds: float = 0.0
     """How long the trial itself took."""
+    decided_after_seconds: float | None = None
+    """Since the tune began; None: it was decided together with another one."""
 
     def to_json(self) -> dict[str, Any]:
         plain = {"choices": dict(self.choices), "notes": list(self.notes), "on_top_of": list(self.on_top_of)}
