@@ -24,7 +24,7 @@ from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
 
-WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 3, 10, 20
+LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 20
 NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
 """Half of the interval, as a share of the ratio: then no further pair of processes is started. After many pairs less is
 asked for: what differs so much from process to process would take very many more."""
@@ -88,14 +88,15 @@ def compare_in_fresh_processes(
 def least_seconds(
     step_seconds: float, restart_seconds: float, trials: Trials, levers_start_seconds: float = 0.0
 ) -> float:
-    """What it takes until there is an interval that says something: all pairs of processes that are wanted.
+    """What it takes until there is an interval that says something of a large gain, from as few pairs of processes as
+    can differ.
 
     levers_start_seconds: what turning the levers on takes (compilation).
     """
     pace = Pace.for_step(step_seconds, seconds=0.0)
     steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * pace.pair_steps
     starting = restart_seconds * (1 if trials.starts_overlap else 2)
-    return WANTED_PROCESS_PAIRS * (starting + levers_start_seconds + steps * step_seconds)
+    return LEAST_PROCESS_PAIRS * (starting + levers_start_seconds + steps * step_seconds)
 
 
 def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparison:

@@ -25,10 +25,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from flatout.environment import trial_environment
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
+from flatout.machine.detect import usable_cores
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
@@ -43,10 +46,31 @@ FIRST_STEPS_SECONDS = 900.0
 HANG_FACTOR = 20.0
 HANG_FLOOR_SECONDS = 30.0
 COMPILE_ALLOWANCE_SECONDS = 900.0
+LONG_START_SECONDS = 1.0
+"""Below that two starts in turn are quick enough."""
+SIDE_BY_SIDE = 1.2
+"""Times the usable cores: two starts that want so much together are still quicker at once than in turn."""
 GLANCE_SECONDS = 0.5
 """Between two looks whether somebody has stopped the search, while a trial is silent."""
 ENDS_OF_INPUT = b"\x04" * 64
 """Who reads from a trial's terminal is told each time that nothing comes."""
+
+
+@dataclass
+class Starts:
+    """What starting the plain script took, as the first trial showed."""
+
+    seconds: float | None = None
+    """Until its first certain step; None: it was not started yet."""
+    cores: float | None = None
+    """That it kept busy meanwhile; None: unknown."""
+
+    @property
+    def fit_side_by_side(self) -> bool:
+        """Is a start long, and two of them no more than the cores can bear?"""
+        if self.seconds is None or self.cores is None:
+            return False
+        return self.seconds >= LONG_START_SECONDS and 2 * self.cores <= SIDE_BY_SIDE * usable_cores()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +94,7 @@ class TrialSetup:
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
     terminal_size: tuple[int, int] | None = None
     """(rows, columns) where the script would have a terminal to read from: trials get one, at the end of its input."""
+    starts: Starts = field(default_factory=Starts)
 
     @property
     def name(self) -> str:
@@ -93,11 +118,13 @@ class TrialSetup:
 
     @property
     def starts_overlap(self) -> bool:
-        """Is it quicker to start two trials at once? Imports run side by side, but first steps that use all cores
-        hinder each other: where little is left to import, one after the other is quicker. With the machine's network
-        each needs the script's ports for itself."""
+        """Is it quicker to start two trials at once? Imports run side by side, and so does what a script reads before
+        it trains, but first steps that use all cores hinder each other. With the machine's network each needs the
+        script's ports for itself."""
+        if self.allow_network:
+            return False
         forked = self.fork_server is not None and self.fork_server.is_ready()
-        return not forked and not self.allow_network
+        return not forked or self.starts.fit_side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +281,18 @@ class TrialProcess:
         self.step_kind = ready["step_kind"]
         self.start_seconds = time.perf_counter() - self._spawned_at
         self.startup_seconds = self.start_seconds + self._loaded_seconds
+        if self.setup.starts.seconds is None and not self.choices:
+            self.setup.starts.seconds = self.start_seconds
+            self.setup.starts.cores = self._cpu_seconds() / self.start_seconds
+
+    def _cpu_seconds(self) -> float:
+        """Of the process and all that it has started, until now."""
+        assert self._process is not None
+        try:
+            first = psutil.Process(self._process.pid)
+            return sum(sum(one.cpu_times()[:2]) for one in (first, *first.children(recursive=True)))
+        except psutil.Error:  # it has just ended: the next question will say so
+            return 0.0
 
     def describe(self) -> Observed:
         return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
