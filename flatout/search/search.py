@@ -13,6 +13,7 @@ whose clock a test passes in.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ from flatout.units import format_seconds
 
 Progress = Callable[[str], None]
 
+UNDECIDED_FROM = 1.01
+"""Times as fast, at the least: what was dropped as not significant with that is tried again, if there is time."""
 MUCH_SLOWER = 0.8
 """A change that was so much slower by itself is not worth a second trial beside another one."""
 STOPPING = "stopping the search; what was found so far is checked (Ctrl-C again: end without a plan)"
@@ -54,6 +57,8 @@ class Search(ABC, Generic[C]):
 
     counted: Counted = Counted()
     """The unit of the break-even point: steps, or items."""
+    worth_beside_others: float = math.inf
+    """Times as fast, at the least: what was dropped with that is tried again beside what was kept since."""
 
     def __init__(self, state: Any, deadline: Deadline, progress: Progress) -> None:
         self.state = state
@@ -103,10 +108,6 @@ class Search(ABC, Generic[C]):
 
     def after_proposal(self, name: str) -> None:
         """It was tried."""
-
-    def retries(self) -> Iterator[tuple[C, ...]]:
-        """What was dropped and is worth another look after what was kept since."""
-        return iter(())
 
     def without(self, choice: C, others: Sequence[C]) -> Comparison | None:
         """All that is kept in turns with all but this choice; None: it is not asked, or could not be measured."""
@@ -226,18 +227,37 @@ class Search(ABC, Generic[C]):
         return self.ordered([*(one for one in self.state.kept if not replaced & {*one.choices}), *tried])
 
     def _second_look(self) -> None:
-        """What was too small a part of it to bother with may be a large one now that it is faster."""
-        if not self.state.kept or self._remaining() <= 0:
+        if self._remaining() <= 0:
             return  # values not tried for lack of time would be listed a second time
+        if self.state.kept:
+            self._ask_again()
+        for again in self._retries():
+            if self._remaining() > 0:
+                self._try(*again)
+
+    def _ask_again(self) -> None:
+        """What was too small a part of it to bother with may be a large one now that it is faster."""
         refused = {entry.label for entry in self.state.not_tried}
         for name in self.names():
             found = self.proposal(name)
             if found.label in refused and found.candidates:
                 self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != found.label]
                 self._propose(name)
-        for again in list(self.retries()):
-            if self._remaining() > 0:
-                self._try(*again)
+
+    def _retries(self) -> list[tuple[C, ...]]:
+        """What was dropped but not plainly useless, the most promising first: it may help now that others are kept,
+        and what could not be decided in the time that it had may be in what is left."""
+        taken = {name for one in self.state.kept for name in one.choices}
+        found = []
+        for trial, tried in self._tried:
+            compared = trial.comparison
+            if trial.outcome != "dropped" or compared is None or len(tried) > 1 or {*trial.choices} & taken:
+                continue
+            undecided = compared.verdict == "not significant" and compared.ratio > UNDECIDED_FROM
+            since = any(one.label not in trial.on_top_of for one in self.state.kept)
+            if undecided or (since and compared.ratio > self.worth_beside_others):
+                found.append((compared.ratio, tried))
+        return [tried for _, tried in sorted(found, key=lambda one: one[0], reverse=True)]
 
     def _pairs(self) -> Iterator[tuple[C, ...]]:
         """Both of a pair that were dropped, or the one that was dropped before the other was kept; on top of what is

@@ -33,7 +33,13 @@ from flatout.tuning.trial_process import (
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
-from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds, saving_per_second, worth_trying
+from flatout.tuning.worth_trying import (
+    COMPARISON_SECONDS,
+    COMPILE_SECONDS,
+    least_trial_seconds,
+    saving_per_second,
+    worth_trying,
+)
 from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
@@ -43,6 +49,9 @@ TRIALS_COST = 2.0
 """Times the fewest steps that can decide: what a trial takes, as a rule."""
 BUNDLE_SAVING = 0.03
 """Of a step, as predicted: what saves less waits for its own trial."""
+COMPILED_AGAIN = 2.0
+"""Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find kernels
+but no graphs."""
 OBSERVATION_SHARE = 0.1
 LEAST_PATIENCE_SECONDS = 60.0
 """With a script that shows no step: loading torch alone takes seconds, on a busy machine many."""
@@ -256,14 +265,18 @@ class TrainingSearch(Search[Choice]):
                 remedy=str(self.state.isolation.get("reason", "")),
             ) from None
 
-    def _keep_back(self, step_seconds: float) -> None:
+    def _keep_back(self, step_seconds: float, compile_seconds: float = 0.0) -> None:
         """More for the verifier, where slow starts or long steps make it take long: a search that leaves no time for it
         is for nothing."""
-        needed = least_seconds(step_seconds, self.state.restart_seconds, self.trials, self._deadline.budget_seconds)
-        missing = needed - self.limits.deadline.reserved_seconds
+        missing = self._least_for_verifier(step_seconds, compile_seconds) - self.limits.deadline.reserved_seconds
         self._deadline = self.limits.deadline.reserving(max(0.0, missing))
         if self._process is not None:
             self._process.deadline = self._deadline
+
+    def _least_for_verifier(self, step_seconds: float, compile_seconds: float = 0.0) -> float:
+        budget_seconds, restart_seconds = self._deadline.budget_seconds, self.state.restart_seconds
+        needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds)
+        return needed + COMPILED_AGAIN * compile_seconds
 
     def _affordable_steps(self, step_seconds: float) -> int:
         """How many plain steps may be watched; ScriptError where the budget is too short to compare anything."""
@@ -292,7 +305,11 @@ class TrainingSearch(Search[Choice]):
 
     def starting_seconds(self, wanted: Sequence[Choice]) -> float:
         fresh = self._process is None or self._from_start(wanted) != self._from_start()
-        return self.state.restart_seconds if fresh else 0.0
+        restart_seconds = self.state.restart_seconds if fresh else 0.0
+        if self.limits.only is not None or not _compile(wanted) or _compile(self.state.kept):
+            return restart_seconds
+        again = self._least_for_verifier(self.first_seconds or 0.0, COMPILE_SECONDS) - self._deadline.reserved_seconds
+        return restart_seconds + COMPILE_SECONDS + max(0.0, again)
 
     def ordered(self, wanted: Sequence[Choice]) -> list[Choice]:
         return in_order(wanted)
@@ -397,6 +414,8 @@ class TrainingSearch(Search[Choice]):
         return Measured(outcome="failed", reason=reason)
 
     def on_kept(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> None:
+        if _compile(tried):
+            self._keep_back(self.first_seconds or 0.0, self.state.trials[-1].startup_seconds or 0.0)
         if self._from_start(wanted) != self._process_has:
             self.close()
         self._look_again()
@@ -411,3 +430,7 @@ class TrainingSearch(Search[Choice]):
         except TrialError:
             self.close()
             return None
+
+
+def _compile(choices: Sequence[Choice]) -> bool:
+    return any(choice.lever.compiles for choice in choices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -265,3 +265,31 @@ def test_a_record_is_a_table_and_a_document() -> None:
     assert document["choices"] == {"precision": "bf16"}
     assert document["comparison"]["ratio"] == 2.0
     assert document["accuracy"] is None
+
+
+class TwoLooks(Scripted):
+    """One in which the first look at each change is not significant."""
+
+    def measure(self, wanted: Sequence[Change], tried: Sequence[Change]) -> Measured:
+        first = [one.label for one in tried] not in self.measured
+        found = super().measure(wanted, tried)
+        assert found.comparison is not None
+        if not first or found.outcome == "dropped":
+            return found
+        return replace(found, outcome="dropped", comparison=replace(found.comparison, verdict="not significant"))
+
+
+def test_what_was_not_decided_is_looked_at_again_in_the_time_that_is_left_the_best_first() -> None:
+    search = TwoLooks(by(threads_1=0.97, precision_bf16=0.8, memory_format_x=1.4), THREADS, BF16, LAYOUT)
+    search.run()
+    assert search.measured == [[one] for one in ("threads 1", "precision bf16", "memory_format x")] + [
+        ["precision bf16"],
+        ["threads 1"],
+    ]
+    assert {one.label for one in search.state.kept} == {"threads 1", "precision bf16"}
+
+
+def test_there_is_no_second_look_without_time() -> None:
+    search = TwoLooks(by(threads_1=0.97), THREADS, budget_seconds=TRIAL_SECONDS)
+    search.run()
+    assert search.measured == [["threads 1"]]

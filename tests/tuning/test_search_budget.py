@@ -12,6 +12,7 @@ from flatout.errors import ScriptError
 from flatout.levers.allocator import PreloadedAllocator
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
+from flatout.levers.denormals import FlushDenormals
 from flatout.levers.lever import Choice
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.entry import Target
@@ -19,6 +20,7 @@ from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.short_budget import no_step
 from flatout.tuning.trial_process import TrialProcess, TrialSetup
+from flatout.tuning.worth_trying import COMPILE_SECONDS
 from tests.levers.test_catalogue import AMX, CPU
 from tests.tuning.test_worth_trying import STEP
 
@@ -64,13 +66,13 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
     clock.now = 1.8
     asked.state.restart_seconds = 0.8
     asked._keep_back(0.0)
-    starts = 0.6 * 5 + 3  # of the proof, of which two go on at once, and of the last comparison's three pairs
+    starts = 0.6 * 5 + 2  # of the proof, of which two go on at once, and of the last comparison's two pairs
     assert asked._remaining() == pytest.approx(10 - 1.8 - starts * 0.8)
     before = asked._remaining()
     asked._keep_back(0.005)
     assert asked._remaining() < before
     asked._keep_back(1e9)  # long steps are not all paid for by the search
-    assert asked._remaining() == 0
+    assert asked._remaining() == pytest.approx(10 - 1.8 - starts * 0.8 - 0.4 * 10)
     asked.state.startup_seconds = asked.state.restart_seconds = 2.0
     asked._keep_back(0.001)
     with pytest.raises(ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30$"):
@@ -178,3 +180,21 @@ def test_levers_that_are_predicted_to_help_are_tried_at_once_where_there_is_no_t
     quick = {name: seconds / 100 for name, seconds in parts.items()}
     asked.state.observed = asked.state.first_observed = replace(STEP, step_seconds=0.0025, breakdown_seconds=quick)
     assert asked.bundle() == ()
+
+
+def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(tmp_path: Path) -> None:
+    """The trial's own compilation and two more have to fit; then the other levers get the time."""
+    clock = Clock()
+    asked = search(tmp_path, clock)
+    asked._deadline = Deadline(60.0, clock=clock).reserving(24.0)
+    asked.state.first_observed, asked.state.restart_seconds = Observed(step_seconds=0.02), 0.5
+    compiled, other = Choice(Compile(), "default"), Choice(FlushDenormals(), True)
+    needed = asked.starting_seconds([compiled])
+    assert needed > COMPILE_SECONDS + 0.5
+    assert asked.starting_seconds([other]) == 0.5
+    asked.state.kept = [compiled]
+    assert asked.starting_seconds([compiled, other]) == 0.5
+    asked.state.kept = []
+    clock.now = 36.0 - needed + 1
+    asked._try(compiled)
+    assert asked.state.not_tried[-1].for_lack_of_time

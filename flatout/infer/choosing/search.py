@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -36,7 +36,6 @@ FAR_SLOWER = 2.5
 TOO_SHORT_TO_TELL_SECONDS = 0.3
 """Single runs below it may be anything, and windows of them cost little."""
 LEAST_COMPILE_SECONDS = 5.0
-WORTH_A_SECOND_LOOK = 0.9
 CHOICE_SECONDS = 20.0
 FINAL_SHARE = 0.12
 """Of the budget: what is kept back for the last comparison."""
@@ -129,6 +128,7 @@ class InferenceSearch(Search[Option]):
     """One search. `run` fills `state`, `current` and `final`."""
 
     state: Record[Option]
+    worth_beside_others = 0.9
 
     def __init__(
         self,
@@ -187,16 +187,6 @@ class InferenceSearch(Search[Option]):
         if held and self._obstructed is option:
             label = f"{option.label} without {' and '.join(held)}"
             self._try(replace(option, label=label, replaces=(*option.replaces, *held)))
-
-    def retries(self) -> Iterator[tuple[Option, ...]]:
-        """What did not help the slower model may help the faster one."""
-        for trial, tried in list(self._tried):
-            if trial.outcome != "dropped" or trial.comparison is None or len(tried) > 1:
-                continue
-            later = [one.label for one in self.state.kept if one.label not in trial.on_top_of]
-            same_field = any({*trial.choices} & {*one.choices} for one in self.state.kept)
-            if later and not same_field and trial.comparison.ratio > WORTH_A_SECOND_LOOK:
-                yield tried
 
     def _option(self, name: str) -> Option:
         return next(option for option in self.options if option.label == name)
