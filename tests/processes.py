@@ -27,8 +27,10 @@ import pytest
 
 from flatout.script import memory_trial
 from flatout.script.child_command import child_command
-from flatout.tuning import fork_server, last_comparison, prover, search, trial_process
-from flatout.tuning.fork_server import Forked
+from flatout.script.trial import fork_server
+from flatout.script.trial import process as trial_process
+from flatout.script.trial.fork_server import Forked
+from flatout.tuning import last_comparison, prover, search
 from tests.fork_server import MESSAGE_BYTES, next_process
 from tests.new_process import become
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from flatout.environment import inductor_folder
 from flatout.errors import FlatoutError
 from flatout.script.deterministic import make_deterministic, weights_digests
-from flatout.script.isolated_child import IsolatedChild
 from flatout.script.runner import Runner
+from flatout.script.trial.isolated_child import IsolatedChild
 
 
 def main(config_path: str) -> NoReturn:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from flatout.environment import inductor_folder
 from flatout.errors import FlatoutError
 from flatout.script.entry import Target
-from flatout.script.isolated_child import IsolatedChild
 from flatout.script.memory_watch import MemoryWatch
+from flatout.script.trial.isolated_child import IsolatedChild
 
 _leave = os._exit
 

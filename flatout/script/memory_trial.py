@@ -27,7 +27,7 @@ from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.use import MemoryUse
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
-from flatout.script.trial_end import end_trial
+from flatout.script.trial.end import end_trial
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
 

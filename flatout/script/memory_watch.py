@@ -17,7 +17,7 @@ from typing import Any
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
-from flatout.script.session import resident_bytes
+from flatout.script.trial.session import resident_bytes
 from flatout.script.watch import Watch
 
 WARM_UP_STEPS = 2

@@ -18,15 +18,15 @@ from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
-from flatout.script.trial_child import load_levers
+from flatout.script.trial.child import load_levers
+from flatout.script.trial.fork_server import ForkServer
+from flatout.script.trial.process import TrialSetup
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
 from flatout.tuning.fitting import peak_afresh
-from flatout.tuning.fork_server import ForkServer
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.search import SearchLimits
-from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.whole_run import WholeRun
 from flatout.tuning.windows import Pairing
 

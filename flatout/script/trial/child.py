@@ -1,7 +1,7 @@
 """The process of one trial: isolate, seed, watch, run the script, obey the parent.
 
-Started by `flatout.tuning.trial_process`, or forked by `flatout.script.fork_server`, with a file of settings; it talks
-over two inherited pipes and writes what the script prints to the log that it was given as stdout and stderr.
+Started by `process`, or forked by `fork_server`, with a file of settings; it talks over two inherited pipes and writes
+what the script prints to the log that it was given as stdout and stderr.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 from flatout.errors import FlatoutError
 from flatout.levers.lever import Lever, choices_from_json
-from flatout.script.isolated_child import IsolatedChild
 from flatout.script.preloaded import Preloaded
 from flatout.script.seeds import TrialSeeds
-from flatout.script.session import Session
+from flatout.script.trial.isolated_child import IsolatedChild
+from flatout.script.trial.session import Session
 from flatout.script.watch import Watch
 
 MOST_ERROR_CHARACTERS = 8000

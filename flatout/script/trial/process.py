@@ -33,9 +33,9 @@ from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsRequest
-from flatout.script.trial_end import Process, end_trial
+from flatout.script.trial.end import Process, end_trial
+from flatout.script.trial.fork_server import ForkServer
 from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.tuning.fork_server import ForkServer
 
 START_TIMEOUT_SECONDS = 1800.0
 FIRST_STEPS_SECONDS = 900.0
@@ -228,7 +228,7 @@ class TrialProcess:
                 config.write_text(json.dumps(settings))
                 self._spawned_at, self._loaded_seconds = time.perf_counter(), 0.0
                 self._process = subprocess.Popen(
-                    child_command("flatout.script.trial_child", str(config)),
+                    child_command("flatout.script.trial.child", str(config)),
                     stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flatout.script.entry import Target
-from flatout.tuning.trial_process import TrialEnded, TrialProcess, TrialSetup, explain_end
+from flatout.script.trial.process import TrialEnded, TrialProcess, TrialSetup, explain_end
 
 LOOP = """
 import os, sys, torch
