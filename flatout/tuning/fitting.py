@@ -15,7 +15,7 @@ from flatout.levers.lever import Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness, allowed, worst
-from flatout.script.trial.process import TrialEnded
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.trial import Trial
 from flatout.statistics import median
 from flatout.tuning.trials import RunningTrial, Trials

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
-from flatout.script.trial.process import Peak
+from flatout.script.trial.answers import Peak
 from flatout.search.trial import Outcome
 from flatout.units import format_bytes
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flatout.levers.lever import Choice, split_by_switch
-from flatout.script.trial.process import TrialEnded
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.statistics import Comparison, compare_paired, median, student_95
 from flatout.tuning.trials import Trials

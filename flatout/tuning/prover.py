@@ -22,7 +22,7 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
-from flatout.script.trial.process import TrialEnded
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Numerics

@@ -16,12 +16,7 @@ from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness
-from flatout.script.trial.process import (
-    TrialEnded,
-    TrialHangs,
-    TrialStopped,
-    explain_end,
-)
+from flatout.script.trial.answers import TrialEnded, TrialHangs, TrialStopped, explain_end
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome

@@ -38,7 +38,7 @@ from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
-from flatout.script.trial.process import Peak, TrialEnded, Window
+from flatout.script.trial.answers import Peak, TrialEnded, Window
 from flatout.script.trial.session import resident_bytes
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.train.placement import join_recurrent_weights

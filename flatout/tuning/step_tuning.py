@@ -25,7 +25,7 @@ from flatout.levers.catalogue import LEVERS
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
-from flatout.script.trial.process import TrialEnded
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.search.lines import budget_argument, not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
 from flatout.statistics import Comparison

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialEnded, TrialSetup
+from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.last_comparison import (
     LEAST_WINDOWS,

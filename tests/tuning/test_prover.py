@@ -13,7 +13,8 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, Lever
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialEnded, TrialSetup
+from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.prover import Pattern, Prover

@@ -1,25 +1,25 @@
-"""What every process of ours that runs a user's script beside the user's own does, whatever it looks for.
+"""What the process of a trial does whatever it looks for: isolate itself, run the script, answer its parent.
 
-    child = IsolatedChild(config)                # ends with its parent, answers in JSON lines
-    child.isolate([inductor_folder()])           # nothing of the user's is written from here on
-    child.on_torch([watch.torch_imported])
-    status = child.execute()
-    child.finish({"event": "ended", "status": status})
+    child = IsolatedChild(config, write_fd)      # ends with its parent, answers in JSON lines
+    child.isolate()                              # nothing of the user's is written from here on
+    child.run(observer)                          # the script, from its first line to its end
 
-`config`: the settings that the parent wrote: `parent` (its process), `write_fd` (of the pipe for answers), `scratch`,
-`isolation`, `allow_network`, `target`.
+`config`: the settings that the parent wrote: `parent` (its process), `scratch`, `shared`, `isolation`, `allow_network`,
+`target`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from flatout.errors import FlatoutError
 from flatout.script.entry import Target, execute
@@ -28,6 +28,23 @@ from flatout.script.patches import ImportWatch
 
 _leave = os._exit
 INTERRUPTED = 128 + signal.SIGINT
+MOST_ERROR_CHARACTERS = 8000
+
+Answer = dict[str, Any]
+
+
+class Observer(Protocol):
+    """Looks at the script while it runs."""
+
+    @property
+    def steps(self) -> int:
+        """That the script has made."""
+
+    def install(self) -> None:
+        """Called right before the script's first line."""
+
+    def ended(self) -> Answer | None:
+        """The script is over: what was found until then, where there is an answer to give."""
 
 
 class IsolatedChild:
@@ -35,42 +52,44 @@ class IsolatedChild:
 
     isolation: Isolation
 
-    def __init__(self, config: dict[str, Any], write_fd: int | None = None) -> None:
+    def __init__(self, config: dict[str, Any], write_fd: int) -> None:
         kernel.die_with_parent(signal.SIGKILL)
         if os.getppid() != config["parent"]:
             _leave(1)  # the parent was killed while this process was being started
         self._config = config
-        self._answers = os.fdopen(config["write_fd"] if write_fd is None else write_fd, "w")
+        self._answers = os.fdopen(write_fd, "w")
         self.target = Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])})
-        self.error, self.note = "", ""
+        self._error, self._note = "", ""
         """The script's own traceback where it failed, and what of its surroundings here may have made it fail."""
 
-    def write(self, answer: dict[str, Any]) -> None:
+    def write(self, answer: Answer) -> None:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
-    def finish(self, answer: dict[str, Any]) -> NoReturn:
+    def finish(self, answer: Answer) -> NoReturn:
         """The last answer; nothing of Python's or the script's own end runs."""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        _flush()  # whoever gets the answer may read the log
         self.write(answer)
         _leave(0)
 
-    def isolate(self, shared: Sequence[Path]) -> None:
-        """Ends the process where that is refused, and at the script's first write where it may not write at all.
+    def leave(self) -> NoReturn:
+        """Without an answer, because nobody waits for one."""
+        _flush()
+        _leave(0)
 
-        shared: folders into which it may write all the same.
-        """
+    def isolate(self) -> None:
+        """Ends the process where that is refused, and at the script's first write where it may not write at all."""
         try:
             self.isolation = enter(
                 Path(self._config["scratch"]),
-                shared,
+                [Path(path) for path in self._config["shared"]],
                 self._config["isolation"],
                 lambda description: self.finish({"event": "stopped", "reason": description}),
                 allow_network=self._config["allow_network"],
             )
         except FlatoutError as error:
             self.finish({"event": "refused", "reason": str(error)})
+        self.write({"event": "isolated", **asdict(self.isolation)})
 
     @property
     def torch_hooks(self) -> list[Callable[[Any], object]]:
@@ -85,18 +104,60 @@ class IsolatedChild:
             for hook in called:
                 hook(torch)
 
-        if called:
-            ImportWatch({"torch": torch_imported}).install()
+        ImportWatch({"torch": torch_imported}).install()
 
-    def execute(self) -> int:
-        """Run the script; its exit status. FlatoutError where it cannot be run at all."""
+    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """An error of ours in it must not look like the script's."""
+
+        def call() -> None:
+            try:
+                callback()
+            except Exception as error:
+                self._fault(error)
+
+        return call
+
+    def run(self, observer: Observer) -> NoReturn:
+        """Ends with the script, one that leaves without Python's own end too; its parent has the last word on why."""
+        owner = os.getpid()
+
+        def left_at_once(status: int) -> NoReturn:
+            if os.getpid() != owner:  # a loader's worker ends so
+                _leave(status)
+            self._ended(observer, status & 255)
+
+        observer.install()
+        os._exit = left_at_once
         sys.excepthook = self._failed
         try:
-            return execute(self.target)
+            status = execute(self.target)
         except KeyboardInterrupt:
-            return INTERRUPTED
+            status = INTERRUPTED
+        except FlatoutError as error:
+            self.finish({"event": "refused", "reason": str(error)})
+        self._ended(observer, status)
+
+    def _ended(self, observer: Observer, status: int) -> NoReturn:
+        try:
+            found = observer.ended()
+        except Exception as error:
+            self._fault(error)
+        if found is not None:
+            self.write(found)
+        error, note = self._error[-MOST_ERROR_CHARACTERS:], self._note
+        self.finish({"event": "ended", "status": status, "error": error, "note": note, "steps": observer.steps})
 
     def _failed(self, kind: Any, error: Any, trace: Any) -> None:
-        self.note = explain_failure(error, self.isolation)
-        self.error = "".join(traceback.format_exception(kind, error, trace))
-        sys.stderr.write(self.error)
+        self._note = explain_failure(error, self.isolation)
+        self._error = "".join(traceback.format_exception(kind, error, trace))
+        sys.stderr.write(self._error)
+
+    def _fault(self, error: Exception) -> NoReturn:
+        traceback.print_exc()
+        self.finish({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may have closed or replaced it
+            stream.flush()

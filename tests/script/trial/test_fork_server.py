@@ -16,8 +16,9 @@ import pytest
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial import fork_server as module
+from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.fork_server import KILLED, ForkServer
-from flatout.script.trial.process import TrialEnded, TrialProcess, TrialSetup
+from flatout.script.trial.process import TrialProcess, TrialSetup
 
 STEPS = """
 torch.set_num_threads(1)

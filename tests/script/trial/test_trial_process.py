@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from flatout.script.entry import Target
-from flatout.script.trial.process import TrialEnded, TrialProcess, TrialSetup, explain_end
+from flatout.script.trial.answers import TrialEnded, explain_end
+from flatout.script.trial.process import TrialProcess, TrialSetup
 
 LOOP = """
 import os, sys, torch
