@@ -82,8 +82,8 @@ def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> dict[str, Any
     with TrialProcess(setup, label="determinism") as trial:
         try:
             answer, end = trial.watch(command, PATIENCE_SECONDS)
-        except TrialHangs as silence:
-            waited = format_seconds(silence.seconds)
+        except TrialHangs:
+            waited = format_seconds(PATIENCE_SECONDS)
             raise TrialError(f"the script had not made its {steps} steps after {waited}") from None
     if end is None:
         return {**answer, "error": None, "note": ""}
