@@ -91,13 +91,19 @@ DETERMINISTIC = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """The order of sets and dictionaries of texts; a cuBLAS whose products do not depend on what else runs."""
 
 
+def deterministic_variables() -> dict[str, str]:
+    """The same, what the user set left as it is."""
+    given = {name: value for name in DETERMINISTIC if (value := os.environ.get(name)) and value != "random"}
+    return {**DETERMINISTIC, **given}
+
+
 def deterministic_environment() -> dict[str, str] | None:
-    """The environment of a deterministic run, what the user set left as it is; None where this process has it.
+    """The environment of a deterministic run; None where this process has it.
 
     The order of hashes is fixed when Python starts: a process without it has to be started again.
     """
-    given = {name: value for name in DETERMINISTIC if (value := os.environ.get(name)) and value != "random"}
-    return None if len(given) == len(DETERMINISTIC) else {**os.environ, **DETERMINISTIC, **given}
+    needed = {**os.environ, **deterministic_variables()}
+    return None if needed == dict(os.environ) else needed
 
 
 def trial_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -25,10 +25,11 @@ from typing import IO, Any
 
 import pytest
 
-from flatout.script import memory_trial
 from flatout.script.child_command import child_command
-from flatout.tuning import fork_server, last_comparison, prover, search, trial_process
-from flatout.tuning.fork_server import Forked
+from flatout.script.trial import fork_server
+from flatout.script.trial import process as trial_process
+from flatout.script.trial.fork_server import Forked
+from flatout.tuning import last_comparison, prover, search
 from tests.fork_server import MESSAGE_BYTES, next_process
 from tests.new_process import become
 
@@ -206,7 +207,7 @@ def fork_trials(replace: Callable[[Any, str, Any], None], server: ForkServer | N
         server = ForkServer(of_this_process=True)
         atexit.register(server.close)
     assert server.pid  # it has started, before there are pipes of trials that it would hold open
-    for module in (trial_process, memory_trial, fork_server):
+    for module in (trial_process, fork_server):
         replace(module, "subprocess", _Subprocess(server))
 
 

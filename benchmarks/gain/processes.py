@@ -26,9 +26,9 @@ from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import choices_of_plan
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
+from flatout.script.trial.process import TrialSetup
 from flatout.statistics import compare_paired
 from flatout.tuning.last_comparison import Pairs, comparison_of_groups, fresh_arms
-from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.windows import Pace, compare_arms
 
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits_mlp.py"

@@ -23,9 +23,9 @@ from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
+from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.search import SearchLimits, TrainingSearch
-from flatout.tuning.trial_process import TrialProcess, TrialSetup
 from flatout.tuning.windows import Arm, Pace, compare_arms
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -39,11 +39,11 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.levers.catalogue import LEVERS
     from flatout.machine.with_ceilings import machine_with_ceilings
     from flatout.script.entry import Target
+    from flatout.script.trial.fork_server import ForkServer
+    from flatout.script.trial.process import TrialSetup
     from flatout.search.deadline import Deadline
     from flatout.tuning import worth_trying
-    from flatout.tuning.fork_server import ForkServer
     from flatout.tuning.search import SearchLimits, TrainingSearch
-    from flatout.tuning.trial_process import TrialSetup
 
     worth_trying.LEAST_GAIN = -math.inf
     machine = machine_with_ceilings(lambda text: None)

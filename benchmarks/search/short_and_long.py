@@ -75,9 +75,9 @@ def compare_two(out: Path, first: str, second: str, command: Sequence[str]) -> N
     from flatout.levers.catalogue import LEVERS
     from flatout.levers.lever import choices_from_json, split_by_switch
     from flatout.script.entry import Target
-    from flatout.tuning.fork_server import ForkServer
+    from flatout.script.trial.fork_server import ForkServer
+    from flatout.script.trial.process import TrialSetup
     from flatout.tuning.last_comparison import LEAST_WINDOWS, MOST_WINDOWS, comparison_of_groups
-    from flatout.tuning.trial_process import TrialSetup
     from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, compare_arms
 
     plans = [choices_from_json(json.loads(words), LEVERS) for words in (first, second)]

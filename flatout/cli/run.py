@@ -380,12 +380,12 @@ class Run:
 
 def _check_determinism(target: Target) -> int:
     """Exit code 0: bit-identical; 1: not."""
+    from flatout.cli.stdin_copy import stdin_copy
     from flatout.report.deterministic_text import determinism_text
-    from flatout.script.deterministic_check import STEPS, check_determinism
-    from flatout.script.memory_trial import MemoryRequest
+    from flatout.script.deterministic_check import check_determinism
 
-    with signals_as_exits():
-        found = check_determinism(MemoryRequest(target=target, steps=STEPS))
+    with signals_as_exits(), stdin_copy() as stdin_file:
+        found = check_determinism(target, stdin_file)
     print(determinism_text(found))
     return 0 if found.equal else 1
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +35,7 @@ def _switch_torch(torch: ModuleType) -> None:
 
 
 def weights_digests(subject: Any) -> list[tuple[str, str]]:
-    """(name, digest of dtype, shape and bits) of all weights and buffers that a script trained.
+    """(name, digest of dtype, shape and bits) of all weights and buffers that a script trained; each name once.
 
     subject: a Subject of the levers, with the modules and optimizers that were seen.
     """
@@ -51,7 +52,12 @@ def weights_digests(subject: Any) -> list[tuple[str, str]]:
             for index, one in enumerate(parameters)
             if id(one) not in seen
         ]
-    return [(name, _digest(tensor)) for name, tensor in named]
+    times: Counter[str] = Counter()
+    found = []
+    for name, tensor in named:
+        times[name] += 1
+        found.append((name if times[name] == 1 else f"{name} #{times[name]}", _digest(tensor)))
+    return found
 
 
 def _digest(tensor: Any) -> str:

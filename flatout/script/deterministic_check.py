@@ -1,23 +1,30 @@
 """Is a script's training repeatable, and what does that cost? Two deterministic runs and a plain one, as trials.
 
-found = check_determinism(MemoryRequest(target=Target.from_command(["train.py"]), steps=40))
+Each is a new process: forks of one would have one layout of addresses, and may agree where two runs do not.
+
+found = check_determinism(Target.from_command(["train.py"]))
 found.equal, found.differing, found.cost
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from flatout.environment import DETERMINISTIC
+from flatout.environment import deterministic_variables
 from flatout.errors import ScriptError, TrialError
-from flatout.script.memory_trial import MemoryRequest, run_child
+from flatout.script.entry import Target
+from flatout.script.trial.answers import TrialHangs
+from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
+from flatout.units import format_seconds
 
 STEPS = 40
+PATIENCE_SECONDS = 1800.0
+"""With each run."""
 MOST_SPREAD = 1.15
 """Two like runs that are further apart say nothing about what the switches cost."""
-CHILD = "flatout.script.deterministic_child"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +43,23 @@ class DeterminismCheck:
     """torch's own words, which name an operation that cannot be deterministic."""
 
 
-def check_determinism(request: MemoryRequest) -> DeterminismCheck:
-    """Raises ScriptError where the script fails without the switches too, or trains nothing that could be compared."""
-    request.target.check()
-    plain = _run(request, deterministic=False)
-    if plain["error"] is not None:
-        raise ScriptError(f"the script fails by itself: {plain['error']}")
-    first = _run(request, deterministic=True)
-    if first["error"] is not None:
-        return _failed(first)
-    second = _run(request, deterministic=True)
-    if second["error"] is not None:
-        return _failed(second)
+def check_determinism(target: Target, stdin_file: Path | None = None, *, steps: int = STEPS) -> DeterminismCheck:
+    """stdin_file: what each of the runs reads. Raises ScriptError where the script fails without the switches too, or
+    trains nothing that could be compared."""
+    target.check()
+    with work_folder() as folder:
+        as_is = TrialSetup(target=target, work_folder=folder, stdin_file=stdin_file, terminal_size=terminal_size())
+        setup = replace(as_is, environment=deterministic_variables())
+        plain = _run(as_is, steps, deterministic=False)
+        if plain["error"] is not None:
+            limit = "a trial has no network, only a loopback interface of its own" if plain["note"] else ""
+            raise ScriptError(f"the script fails by itself: {plain['error']}", limit=limit)
+        first = _run(setup, steps, deterministic=True)
+        if first["error"] is not None:
+            return _failed(first)
+        second = _run(setup, steps, deterministic=True)
+        if second["error"] is not None:
+            return _failed(second)
     if not first["weights"]:
         raise ScriptError("no weights were seen", limit="those of two runs are compared", remedy="name what trains")
     before, after = dict(map(tuple, first["weights"])), dict(map(tuple, second["weights"]))
@@ -64,20 +76,18 @@ def check_determinism(request: MemoryRequest) -> DeterminismCheck:
     )
 
 
-def _run(request: MemoryRequest, *, deterministic: bool) -> dict[str, Any]:
-    with work_folder() as folder:
-        answer = run_child(
-            CHILD,
-            request,
-            folder,
-            words={"deterministic": deterministic},
-            changes=DETERMINISTIC if deterministic else {},
-        )
-    if answer["event"] == "stopped":
-        raise TrialError(f"stopped before the script's first write: {answer['reason']}")
-    if answer["event"] == "refused":
-        raise ScriptError(answer["reason"])
-    return answer
+def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> dict[str, Any]:
+    """Its answer, with `error`, the script's own in one line or None, and `note`, what may explain that."""
+    command = {"do": "determinism", "steps": steps, "deterministic": deterministic}
+    with TrialProcess(setup, label="determinism") as trial:
+        try:
+            answer, end = trial.watch(command, PATIENCE_SECONDS)
+        except TrialHangs:
+            waited = format_seconds(PATIENCE_SECONDS)
+            raise TrialError(f"the script had not made its {steps} steps after {waited}") from None
+    if end is None:
+        return {**answer, "error": None, "note": ""}
+    return {**answer, "error": end.headline or None, "note": end.note}
 
 
 def _failed(run: dict[str, Any]) -> DeterminismCheck:

@@ -2,37 +2,33 @@
 
 Installed before the script starts; the tracker comes on as soon as the script has imported torch. When enough steps
 have been watched the timeline is taken and judged; where something leaks, two more steps run under a trace that sees
-which line makes its holder grow. Then `finished` is called, which ends the process.
+which line makes its holder grow. Then the process ends with its answer.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
-from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
-from flatout.script.session import resident_bytes
+from flatout.script.trial.isolated_child import Answer, IsolatedChild
+from flatout.script.trial.session import peak_resident_bytes, resident_bytes
 from flatout.script.watch import Watch
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 2
 
-Answer = dict[str, Any]
-
 
 class MemoryWatch:
-    """`finished` gets the result, as plain JSON, once the steps have been watched."""
+    """Ends the process with its answer once the steps have been watched."""
 
-    def __init__(self, *, steps: int, folder: str, finished: Callable[[Answer], None]) -> None:
+    def __init__(self, child: IsolatedChild, *, steps: int) -> None:
         self.watch = Watch()
-        self._wanted = WARM_UP_STEPS + steps
-        self._folder, self._finished = folder, finished
+        self._child, self._wanted = child, WARM_UP_STEPS + steps
         self._tracker: Any = None
         self._inspection: Any = None
         self._trace: GrowthTrace | None = None
@@ -43,16 +39,23 @@ class MemoryWatch:
         self._first_event: int | None = None
         self._left_to_trace = 0
         self._depth = 0
-        self.watch.at_boundary.append(self._guarded)
+        self.watch.at_boundary.append(child.guarded(self._boundary))
         self.watch.at_backward.append(lambda roots: self._training_begins())
 
-    def torch_imported(self, torch: ModuleType) -> None:
+    @property
+    def steps(self) -> int:
+        return self.watch.steps
+
+    def install(self) -> None:
+        self._child.on_torch([self._torch_imported])
+
+    def _torch_imported(self, torch: ModuleType) -> None:
         import torch.utils.data.dataloader
         from torch.nn.modules import module as modules
 
         from flatout.memory.tracking import Tracker
 
-        self._tracker = Tracker(prefer=self._folder)
+        self._tracker = Tracker(prefer=self._child.target.folder)
         self._tracker.step = -1  # what a script makes before it trains belongs to no step
         self._tracker.model = _Models(self.watch)
         self._tracker.__enter__()
@@ -62,10 +65,10 @@ class MemoryWatch:
         self._patches.replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
         os.register_at_fork(after_in_child=self._leave_child)
 
-    def ended(self) -> Answer | None:
-        """The script is over before it had all its steps: what is known by then. None: it never imported torch."""
+    def ended(self) -> Answer:
+        """The script is over before it had all its steps: what is known by then; little where it has no torch."""
         if self._tracker is None:
-            return None
+            return {"event": "memory", "ended": True, "peak_resident_bytes": peak_resident_bytes()}
         if self._trace is not None:
             self._trace.stop()
         if self._inspection is None:
@@ -78,17 +81,10 @@ class MemoryWatch:
 
     # what the script does
 
-    def _guarded(self) -> None:
-        """An error of ours must not look like the script's."""
-        try:
-            self._boundary(sys._getframe(1))
-        except Exception as error:
-            traceback.print_exc()
-            self._finished({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
-
-    def _boundary(self, frame: FrameType) -> None:
+    def _boundary(self) -> None:
         if self.watch.finder.kind is None:
             return
+        frame = sys._getframe(2)
         if self._left_to_trace:
             self._left_to_trace -= 1
             if not self._left_to_trace:
@@ -114,7 +110,7 @@ class MemoryWatch:
     def _finish(self) -> None:
         if self._trace is not None:
             self._trace.stop()
-        self._finished(self._result(ended=False))
+        self._child.finish(self._result(ended=False))
 
     def _training_begins(self) -> None:
         if self._first_event is None and self.watch.enabled:
@@ -182,13 +178,14 @@ class MemoryWatch:
         traced = self._trace.line_of if self._trace is not None else lambda index: None
         steps_traced = TRACED_STEPS - self._left_to_trace if self._trace is not None else 0
         return {
-            "event": "result",
+            "event": "memory",
             "step_kind": self.watch.finder.kind,
             "steps": len(self._marks),
             "ended": ended,
             "compiled": self.watch.saw_compile,
             "left_uncompiled": compile_was_asked_for() and not self.watch.saw_compile,
             "resident_bytes": self._resident,
+            "peak_resident_bytes": peak_resident_bytes(),
             **self._inspection.result(traced, steps_traced),
         }
 

@@ -25,8 +25,8 @@ from flatout.script.epochs import EpochStarts
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
-from flatout.script.session import resident_bytes
 from flatout.script.step_look import StepLook
+from flatout.script.trial.session import resident_bytes
 from flatout.script.watch import Watch
 
 FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30

@@ -15,9 +15,9 @@ from flatout.levers.lever import Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness, allowed, worst
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.trial import Trial
 from flatout.statistics import median
-from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.windows import Pace
 from flatout.units import format_bytes

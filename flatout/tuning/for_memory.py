@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
+from flatout.script.trial.answers import Peak
 from flatout.search.trial import Outcome
-from flatout.tuning.trial_process import Peak
 from flatout.units import format_bytes
 
 SMALLEST_SHARE = 0.05

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flatout.levers.lever import Choice, split_by_switch
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.statistics import Comparison, compare_paired, median, student_95
-from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
 

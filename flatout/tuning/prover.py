@@ -22,11 +22,11 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.results import Claim, Proof, ProofVerdict
-from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.trials import RunningTrial, Trials
 
 WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}

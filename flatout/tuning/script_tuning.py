@@ -6,27 +6,25 @@ result.plan, result.proof, result.comparison
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flatout.environment import inductor_folder
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
-from flatout.script.trial_child import load_levers
+from flatout.script.trial.fork_server import ForkServer
+from flatout.script.trial.process import TrialSetup, terminal_size
+from flatout.script.trial.session import load_levers
 from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
 from flatout.tuning.fitting import peak_afresh
-from flatout.tuning.fork_server import ForkServer
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.search import SearchLimits
-from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.whole_run import WholeRun
 from flatout.tuning.windows import Pairing
 
@@ -95,13 +93,12 @@ def tune_script(
         setup = TrialSetup(
             target=request.target,
             work_folder=folder,
-            shared=_shared_folders(),
             levers=request.levers,
             isolation=request.isolation,
             allow_network=request.allow_network,
             stdin_file=request.stdin_file,
             hang_floor_seconds=request.hang_floor_seconds,
-            terminal_size=_terminal_size(),
+            terminal_size=terminal_size(),
             fork_server=fork_server,
             deadline=deadline,
         )
@@ -130,20 +127,6 @@ def tune_script(
             warnings=(*found.warnings, *filter(None, [deadline.explanation])),
             log_folder=_keep_logs(folder, request.log_folder),
         )
-
-
-def _terminal_size() -> tuple[int, int] | None:
-    """(rows, columns) of the terminal that the script would read from, had it been started by itself."""
-    try:
-        size = os.get_terminal_size(0)
-    except OSError:
-        return None
-    return size.lines, size.columns
-
-
-def _shared_folders() -> tuple[Path, ...]:
-    """What trials may leave behind on purpose: compiled kernels, in our own cache, so that a run finds them."""
-    return (inductor_folder(),)
 
 
 def _keep_logs(folder: Path, wanted: Path | None) -> Path | None:

@@ -16,6 +16,7 @@ from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness
+from flatout.script.trial.answers import TrialEnded, TrialHangs, TrialStopped, explain_end
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome
@@ -24,12 +25,6 @@ from flatout.tuning.fitting import Fit, combinations, fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow
-from flatout.tuning.trial_process import (
-    TrialEnded,
-    TrialHangs,
-    TrialStopped,
-    explain_end,
-)
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms

@@ -35,14 +35,14 @@ from flatout.plan import Plan
 from flatout.script.describe import observe
 from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
-from flatout.script.session import resident_bytes
 from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
+from flatout.script.trial.answers import Peak, TrialEnded, Window
+from flatout.script.trial.session import resident_bytes
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.train.placement import join_recurrent_weights
 from flatout.train.step import TrainStep
-from flatout.tuning.trial_process import Peak, TrialEnded, Window
 
 SEED = 20_261_122
 FIRST_STEPS = 2

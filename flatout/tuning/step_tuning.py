@@ -25,6 +25,7 @@ from flatout.levers.catalogue import LEVERS
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness
+from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.search.lines import budget_argument, not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
 from flatout.statistics import Comparison
@@ -34,7 +35,6 @@ from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.results import Proof, SearchState, proof_lines
 from flatout.tuning.search import SearchLimits
 from flatout.tuning.step_trial import StepTrials
-from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.windows import Pairing
 from flatout.units import format_seconds, labelled
 

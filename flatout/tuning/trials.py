@@ -16,7 +16,7 @@ from flatout.script.numerics import NumericsRequest
 from flatout.search.deadline import Deadline
 
 if TYPE_CHECKING:
-    from flatout.tuning.trial_process import Peak, Window
+    from flatout.script.trial.answers import Peak, Window
 
 
 class RunningTrial(Protocol):

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice
+from flatout.script.trial.answers import Window
 from flatout.sequential import LOOKS, compare_so_far, is_decided, pair_of_turns
 from flatout.statistics import Comparison, compare_paired, median
-from flatout.tuning.trial_process import Window
 from flatout.tuning.trials import RunningTrial
 
 LEAK_FLOOR_BYTES_PER_STEP = 32 << 10

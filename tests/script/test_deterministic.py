@@ -72,6 +72,15 @@ def test_what_cannot_be_deterministic_is_named(tmp_path: Path, line: str, told: 
     assert told in done.stdout
 
 
+@pytest.mark.usefixtures("forked_trials")
+def test_each_run_of_a_check_reads_what_is_piped_in_and_stops_at_the_same_step(tmp_path: Path) -> None:
+    script = SCRIPT.format("").replace("range(6)", "range(10_000)")
+    (tmp_path / "train.py").write_text(f"import sys\nassert len(sys.stdin.readlines()) == 3\n{script}")
+    done = said_by(tmp_path, "run", "--check-deterministic", "train.py", stdin="a\nb\nc\n")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.startswith("deterministic: after 40 steps two runs are bit-identical in 2 tensors\n")
+
+
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in DETERMINISTIC:
         monkeypatch.delenv(name, raising=False)
@@ -97,6 +106,14 @@ def test_digests_tell_bits_apart() -> None:
         model[0].weight[0, 0] = torch.nextafter(model[0].weight[0, 0], torch.tensor(9.0))
     after = dict(weights_digests(subject))
     assert [name for name in before if before[name] != after[name]] == ["Sequential.0.weight"]
+
+
+def test_two_models_of_one_class_are_told_apart() -> None:
+    subject = Subject()
+    models = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    for model in models:
+        subject.modules.add(model)
+    assert [name for name, _ in weights_digests(subject)] == ["Linear.weight", "Linear.weight #2"]
 
 
 def test_a_cost_that_is_not_known_is_said_to_be() -> None:

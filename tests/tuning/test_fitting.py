@@ -19,10 +19,10 @@ from flatout.machine.detect import detect
 from flatout.plan import Plan
 from flatout.report.tune_text import tune_text
 from flatout.script.entry import Target
+from flatout.script.trial.answers import TrialEnded
 from flatout.tuning.fitting import Fit, combinations, fit, fit_lines
 from flatout.tuning.results import SearchState
 from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
-from flatout.tuning.trial_process import TrialEnded
 from tests.cli.in_process import said_by
 from tests.tuning.test_for_memory import SCRIPT
 

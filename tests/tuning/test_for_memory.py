@@ -12,9 +12,9 @@ from flatout.machine.description import Cpu, Gpu, Machine, Versions
 from flatout.machine.detect import detect
 from flatout.report.tune_text import tune_text
 from flatout.script.entry import Target
+from flatout.script.trial.answers import Peak
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.script_tuning import TuneRequest, tune_script
-from flatout.tuning.trial_process import Peak
 
 CHOICE = Choice(ChunkedLoss(), "chunked")
 HERE = Machine(

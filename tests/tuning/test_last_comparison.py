@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from flatout.script.entry import Target
+from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.last_comparison import (
     LEAST_WINDOWS,
@@ -16,7 +18,6 @@ from flatout.tuning.last_comparison import (
     compare_in_fresh_processes,
     comparison_of_groups,
 )
-from flatout.tuning.trial_process import TrialEnded, TrialSetup
 from flatout.tuning.windows import Pace
 
 pytestmark = pytest.mark.usefixtures("forked_trials")

@@ -13,10 +13,11 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice, Lever
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
+from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.prover import Pattern, Prover
-from flatout.tuning.trial_process import TrialEnded, TrialSetup
 from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, run, with_gradient
 
 
@@ -213,7 +214,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> type[Started]:
-    monkeypatch.setattr("flatout.tuning.trial_process.TrialProcess", Started)
+    monkeypatch.setattr("flatout.script.trial.process.TrialProcess", Started)
     monkeypatch.setattr(Numerics, "from_answer", lambda answer: PLAIN)
     monkeypatch.setattr(Started, "log", [])
     monkeypatch.setattr(Started, "failing", [])

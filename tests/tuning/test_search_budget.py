@@ -16,10 +16,10 @@ from flatout.levers.denormals import FlushDenormals
 from flatout.levers.lever import Choice
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.entry import Target
+from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.short_budget import no_step
-from flatout.tuning.trial_process import TrialProcess, TrialSetup
 from flatout.tuning.worth_trying import COMPILE_SECONDS
 from tests.levers.test_catalogue import AMX, CPU
 from tests.tuning.test_worth_trying import STEP

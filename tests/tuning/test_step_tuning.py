@@ -22,8 +22,8 @@ from flatout.machine.description import Machine
 from flatout.machine.device import CpuDevice, Mark
 from flatout.plan import Plan
 from flatout.script.numerics import NumericsRequest
+from flatout.script.trial.answers import TrialEnded
 from flatout.tuning.step_trial import StepTrials
-from flatout.tuning.trial_process import TrialEnded
 from tests.tuning import planted_levers as planted
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())

@@ -11,13 +11,13 @@ import pytest
 from flatout.levers.lever import Choice, choices_of_plan
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
+from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.search.trial import Trial
 from flatout.sequential import compare_so_far
 from flatout.tuning import verifier as verifier_module
 from flatout.tuning.fitting import Fit
 from flatout.tuning.results import SearchState
-from flatout.tuning.trial_process import TrialSetup
 from flatout.tuning.verifier import Verifier
 from flatout.tuning.windows import Pairing
 from tests.tuning.test_proof import NOISY, PLAIN, with_gradient

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flatout.levers.lever import Choice, Lever
-from flatout.tuning.trial_process import Window
+from flatout.script.trial.answers import Window
 from flatout.tuning.windows import Arm, Pace, RolledBackInside, compare_arms, warm_up
 
 

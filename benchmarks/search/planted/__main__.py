@@ -24,8 +24,8 @@ from benchmarks.search.planted import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.detect import detect
 from flatout.script.entry import Target
+from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.statistics import median
-from flatout.tuning.trial_process import TrialProcess, TrialSetup
 from flatout.tuning.windows import Arm, Pace, compare_arms
 from flatout.tuning.worth_trying import COMPARISON_SECONDS
 

@@ -15,9 +15,10 @@ import pytest
 
 from flatout.script.entry import Target
 from flatout.script.numerics import NumericsRequest
-from flatout.tuning import fork_server as module
-from flatout.tuning.fork_server import KILLED, ForkServer
-from flatout.tuning.trial_process import TrialEnded, TrialProcess, TrialSetup
+from flatout.script.trial import fork_server as module
+from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.fork_server import KILLED, ForkServer
+from flatout.script.trial.process import TrialProcess, TrialSetup
 
 STEPS = """
 torch.set_num_threads(1)
@@ -111,7 +112,7 @@ def test_what_needs_a_process_of_its_own_gets_one(
     def new_process(*_: Any, **__: Any) -> None:
         raise NewProcess
 
-    monkeypatch.setattr("flatout.tuning.trial_process.subprocess.Popen", new_process)
+    monkeypatch.setattr("flatout.script.trial.process.subprocess.Popen", new_process)
     try:
         with trial(tmp_path, f"{before}\n{script}", server) as process, pytest.raises(NewProcess):
             process.start()
@@ -180,7 +181,7 @@ def test_a_loaded_driver_is_no_obstacle_until_it_was_started(tmp_path: Path, ans
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
     asks = f"""
         import ctypes
-        from flatout.script import fork_server
+        from flatout.script.trial import fork_server
         assert not fork_server._gpu_was_touched()
         ctypes.CDLL({str(library)!r})
         assert fork_server._gpu_was_touched() is {touched}

@@ -1,29 +1,19 @@
-"""The inside of a trial: obey a parent at step boundaries of a running script.
+"""The inside of a trial that is asked things: obey the parent at step boundaries of a running script.
 
-The script runs until its first certain step boundary and then waits. The parent sends one JSON line a command and gets
-one line back:
-
-    describe                                -> what was seen of the loop (`Observed`)
-    window  levers, settle, steps, resting  -> seconds of each measured step, with exactly these levers on
-    breakdown  levers, steps                -> rows of where the time of each step went
-    work                                    -> what one step computes (`StepWork`)
-    peak  levers                            -> the most that the tensors of one step hold at once
-    numerics  levers, request               -> losses, gradients and final weights of the next steps (NumericsRequest)
-    stop                                    -> the process leaves at once
-
-Time in which the process waits for its parent belongs to no window, so windows of several levers, or of several
-processes, can be interleaved. Between commands nothing of the script runs: its next step starts when asked for.
+The script runs until its first certain step boundary and then waits for commands (which: see the package). Time in
+which the process waits for its parent belongs to no window, so windows of several levers, or of several processes, can
+be interleaved. Between commands nothing of the script runs: its next step starts when asked for.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import json
 import os
 import resource
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -35,58 +25,50 @@ from flatout.machine.device import Device
 from flatout.script.describe import NOT_AS_NOW, observe
 from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
+from flatout.script.seeds import TrialSeeds
 from flatout.script.step_memory import StepMemory
+from flatout.script.trial.isolated_child import Answer, IsolatedChild
 from flatout.script.watch import Watch
 
 
 class Session:
-    """Drives one script. `read` blocks for the next command line, `write` sends an answer."""
+    """Drives one script; `read` blocks for the next command line. Of `config` it takes `levers`, `choices`, `seed`."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        levers: Sequence[Lever],
-        start_choices: Sequence[Choice],
-        read: Callable[[], str],
-        write: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.watch, self.levers = watch, levers
-        self.applied = Applied(watch.subject)
-        self._start_choices = list(start_choices)
-        self._read, self._write = read, write
+    def __init__(self, child: IsolatedChild, config: dict[str, Any], read: Callable[[], str]) -> None:
+        self.watch = Watch()
+        self.levers = load_levers(config["levers"])
+        self.applied = Applied(self.watch.subject)
+        self._child, self._read, self._write = child, read, child.write
+        self._seed, self._start_choices = config["seed"], choices_from_json(config["choices"], self.levers)
         self._task: Callable[[], bool] | None = None
         self._device: Device | None = None
         self._threads_at_start: int | None = None
         self._thread_variables = thread_variables()
         self._recorder: NumericsRecorder | None = None
-        self.unseeded: list[str] = []
+        self._unseeded: list[str] = []
         """Places in the script that drew a seed from the system or the clock, and got one of ours instead."""
-        watch.at_boundary.append(self._boundary_guarded)
+        self.watch.at_boundary.append(child.guarded(self._boundary))
 
-    def torch_imported(self, torch: Any) -> None:
+    @property
+    def steps(self) -> int:
+        return self.watch.steps
+
+    def install(self) -> None:
+        seeds = TrialSeeds(self._seed, [self.watch.install, self._torch_imported, *self._child.torch_hooks])
+        self._unseeded = seeds.unseeded
+        seeds.install()
+
+    def ended(self) -> Answer | None:
+        """What was recorded until then; a window under way is answered by the end alone."""
+        if self._recorder is None or self._task is None or not self._recorder.steps:
+            return None
+        return {"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()}
+
+    def _torch_imported(self, torch: Any) -> None:
         """Turn on what must be on before the first loader makes its iterator."""
         by_variable = thread_variables() != self._thread_variables
         self._threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
         self.applied.set(self._start_choices)
-
-    def ended(self, status: int, error: str, note: str = "") -> None:
-        """The script is over: say so, after what was recorded until then. A window under way is answered by this.
-
-        `note`: what of a trial's surroundings may have made it fail.
-        """
-        if self._recorder is not None and self._task is not None and self._recorder.steps:
-            self._write({"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()})
-        end = {"event": "ended", "status": status, "error": error, "note": note, "steps": self.watch.steps}
-        self._write({**end, **self._state()})
-
-    def _boundary_guarded(self) -> None:
-        """An error of ours must not look like the script's."""
-        try:
-            self._boundary()
-        except Exception as error:
-            self._write({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
-            traceback.print_exc()
-            _leave({})
 
     def _boundary(self) -> None:
         if self.watch.finder.kind is None:
@@ -112,7 +94,7 @@ class Session:
             "work": self._work,
             "peak": self._peak,
             "numerics": self._numerics,
-            "stop": _leave,
+            "stop": lambda command: self._child.leave(),
         }[command["do"]]
         return start(command)
 
@@ -231,8 +213,8 @@ class Session:
     def _state(self) -> dict[str, Any]:
         return {
             "resident_bytes": resident_bytes(),
-            "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "unseeded": self.unseeded,
+            "peak_resident_bytes": peak_resident_bytes(),
+            "unseeded": self._unseeded,
             "rolled_back": [[*entry.choice.to_json(), entry.reason] for entry in self.applied.rolled_back],
         }
 
@@ -243,7 +225,20 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _leave(command: dict[str, Any]) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+def peak_resident_bytes() -> int:
+    """The most that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def load_levers(source: str) -> Sequence[Lever]:
+    """'package.module:NAME' or 'path/to/file.py:NAME'."""
+    place, _, name = source.rpartition(":")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("flatout_levers_from_file", place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    return getattr(module, name)

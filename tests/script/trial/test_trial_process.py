@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from flatout.script.entry import Target
-from flatout.tuning.trial_process import TrialEnded, TrialProcess, TrialSetup, explain_end
+from flatout.script.trial.answers import TrialEnded, explain_end
+from flatout.script.trial.process import TrialProcess, TrialSetup
 
 LOOP = """
 import os, sys, torch
@@ -78,20 +79,28 @@ def use_surroundings():
 
 def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    body = LOOP.format(before="use_surroundings()").replace("\n", "\n    ")
-    script.write_text(f"import os, sys, torch\n{SURROUNDINGS}\nif __name__ == '__main__':\n    {body}")
-    work = tmp_path / "work"
-    work.mkdir()
-    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=work)
-    with TrialProcess(setup) as first, TrialProcess(setup) as second:
-        for trial in (first, second):
-            trial.start(120)
-        seen = ["Network is unreachable", "from the fork server", "28.0", "28.0"]
-        assert [line for line in first.log_tail().splitlines() if line in seen] == seen
-        assert first.isolation["network"] == "loopback"
-    assert second.log_tail() == first.log_tail()
-    assert [path.name for path in tmp_path.iterdir() if path != work] == ["train.py"]
-    assert not Path("/dev/shm/flatout-test-left").exists()
+    script.write_text(LOOP.format(before="") + "    if step == 4: os._exit(3)\n")
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+        with pytest.raises(TrialEnded) as ended:
+            trial.window([], settle=0, steps=9)
+    assert (ended.value.status, ended.value.steps) == (3, 5)
+
+
+@pytest.mark.usefixtures("forked_trials")
+@pytest.mark.parametrize(("steps", "made", "status"), [(6, 6, None), (40, 10, 7)])
+def test_a_command_that_holds_from_the_first_line_has_one_answer_and_the_scripts_end_if_that_comes_first(
+    tmp_path: Path, steps: int, made: int, status: int | None
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP.format(before="") + "sys.exit(7)\n")
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
+    with TrialProcess(setup) as trial:
+        answer, end = trial.watch({"do": "determinism", "steps": steps, "deterministic": True}, 120)
+        assert trial.isolation["network"] == "loopback"
+    assert answer["steps"] == made
+    assert status == (end.status if end is not None else None)
 
 
 @pytest.mark.usefixtures("forked_trials")

@@ -4,6 +4,9 @@ with TrialProcess(setup, choices=[]) as trial:
     trial.start()                                     # until the script's first certain step
     answer = trial.window([choice], settle=3, steps=20)
     answer.seconds                                    # one figure a step
+
+with TrialProcess(setup) as trial:                    # one command, which holds from the script's first line
+    answer, end = trial.watch({"do": "memory", "steps": 8}, timeout_seconds=600)
 """
 
 from __future__ import annotations
@@ -14,21 +17,21 @@ import json
 import os
 import pty
 import select
-import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from flatout.environment import trial_environment
-from flatout.errors import ScriptError, TrialError
+from flatout.environment import inductor_folder, trial_environment
+from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.machine.detect import usable_cores
@@ -36,9 +39,12 @@ from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsRequest
-from flatout.script.trial_end import Process, end_trial
+from flatout.script.trial.answers import Peak, TrialDied, TrialEnded, TrialFault, TrialHangs, TrialStopped, Window
+from flatout.script.trial.end import Process, end_trial
 from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.tuning.fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from flatout.script.trial.fork_server import ForkServer
 
 START_TIMEOUT_SECONDS = 1800.0
 FIRST_STEPS_SECONDS = 900.0
@@ -54,6 +60,7 @@ GLANCE_SECONDS = 0.5
 """Between two looks whether somebody has stopped the search, while a trial is silent."""
 ENDS_OF_INPUT = b"\x04" * 64
 """Who reads from a trial's terminal is told each time that nothing comes."""
+MOST_ERROR_BYTES = 20_000
 
 
 @dataclass
@@ -81,11 +88,19 @@ class TrialSetup:
     work_folder: Path
     """Where scratch directories, configurations and logs go; real, and removed by its owner."""
     shared: tuple[Path, ...] = ()
+    """What trials may leave behind on purpose, beside compiled kernels in our own cache, so that a run finds them."""
     levers: str = "flatout.levers.catalogue:LEVERS"
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False
     """Trials have only a loopback interface otherwise, each its own."""
     stdin_file: Path | None = None
+    """What each trial reads; None: nothing."""
+    inherits_stdin: bool = False
+    """Of a single trial: it reads what is piped into this process."""
+    errors_apart: bool = False
+    """Does stderr go to a log of its own?"""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the trials beside our own; such a trial is never forked."""
     seed: int = 0
     fork_server: ForkServer | None = None
     """Forks trials where it can; None: each is a new process."""
@@ -125,61 +140,6 @@ class TrialSetup:
             return False
         forked = self.fork_server is not None and self.fork_server.is_ready()
         return not forked or self.starts.fit_side_by_side
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """One window of steps under one set of levers."""
-
-    seconds: tuple[float, ...]
-    settle_seconds: tuple[float, ...]
-    apply_seconds: float
-    resident_bytes: int
-    rolled_back: dict[str, str] = field(default_factory=dict)
-    """Lever name -> why it was taken back inside the process."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """What one step held at the most."""
-
-    peak_bytes: int | None
-    """Of tensors (CPU) or of torch's allocator (CUDA); None: it could not be told."""
-    resident_bytes: int
-    """The most that the process ever had of the host's memory."""
-    incidents: dict[str, str] = field(default_factory=dict)
-    """Lever name -> what it took back by itself, and why."""
-
-
-class TrialEnded(TrialError):
-    """The script came to its end (with `status` and `error`), so the process has no more steps to give.
-
-    `note` says what of a trial's surroundings may have made it fail; '' where that is not known.
-    """
-
-    def __init__(self, status: int, error: str, steps: int, note: str = "") -> None:
-        self.status, self.error, self.steps, self.note = status, error, steps, note
-        super().__init__(f"the script ended with code {status} after {steps} steps")
-
-    @property
-    def headline(self) -> str:
-        """The exception in one line, without the rest of a long message; '' where there was none."""
-        lines = [line for line in self.error.strip().splitlines() if line.strip()]
-        begins = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-        after = lines[begins[-1] + 1 :] if begins else []
-        return next((line for line in after if not line.startswith(" ")), lines[-1] if lines else "")
-
-
-class TrialStopped(TrialError):
-    """The trial was stopped before the script's first write, because nothing else protects the user's files here."""
-
-
-class TrialHangs(TrialError):
-    """Nothing came from the process for so long that it counts as hanging."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        super().__init__(f"no step for {seconds:.0f} s: it hangs")
 
 
 class TrialProcess:
@@ -222,6 +182,11 @@ class TrialProcess:
     def log_path(self) -> Path:
         return self._folder / "output.log"
 
+    @property
+    def errors(self) -> str:
+        """The end of what the script wrote to stderr, where the setup keeps that apart."""
+        return (self._folder / "errors.log").read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace")
+
     def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
         """Start the script and wait for its first certain step. Raises TrialEnded if there is none."""
         if self.broken_off and self._has_passed():
@@ -237,40 +202,55 @@ class TrialProcess:
     def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.deadline is None else self.deadline.stage(name)
 
-    def spawn(self) -> None:
-        """Start the script and wait for nothing, so that several may start at once; `start` must follow."""
+    def watch(self, command: Mapping[str, Any], timeout_seconds: float) -> tuple[dict[str, Any], TrialEnded | None]:
+        """Run the script under one command that holds from its first line; the answer, and the script's end where that
+        came before what was asked for."""
+        until = time.monotonic() + timeout_seconds
+        self.spawn(command)
+        self.isolation = self._answer(timeout_seconds)
+        found = self._answer(until - time.monotonic())
+        if not found["ended"]:
+            return found, None
+        try:
+            self._answer(timeout_seconds)
+        except TrialEnded as end:
+            return found, end
+        raise AssertionError("an answer after the last")
+
+    def spawn(self, command: Mapping[str, Any] | None = None) -> None:
+        """Start the script and wait for nothing, so that several may start at once; `start` must follow, if there is no
+        command that holds from its first line."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
         command_read, self._command_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
         config = self._folder / "config.json"
-        settings = self._config(command_read, answer_write)
-        server = None if self._environment() else self.setup.fork_server
+        settings = {**self._config(command_read, answer_write), "command": command}
+        environment = self._environment()
+        server = None if environment else self.setup.fork_server
         self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
-        with self._stdin() as stdin, open(self.log_path, "wb") as log:
+        errors_path = self._folder / "errors.log" if self.setup.errors_apart else self.log_path
+        with self._stdin() as stdin, open(self.log_path, "ab") as log, open(errors_path, "ab") as errors:
             if server is not None and server.is_ready():
                 config.write_text(json.dumps({**settings, "parent": server.pid}))
                 self._spawned_at, self._loaded_seconds = time.perf_counter(), server.load_seconds
-                self._process = server.start(config, [stdin, log, log], [command_read, answer_write])
+                self._process = server.start(config, [stdin, log, errors], [command_read, answer_write])
             if self._process is None:
                 config.write_text(json.dumps(settings))
                 self._spawned_at, self._loaded_seconds = time.perf_counter(), 0.0
                 self._process = subprocess.Popen(
-                    child_command("flatout.script.trial_child", str(config)),
+                    child_command("flatout.script.trial.child", str(config)),
                     stdin=stdin,
                     stdout=log,
-                    stderr=subprocess.STDOUT,
+                    stderr=errors,
                     pass_fds=(command_read, answer_write),
-                    env=trial_environment(self._environment()),
+                    env=trial_environment(environment),
                     start_new_session=True,
                 )
         os.close(command_read)
         os.close(answer_write)
 
     def _await_first_step(self, timeout_seconds: float) -> None:
-        answer = self._answer(timeout_seconds, starting=True)
-        if answer["event"] == "refused":
-            raise TrialError(answer["reason"])
-        self.isolation = answer
+        self.isolation = self._answer(timeout_seconds, starting=True)
         ready = self._answer(timeout_seconds, starting=True)
         if ready["event"] == "alone" and self.setup.fork_server is not None:
             self.setup.fork_server.obstacle = ready["reason"]
@@ -354,7 +334,7 @@ class TrialProcess:
         return {
             "target": asdict(self.setup.target),
             "scratch": str(self._folder / "scratch"),
-            "shared": [str(path) for path in self.setup.shared],
+            "shared": [str(path) for path in (inductor_folder(), *self.setup.shared)],
             "isolation": self.setup.isolation,
             "allow_network": self.setup.allow_network,
             "parent": os.getpid(),
@@ -366,11 +346,12 @@ class TrialProcess:
         }
 
     def _environment(self) -> dict[str, str]:
-        return {
-            name: value for choice in self.choices for name, value in choice.lever.environment(choice.value).items()
-        }
+        of_levers = [choice.lever.environment(choice.value) for choice in self.choices]
+        return {name: value for part in (self.setup.environment, *of_levers) for name, value in part.items()}
 
     def _stdin(self) -> contextlib.AbstractContextManager[Any]:
+        if self.setup.inherits_stdin and (piped := _piped_in()) is not None:
+            return contextlib.nullcontext(piped)
         if self.setup.terminal_size is None or self.setup.stdin_file is not None:
             return open(self.setup.stdin_file or os.devnull, "rb")
         self._terminal, slave = pty.openpty()
@@ -396,14 +377,17 @@ class TrialProcess:
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] == "ended":
             raise TrialEnded(answer["status"], answer["error"], answer["steps"], answer.get("note", ""))
-        if answer["event"] == "fault":
+        if answer["event"] == "refused":
             raise TrialError(answer["reason"])
+        if answer["event"] == "fault":
+            raise TrialFault(answer["reason"])
         if answer["event"] == "stopped":
             raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
         return answer
 
     def _read_line(self, timeout_seconds: float, *, broken_off: bool) -> bytes:
         end = time.monotonic() + timeout_seconds
+        gone = False
         while b"\n" not in self._buffer:
             patience = end - time.monotonic()
             if self.deadline is not None and broken_off:
@@ -413,47 +397,35 @@ class TrialProcess:
                 raise BudgetSpent(self.deadline)
             if not ready and broken_off and self._has_passed():
                 raise BudgetSpent(self.deadline)
+            chunk = os.read(self._answer_read, 1 << 16) if ready else b""
+            if not chunk and (ready or gone):  # gone: others that outlive it may hold the pipe open
+                assert self._process is not None
+                raise TrialDied(self._process.wait())
             if not ready and patience <= GLANCE_SECONDS:
                 raise TrialHangs(timeout_seconds)
-            if not ready:
-                continue
-            chunk = os.read(self._answer_read, 1 << 16)
-            if not chunk:
-                raise TrialError(self._death())
+            gone = not ready and not self.alive
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _death(self) -> str:
-        assert self._process is not None
-        code = self._process.wait()
-        if code >= 0:
-            return f"the process left with code {code} in the middle of a step"
-        name = signal.Signals(-code).name
-        return f"the process died of {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+def terminal_size() -> tuple[int, int] | None:
+    """(rows, columns) of the terminal that a script would read from, had it been started by itself."""
+    try:
+        size = os.get_terminal_size(0)
+    except OSError:
+        return None
+    return size.lines, size.columns
+
+
+def _piped_in() -> IO[Any] | None:
+    """This process's own input; None where that is a terminal, or closed."""
+    try:
+        piped = sys.stdin is not None and not sys.stdin.isatty() and sys.stdin.fileno() >= 0
+    except (OSError, ValueError):
+        return None
+    return sys.stdin if piped else None
 
 
 def _json(choices: Sequence[Choice]) -> list[list[Any]]:
     return [choice.to_json() for choice in choices]
-
-
-def explain_end(end: TrialEnded, name: str) -> ScriptError:
-    """What to tell a person whose script ended before it could be tuned."""
-    lines = [line for line in end.error.strip().splitlines() if line.strip()]
-    if end.status != 0 and lines:
-        trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
-        note = f"\n{end.note}" if end.note else ""
-        return ScriptError(f"{name} failed by itself, without any lever: {end.headline}", remedy=trace + note)
-    if end.status != 0:
-        return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
-    if end.steps == 0:
-        return ScriptError(
-            f"{name} never trains: it ended without a single step",
-            limit="a step is an optimizer's step, or a backward pass followed by a change of the weights",
-            remedy="if it trains in processes that it starts, Flatout does not follow it there",
-        )
-    return ScriptError(
-        f"{name} ended after {end.steps} step{'s' * (end.steps != 1)}",
-        limit="too few to compare anything",
-        remedy="let it make more while it is tuned, with its own options (more epochs, smaller batches)",
-    )

@@ -1,0 +1,45 @@
+"""The process of one trial, started by `process` or forked by `fork_server` with a file of settings.
+
+What the script prints goes to the log that it was given as stdout and stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flatout.script.determinism_watch import DeterminismWatch
+from flatout.script.memory_watch import MemoryWatch
+from flatout.script.preloaded import Preloaded
+from flatout.script.trial.isolated_child import IsolatedChild, Observer
+from flatout.script.trial.session import Session
+
+
+def main(config_path: str) -> NoReturn:
+    config = json.loads(Path(config_path).read_text())
+    begin(config, config["read_fd"], config["write_fd"])
+
+
+def begin(config: dict[str, Any], read_fd: int, write_fd: int, preloaded: Preloaded | None = None) -> NoReturn:
+    """preloaded: what a process that was forked has in memory; None in a new one."""
+    child = IsolatedChild(config, write_fd)
+    commands = os.fdopen(read_fd, "r")
+    child.isolate()
+    observer: Observer
+    match config["command"]:
+        case {"do": "memory", "steps": steps}:
+            observer = MemoryWatch(child, steps=steps)
+        case {"do": "determinism", "steps": steps, "deterministic": deterministic}:
+            observer = DeterminismWatch(child, steps=steps, deterministic=deterministic)
+        case _:
+            observer = Session(child, config, commands.readline)
+    if preloaded is not None:
+        preloaded.hide(child.target.folder, lambda reason: child.finish({"event": "alone", "reason": reason}))
+    child.run(observer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

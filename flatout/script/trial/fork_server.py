@@ -1,0 +1,247 @@
+"""Trials that need not load torch, because they are forked from a process that has.
+
+    with ForkServer() as server:                            # it loads torch meanwhile
+        setup = TrialSetup(..., fork_server=server)
+
+Loading torch takes seconds, and a tune starts its script a dozen times. Where a fork is not possible, or the script
+needs a process of its own, `is_ready` says no, and trials start as new processes.
+
+The server is this module, run with a socket to talk over and the number of its parent's process. It has nothing of the
+script. It says once whether it can be forked, then answers one request at a time:
+
+    start  config, folder, with five descriptors  -> the number of a new process, a trial's `child`
+    poll   number                                 -> its exit code, or null while it runs
+
+It computes nothing, so torch has no threads that a fork would lose, and it never touches a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from flatout.environment import trial_environment
+from flatout.script.child_command import child_command
+from flatout.script.isolation import kernel
+from flatout.script.preloaded import Groups, Preloaded, load
+from flatout.script.trial import child
+
+MODULES = ("numpy", "torch", "torch._dynamo")
+"""torch imports the last with the first optimizer."""
+LIBCUDA = re.compile(r"/\S*/libcuda\.so\S*")
+CUDA_ERROR_NOT_INITIALIZED = 3
+MOST_PAGES_SHIFTED = 1 << 14
+_shift: list[mmap.mmap] = []
+"""Held for as long as the process lives; it is never written, so it takes addresses and no memory."""
+MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 5
+"""Descriptors: stdin, stdout, stderr, then those for commands and answers."""
+POLL_SECONDS = 0.002
+KILLED = -signal.SIGKILL
+
+
+class Forked:
+    """A trial that the server has started."""
+
+    def __init__(self, pid: int, exit_code: Callable[[int], int | None]) -> None:
+        self.pid, self._exit_code = pid, exit_code
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._exit_code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """One server for all trials of a tune. Every trial must have ended before it is closed."""
+
+    def __init__(self) -> None:
+        self.load_seconds = 0.0
+        """From its start until it could be forked."""
+        self.obstacle: str | None = None
+        """Why it is not to be forked; '' if it is, None: it has not said yet."""
+        self._asked = 0
+        self._began = time.perf_counter()
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                child_command("flatout.script.trial.fork_server", str(theirs.fileno()), str(os.getpid())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=trial_environment({}),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The parent of all that it starts."""
+        return self._process.pid
+
+    def is_ready(self) -> bool:
+        """Can it be forked? Waits until that is known."""
+        if self.obstacle is None:
+            told = self._received() or {"obstacle": "it ended", "time": self._began}
+            self.obstacle = told["obstacle"]
+            self.load_seconds = told["time"] - self._began
+        return not self.obstacle
+
+    def start(self, config: Path, streams: Sequence[IO[Any]], pipes: Sequence[int]) -> Forked | None:
+        """A trial by this file of settings; None if the server is gone. streams: its stdin, stdout and stderr; pipes:
+        those for commands and answers."""
+        given = [*(stream.fileno() for stream in streams), *pipes]
+        pid = self._answer({"config": str(config), "folder": os.getcwd()}, given)
+        if pid is None:
+            self.obstacle = "it ended"
+            return None
+        return Forked(pid, self.exit_code)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Of one that it started; None while that runs."""
+        return self._answer({"poll": pid}, otherwise=KILLED)  # the kernel ends with the server all that it has started
+
+    def close(self) -> None:
+        """End it. What it started must have ended."""
+        self.obstacle = self.obstacle or "it was closed"
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self, request: dict[str, Any], given: Sequence[int] = (), otherwise: int | None = None) -> int | None:
+        self._asked += 1
+        try:
+            socket.send_fds(self._connection, [json.dumps({**request, "number": self._asked}).encode()], given)
+            while (told := self._received()) is not None:
+                if told["number"] == self._asked:  # Ctrl-C may have left an earlier one unread
+                    answer: int | None = told["answer"]
+                    return answer
+        except OSError:
+            pass
+        return otherwise
+
+    def _received(self) -> dict[str, Any] | None:
+        message = self._connection.recv(MESSAGE_BYTES)
+        return json.loads(message) if message else None
+
+
+def main(descriptor: int, parent: int) -> NoReturn:
+    kernel.die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # killed while this process was being started
+    connection = socket.socket(fileno=descriptor)
+    obstacle, groups = "", {}
+    try:
+        groups = dict(load(MODULES[:1]))
+        threads = _threads()
+        groups |= load(MODULES[1:])
+        obstacle = _obstacle(threads)
+    except Exception as error:
+        obstacle = f"{type(error).__name__}: {error}"
+    connection.send(json.dumps({"obstacle": obstacle, "time": time.perf_counter()}).encode())
+    _serve(connection, groups)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _obstacle(threads: int) -> str:
+    """Why this process must not be forked; '' if it may. threads: those of numpy's BLAS, which survives a fork."""
+    if _threads() > threads:
+        return "importing torch starts threads here"
+    if _gpu_was_touched():
+        return "importing torch starts the GPU's driver here"
+    return ""
+
+
+def _gpu_was_touched() -> bool:
+    """Has this process called cuInit? Torch's CUDA build loads the driver's library with its own; a fork may still
+    start it, as long as the parent has not."""
+    found = LIBCUDA.search(Path("/proc/self/maps").read_text(errors="replace"))
+    if found is None:
+        return False
+    count = ctypes.c_int()
+    return bool(ctypes.CDLL(found.group()).cuDeviceGetCount(ctypes.byref(count)) != CUDA_ERROR_NOT_INITIALIZED)
+
+
+def _serve(connection: socket.socket, groups: Groups) -> NoReturn:
+    while True:
+        message, given, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        asked = json.loads(message)
+        if "poll" in asked:
+            pid, status = os.waitpid(asked["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                connection.close()
+                _become_trial(asked["config"], asked["folder"], given, groups)
+            for number in given:
+                os.close(number)
+        connection.send(json.dumps({"number": asked["number"], "answer": answer}).encode())
+
+
+def _become_trial(config: str, folder: str, given: list[int], groups: Groups) -> NoReturn:
+    try:
+        os.setsid()
+        os.chdir(folder)
+        for number, stream in enumerate(given[:STREAMS]):
+            os.dup2(stream, number)
+            os.close(stream)
+        _shift_addresses()
+        gc.collect()  # it copies pages that are shared with the server: now, and not in the script's first steps
+        settings: dict[str, Any] = json.loads(Path(config).read_text())
+        commands, answers = given[STREAMS:]
+        child.begin(settings, commands, answers, Preloaded(groups))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _shift_addresses() -> None:
+    """Where memory lies costs a few per cent for a whole run. Each new process has its own place for it, chosen by the
+    kernel; forks would all have one, and comparing several of them would tell nothing of that."""
+    pages = int.from_bytes(os.urandom(8), "little") % MOST_PAGES_SHIFTED + 1
+    _shift.append(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

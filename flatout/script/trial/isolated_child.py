@@ -1,0 +1,163 @@
+"""What the process of a trial does whatever it looks for: isolate itself, run the script, answer its parent.
+
+    child = IsolatedChild(config, write_fd)      # ends with its parent, answers in JSON lines
+    child.isolate()                              # nothing of the user's is written from here on
+    child.run(observer)                          # the script, from its first line to its end
+
+`config`: the settings that the parent wrote: `parent` (its process), `scratch`, `shared`, `isolation`, `allow_network`,
+`target`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from flatout.errors import FlatoutError
+from flatout.script.entry import Target, execute
+from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
+from flatout.script.patches import ImportWatch
+
+_leave = os._exit
+INTERRUPTED = 128 + signal.SIGINT
+MOST_ERROR_CHARACTERS = 8000
+
+Answer = dict[str, Any]
+
+
+class Observer(Protocol):
+    """Looks at the script while it runs."""
+
+    @property
+    def steps(self) -> int:
+        """That the script has made."""
+
+    def install(self) -> None:
+        """Called right before the script's first line."""
+
+    def ended(self) -> Answer | None:
+        """The script is over: what was found until then, where there is an answer to give."""
+
+
+class IsolatedChild:
+    """One such process, from its first line on."""
+
+    isolation: Isolation
+
+    def __init__(self, config: dict[str, Any], write_fd: int) -> None:
+        kernel.die_with_parent(signal.SIGKILL)
+        if os.getppid() != config["parent"]:
+            _leave(1)  # the parent was killed while this process was being started
+        self._config = config
+        self._answers = os.fdopen(write_fd, "w")
+        self.target = Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])})
+        self._error, self._note = "", ""
+        """The script's own traceback where it failed, and what of its surroundings here may have made it fail."""
+
+    def write(self, answer: Answer) -> None:
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+    def finish(self, answer: Answer) -> NoReturn:
+        """The last answer; nothing of Python's or the script's own end runs."""
+        _flush()  # whoever gets the answer may read the log
+        self.write(answer)
+        _leave(0)
+
+    def leave(self) -> NoReturn:
+        """Without an answer, because nobody waits for one."""
+        _flush()
+        _leave(0)
+
+    def isolate(self) -> None:
+        """Ends the process where that is refused, and at the script's first write where it may not write at all."""
+        try:
+            self.isolation = enter(
+                Path(self._config["scratch"]),
+                [Path(path) for path in self._config["shared"]],
+                self._config["isolation"],
+                lambda description: self.finish({"event": "stopped", "reason": description}),
+                allow_network=self._config["allow_network"],
+            )
+        except FlatoutError as error:
+            self.finish({"event": "refused", "reason": str(error)})
+        self.write({"event": "isolated", **asdict(self.isolation)})
+
+    @property
+    def torch_hooks(self) -> list[Callable[[Any], object]]:
+        """What the isolation itself has to do as soon as torch is imported."""
+        return [guard_torch] if self.isolation.mode == "guard" else []
+
+    def on_torch(self, hooks: Sequence[Callable[[Any], object]]) -> None:
+        """Call them, and those of the isolation, as soon as the script has imported torch."""
+        called = [*self.torch_hooks, *hooks]
+
+        def torch_imported(torch: Any) -> None:
+            for hook in called:
+                hook(torch)
+
+        ImportWatch({"torch": torch_imported}).install()
+
+    def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """An error of ours in it must not look like the script's."""
+
+        def call() -> None:
+            try:
+                callback()
+            except Exception as error:
+                self._fault(error)
+
+        return call
+
+    def run(self, observer: Observer) -> NoReturn:
+        """Ends with the script, one that leaves without Python's own end too; its parent has the last word on why."""
+        owner = os.getpid()
+
+        def left_at_once(status: int) -> NoReturn:
+            if os.getpid() != owner:  # a loader's worker ends so
+                _leave(status)
+            self._ended(observer, status & 255)
+
+        observer.install()
+        os._exit = left_at_once
+        sys.excepthook = self._failed
+        try:
+            status = execute(self.target)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        except FlatoutError as error:
+            self.finish({"event": "refused", "reason": str(error)})
+        self._ended(observer, status)
+
+    def _ended(self, observer: Observer, status: int) -> NoReturn:
+        try:
+            found = observer.ended()
+        except Exception as error:
+            self._fault(error)
+        if found is not None:
+            self.write(found)
+        error, note = self._error[-MOST_ERROR_CHARACTERS:], self._note
+        self.finish({"event": "ended", "status": status, "error": error, "note": note, "steps": observer.steps})
+
+    def _failed(self, kind: Any, error: Any, trace: Any) -> None:
+        self._note = explain_failure(error, self.isolation)
+        self._error = "".join(traceback.format_exception(kind, error, trace))
+        sys.stderr.write(self._error)
+
+    def _fault(self, error: Exception) -> NoReturn:
+        traceback.print_exc()
+        self.finish({"event": "fault", "reason": f"{type(error).__name__}: {error}"})
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may have closed or replaced it
+            stream.flush()
