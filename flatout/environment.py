@@ -4,6 +4,7 @@ Reading `os.environ` anywhere else is a defect: a variable that steers a program
 documented or tested. Nothing is read at import; only `use_inductor_cache` writes.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
+    FLATOUT_NO_HISTORY     where it is set, a tune reads nothing of earlier ones, and leaves nothing for later ones
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
     CUBLAS_WORKSPACE_CONFIG, PYTHONHASHSEED  what a deterministic run sets, where they are not set
     OMP_NUM_THREADS        threads for the CPU work of torch
@@ -37,6 +38,11 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "flatout"
     except RuntimeError:  # no HOME, and the user is not in the password file: containers run so
         return Path(tempfile.gettempdir()) / f"flatout-{os.getuid()}"
+
+
+def keeps_history() -> bool:
+    """May a tune read what earlier ones measured, and leave what it measured itself?"""
+    return not os.environ.get("FLATOUT_NO_HISTORY")
 
 
 def visible_cuda_devices() -> str | None:

@@ -16,6 +16,14 @@ def test_the_cache_has_one_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.cache_dir() == Path("/own")
 
 
+@pytest.mark.parametrize(("text", "keeps"), [(None, True), ("", True), ("1", False)])
+def test_a_user_may_want_no_history(monkeypatch: pytest.MonkeyPatch, text: str | None, keeps: bool) -> None:
+    monkeypatch.delenv("FLATOUT_NO_HISTORY")
+    if text is not None:
+        monkeypatch.setenv("FLATOUT_NO_HISTORY", text)
+    assert environment.keeps_history() is keeps
+
+
 @pytest.mark.parametrize(("text", "threads"), [("4", 4), ("4,2", 4), ("", None), ("many", None), ("-1", None)])
 def test_thread_counts(monkeypatch: pytest.MonkeyPatch, text: str, threads: int | None) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)

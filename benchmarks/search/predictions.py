@@ -9,6 +9,9 @@ predicted one, and was anything left out that would have been kept?
 Public scripts need checkouts (see benchmarks/scripts/README.md); without them only this project's own are searched. A
 script that --out holds already is not searched again. `--fitted NAME ...` marks those whose trials were looked at when
 the predictions were written: the others are summed up apart.
+
+Nothing that earlier tunes measured is used (see `benchmarks`). How much it helps is computed from --out: each script's
+trials, predicted once more with those of all other scripts as the history (`flatout.tuning.history`).
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.scripts.catalogue import PUBLIC_SCRIPTS
 from benchmarks.search.places import OWN, PUBLIC, place_of
+from flatout.levers.lever import Saving
+from flatout.tuning.history import Earlier, Training, corrected
 
 FITTED = (
     *("digits_mlp", "digits_cnn", "mlp 16 16", "mlp 128 64", "mlp 512 128", "cnn 16 32", "cnn 32 128", "gpt 32 8"),
@@ -102,6 +108,40 @@ def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def with_history(scripts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the same trials, each script's predicted with those of the others as what earlier tunes measured."""
+    earlier = [
+        Earlier(
+            machine="",
+            versions="",
+            training=name,
+            device=found["observed"]["device"].partition(":")[0],
+            choice=row["lever"],
+            predicted=row["predicted"][1],
+            measured=row["measured"][1],
+            low=None,
+            high=None,
+            at="2026-01-01",
+        )
+        for name, found in scripts.items()
+        for row in judged(found)
+    ]
+    rows: list[dict[str, Any]] = []
+    for name, found in scripts.items():
+        others = [one for one in earlier if one.training != name]
+        here = Training(digest=name, device=found["observed"]["device"].partition(":")[0])
+        trials = []
+        for trial in found["trials"]:
+            if trial["predicted"] is not None:
+                own = Saving(**{bound: trial["predicted"][bound] for bound in ("least", "expected", "most")})
+                trial = {**trial, "predicted": asdict(corrected(own, trial["label"], here, others))}
+            trials.append(trial)
+        # The levers' own predictions alone decide what is left out.
+        pairs = zip(judged(found), judged({"trials": trials}), strict=True)
+        rows += [{**row, "left_out": own["left_out"]} for own, row in pairs]
+    return rows
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return "no trials"
@@ -150,6 +190,8 @@ def main() -> int:
         row for name, found in document["scripts"].items() if name not in arguments.fitted for row in judged(found)
     ]
     print(f"looked at before: {summary(fitted)}\nnot looked at:    {summary(others)}")
+    print(f"all: {summary([row for found in document['scripts'].values() for row in judged(found)])}")
+    print(f"all, corrected by the trials of the other scripts: {summary(with_history(document['scripts']))}")
     return 0
 
 

@@ -16,6 +16,9 @@ def check(
         bool, typer.Option("--measure", help="Measure the ceilings and keep them (half a minute).")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --measure: in a few seconds, less surely.")] = False,
+    forget_tunes: Annotated[
+        bool, typer.Option("--forget-tunes", help="First delete what earlier tunes measured and left for later ones.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """What this machine is, how fast it can be, and what to put right.
@@ -30,6 +33,8 @@ def check(
 
     if quick and not measure:
         raise UsageError("--quick says how to measure", remedy="pass --measure too")
+    if forget_tunes:
+        _forget_tunes()
     machine = detect()
     findings = check_machine(machine, gather_facts())
     code = exit_code(findings)
@@ -41,6 +46,13 @@ def check(
     else:
         print(check_text(machine, findings))
     return code
+
+
+def _forget_tunes() -> None:
+    from flatout.tuning.history import forget_tunes
+
+    gone = forget_tunes()
+    print("no earlier tunes were kept" if gone is None else f"deleted {gone}", file=sys.stderr)
 
 
 def _measured(machine: Machine, *, quick: bool) -> Machine:

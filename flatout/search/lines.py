@@ -37,7 +37,8 @@ def _trial(trial: Trial, width: int) -> str:
     tail = f"{times:<21} {ratio_text(trial.comparison)}"
     if trial.predicted is not None:
         least, _, most = trial.predicted.ratios
-        tail += f" (predicted {least:.2f} to {most:.2f})"
+        earlier = f", {trial.predicted.earlier}" if trial.predicted.earlier else ""
+        tail += f" (predicted {least:.2f} to {most:.2f}{earlier})"
     if peaks:
         tail += f"  {peaks}"
     if trial.accuracy is not None:

@@ -98,6 +98,9 @@ class Search(ABC, Generic[C]):
         Raises BudgetSpent where it was broken off for lack of time.
         """
 
+    def after_trial(self, trial: Trial, tried: Sequence[C]) -> None:
+        """It was measured; what became of it changes nothing yet."""
+
     @abstractmethod
     def on_kept(self, wanted: Sequence[C], tried: Sequence[C]) -> None:
         """`wanted` is kept from now on."""
@@ -216,6 +219,7 @@ class Search(ABC, Generic[C]):
             self.state.take_back(gone, "dropped", f"{label} took its place")
         self.state.trials.append(trial)
         self._tried.append((trial, tried))
+        self.after_trial(trial, tried)
         if found.outcome == "kept":
             self.state.kept = list(wanted)
             self.on_kept(wanted, tried)

@@ -12,6 +12,7 @@ from flatout.plan import Plan
 from flatout.plan_choices import Exactness
 from flatout.search.search import stopped_by_interrupt
 from flatout.timing import LoadWatch
+from flatout.tuning.history import load_history
 from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.trials import Trials
@@ -52,11 +53,15 @@ def search_and_prove(
     """`limits.deadline` is the whole budget. Ctrl-C ends the search alone, unless a plan is only verified."""
     deadline = limits.deadline
     mine = replace(limits, deadline=deadline.reserving(deadline.budget_seconds * PROOF_SHARE))
-    search = TrainingSearch(trials, machine, levers, mine, progress)
+    history = load_history(machine)
+    search = TrainingSearch(trials, machine, levers, mine, progress, history)
     load = LoadWatch()
     with stopped_by_interrupt(search.stop, progress) if limits.only is None else contextlib.nullcontext():
         with deadline.stage("the search"):
-            state = search.run()
+            try:
+                state = search.run()
+            finally:
+                history.save()
         state.warnings += busy(load, "the search")
         if state.stopped_after_seconds is not None:
             step_seconds = state.first_observed.step_seconds or 0.0
@@ -64,9 +69,8 @@ def search_and_prove(
             deadline = deadline.within(max(PATIENCE * needed, PATIENCE_SECONDS))
         verifier = Verifier(trials, state, deadline, progress, limits.exactness)
         proof, final = verifier.run()
-    return Found(
-        state=state, proof=proof, final=final, verifier=verifier, warnings=(*state.warnings, *verifier.warnings)
-    )
+    warnings = (*state.warnings, *verifier.warnings, *filter(None, [history.warning]))
+    return Found(state=state, proof=proof, final=final, verifier=verifier, warnings=warnings)
 
 
 def plan_of(found: Found, machine: Machine) -> Plan:

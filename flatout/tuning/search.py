@@ -1,7 +1,8 @@
 """The search for the levers that help a training: of a script, or of a TrainStep; in one live process where possible.
 
-What may save most of a step per second of trial comes first. A lever is switched on and off between windows of steps;
-one that holds from a process's start has a process of its own. See `flatout.search`.
+What may save most of a step per second of trial comes first, as levers predict and earlier tunes measured. A lever is
+switched on and off between windows of steps; one that holds from a process's start has a process of its own. See
+`flatout.search`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from flatout.plan_choices import Exactness
 from flatout.script.trial.answers import TrialEnded, TrialHangs, TrialStopped, explain_end
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import Progress, Proposal, Search
-from flatout.search.trial import Measured, Outcome
+from flatout.search.trial import Measured, Outcome, Trial
 from flatout.statistics import Comparison
 from flatout.tuning.fitting import Fit, combinations, fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
+from flatout.tuning.history import History, Training
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow
 from flatout.tuning.trials import RunningTrial, Trials
@@ -83,10 +85,12 @@ class TrainingSearch(Search[Choice]):
         levers: Sequence[Lever],
         limits: SearchLimits,
         progress: Progress = lambda text: None,
+        history: History | None = None,
     ) -> None:
         super().__init__(SearchState(total_steps=limits.total_steps), limits.deadline, progress)
         self.trials = trials
         self.machine, self.levers, self.limits = machine, levers, limits
+        self._history = history or History()
         self._process: RunningTrial | None = None
         self._process_has: list[Choice] = []
         """What holds from the start of that process."""
@@ -131,12 +135,24 @@ class TrainingSearch(Search[Choice]):
             wanted = dict(asked)[lever.plan_field]
             values = (wanted,) if wanted in values else ()
             reason = f"{lever.plan_field} = {wanted!r} is none of what is tried here: {found.values}"
-        return Proposal(label=name, candidates=tuple(Choice(lever, value) for value in values), reason=reason)
+        candidates = [Choice(lever, value) for value in values]
+        candidates.sort(key=lambda one: -self._saving(one).expected)
+        return Proposal(label=name, candidates=tuple(candidates), reason=reason)
+
+    def _saving(self, choice: Choice) -> Saving:
+        own = choice.lever.saving(self.machine, self.state.observed)
+        return self._history.corrected(own, choice.label, self._training)
+
+    @property
+    def _training(self) -> Training:
+        state = self.state
+        return Training.of(self.trials.kind, state.loop, state.first_observed, state.observed.device)
 
     def promise(self, name: str) -> tuple[bool, float]:
         lever = self._lever(name)
-        found = saving_per_second(lever, self.machine, self.state.observed, self.state.restart_seconds)
-        return lever.comes_first, found
+        best = [self._saving(one).expected for one in self.proposal(name).candidates[:1]]
+        expected = best[0] if best else lever.saving(self.machine, self.state.observed).expected
+        return lever.comes_first, saving_per_second(lever, expected, self.state.observed, self.state.restart_seconds)
 
     def bundle(self) -> tuple[Choice, ...]:
         """Levers that are predicted to help, and quick to switch, where trying each would take longer than there is."""
@@ -144,15 +160,18 @@ class TrainingSearch(Search[Choice]):
         seconds = TRIALS_COST * self.usual_trial_seconds * len(offered)
         if self.limits.only is not None or seconds < self._remaining():
             return ()
-        return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice.lever))
+        return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice))
 
-    def _belongs_in_a_bundle(self, lever: Lever) -> bool:
+    def _belongs_in_a_bundle(self, choice: Choice) -> bool:
+        lever = choice.lever
         quick = lever.switch == "live" and not lever.compiles
-        saving = lever.saving(self.machine, self.state.observed)
-        return quick and lever.aim == "time" and saving.expected >= BUNDLE_SAVING
+        return quick and lever.aim == "time" and self._saving(choice).expected >= BUNDLE_SAVING
 
     def predicted(self, tried: Sequence[Choice]) -> Saving | None:
-        return tried[0].lever.saving(self.machine, self.state.observed) if len(tried) == 1 else None
+        return self._saving(tried[0]) if len(tried) == 1 else None
+
+    def after_trial(self, trial: Trial, tried: Sequence[Choice]) -> None:
+        self._history.note(trial, self._training)
 
     def _lever(self, name: str) -> Lever:
         return next(lever for lever in self.levers if lever.name == name)

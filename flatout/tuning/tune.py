@@ -62,7 +62,8 @@ def tune(
 
     A step is tried on copies of its model, optimizer and loss, without its schedule: they stay as they are, and so do
     the generators of random numbers. Of `batches` the first 64 are read (or 256 MiB of them), and trained on again and
-    again, so that loading is not part of it. A script runs in trials that change none of its files.
+    again, so that loading is not part of it. A script runs in trials that change none of its files. What earlier tunes
+    measured on this machine decides what is tried first, and this one adds to it (not with FLATOUT_NO_HISTORY=1).
 
     Returns a StepTuning or a TuneResult, both with `plan`, `proof` and the trials. Raises UsageError for what cannot be
     tuned, and what the step or the script raises by itself.

@@ -36,9 +36,11 @@ def least_trial_seconds(observed: Observed) -> float:
     return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
 
 
-def saving_per_second(lever: Lever, machine: Machine, observed: Observed, restart_seconds: float) -> float:
-    """What it is predicted to save of a step as it is now, per second of its trial."""
+def saving_per_second(lever: Lever, expected: float, observed: Observed, restart_seconds: float) -> float:
+    """What is expected to be saved of a step, per second of the lever's trial. What is expected to cost time comes
+    after all that saves some, and first what is soon tried."""
     seconds = least_trial_seconds(observed)
     if lever.switch != "live":
         seconds += restart_seconds
-    return lever.saving(machine, observed).expected / (seconds + lever.compiles * COMPILE_SECONDS)
+    seconds += lever.compiles * COMPILE_SECONDS
+    return expected / seconds if expected > 0 else expected * seconds

@@ -57,6 +57,19 @@ def test_a_cache_that_cannot_be_written_spoils_nothing(
     assert "cannot keep the ceilings" in shown.err
 
 
+def test_what_earlier_tunes_measured_is_deleted_on_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    kept = tmp_path / "cache" / "tunes.json"
+    kept.parent.mkdir()
+    kept.write_text("{}")
+    main(["check", "--json", "--forget-tunes"])
+    shown = capsys.readouterr()
+    assert not kept.exists()
+    assert shown.err == f"deleted {kept}\n"
+    assert json.loads(shown.out)["flatout"]["document"] == "check"
+    main(["check", "--forget-tunes"])
+    assert capsys.readouterr().err == "no earlier tunes were kept\n"
+
+
 def test_quick_alone_means_nothing() -> None:
     with pytest.raises(UsageError, match="pass --measure too"):
         main(["check", "--quick"])

@@ -77,10 +77,19 @@ def test_page_faults_cost_what_they_cost_here(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_device_is_decided_first_and_then_by_what_is_saved_per_second() -> None:
     assert [one.name for one in LEVERS if one.comes_first] == ["moved to the GPU"]
-    quick = saving_per_second(lever("optimizer"), CPU, STEP, 1.0)
-    assert quick > saving_per_second(lever("torch.compile"), CPU, STEP, 1.0) > 0
+    quick = promised("optimizer", STEP)
+    assert quick > promised("torch.compile", STEP) > 0
     more = {**STEP.breakdown_seconds, "optimizer": 0.004}
-    assert saving_per_second(lever("optimizer"), CPU, replace(STEP, breakdown_seconds=more), 1.0) > quick
+    assert promised("optimizer", replace(STEP, breakdown_seconds=more)) > quick
+
+
+def promised(name: str, seen: Observed) -> float:
+    return saving_per_second(lever(name), lever(name).saving(CPU, seen).expected, seen, 1.0)
+
+
+def test_what_is_expected_to_cost_time_comes_last_and_then_the_shortest_trial_first() -> None:
+    costs = [saving_per_second(lever(name), -0.1, STEP, 1.0) for name in ("optimizer", "torch.compile")]
+    assert promised("torch.compile", STEP) > costs[0] > costs[1]
 
 
 def test_ratios_of_savings() -> None:

@@ -1,0 +1,281 @@
+"""What tunes on this machine measured before, kept in one small file: it makes the predictions of later tunes better.
+
+Each trial of one lever leaves the ratio that was predicted and the one that was measured, beside a digest of what
+trained: nothing of the user's code, data or paths. A later tune with the same versions predicts by it:
+
+    the same choice, the same training     what was measured takes the place of the prediction
+    the same choice, other trainings       the prediction is shifted by how far off it was there, shrunk towards none
+
+It decides what is tried first. What is left out because it cannot pay is left out by the lever's own prediction.
+
+    history = load_history(machine)
+    TrainingSearch(trials, machine, levers, limits, progress, history).run()
+    history.save()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flatout import __version__, environment
+from flatout.errors import MachineError
+from flatout.levers.lever import Saving, times_as_fast
+from flatout.levers.observed import Observed
+from flatout.machine.description import Machine
+from flatout.search.trial import Trial
+from flatout.statistics import median
+
+SCHEMA = 1
+"""Of the file; one with a higher number was written by a newer Flatout, and is left as it is."""
+MOST_TRIALS = 500
+"""The oldest go first."""
+REPEAT_ERROR = 0.15
+"""Logarithm: an interval measured in one tune, widened by so much, held 95 % of the ratios that other tunes of the same
+script measured (450 pairs of trials in benchmarks/results/scripts_tune_*.json and search_predictions_*.json)."""
+SHRINKAGE = 2.0
+"""A shift is the sum of the errors on n other trainings over n plus this. `python -m benchmarks.search.predictions`
+predicts each script by the trials of the others: of 0 to 16 this left the smallest mean square error."""
+LOCK_SECONDS = 1.0
+"""Another tune that ends holds the lock for milliseconds."""
+FORGET = "flatout check --forget-tunes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What trained, as far as two tunes can tell whether it was the same."""
+
+    digest: str
+    device: str
+    """'cpu' or 'cuda'."""
+
+    @classmethod
+    def of(cls, kind: str, loop: str | None, first: Observed, device: str) -> Training:
+        """`first`: as it was before anything was kept; `device`: where it trains now."""
+        flops = None if first.flops_per_step is None else f"{first.flops_per_step:.1e}"
+        sizes = [one.batch_size for one in first.loaders]
+        parts = (kind, loop, sizes, flops, first.threads, device := device.partition(":")[0])
+        return cls(digest=hashlib.sha256(repr(parts).encode()).hexdigest()[:16], device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """One trial of one lever in an earlier tune. Ratios are times as fast."""
+
+    machine: str
+    """Its fingerprint."""
+    versions: str
+    training: str
+    device: str
+    choice: str
+    """The lever with its value, as a report calls it."""
+    predicted: float
+    """By the lever alone, without history."""
+    measured: float
+    low: float | None
+    """Of the interval; None: there were too few pairs for one."""
+    high: float | None
+    at: str
+    """ISO 8601, UTC."""
+
+    def __post_init__(self) -> None:
+        texts = (self.machine, self.versions, self.training, self.device, self.choice)
+        ratios = (self.predicted, self.measured, self.low or self.measured, self.high or self.measured)
+        if not all(isinstance(text, str) for text in texts) or not all(0 < ratio < math.inf for ratio in ratios):
+            raise ValueError("not a trial")
+        datetime.fromisoformat(self.at)
+
+    @property
+    def error(self) -> float:
+        """Logarithm of the measured over the predicted ratio."""
+        return math.log(self.measured / self.predicted)
+
+
+class History:
+    """The trials of earlier tunes, and those of this one, which change no prediction of its own."""
+
+    def __init__(self, machine: Machine | None = None, path: Path | None = None) -> None:
+        """`path` None: nothing is known, and nothing is kept."""
+        self.warning = ""
+        """Why it is not read or not kept, in one line."""
+        self._path, self._new = path, list[Earlier]()
+        self._fingerprint = machine.fingerprint if machine else ""
+        self._versions = f"torch {machine.versions.torch}, flatout {__version__}" if machine else ""
+        found = self._read() if path is not None else []
+        mine = (self._fingerprint, self._versions)
+        self._known = [one for one in found if (one.machine, one.versions) == mine]
+
+    def corrected(self, own: Saving, choice: str, training: Training) -> Saving:
+        """What a lever predicts by itself, as earlier tunes correct it."""
+        return corrected(own, choice, training, self._known)
+
+    def note(self, trial: Trial, training: Training) -> None:
+        """A trial of one lever; of a comparison that failed nothing is kept."""
+        found, predicted = trial.comparison, trial.predicted
+        if self._path is None or found is None or predicted is None or trial.outcome == "failed":
+            return
+        expected = predicted.expected if predicted.own_expected is None else predicted.own_expected
+        known = found.has_interval and found.low > 0
+        with contextlib.suppress(ValueError):  # a ratio that says nothing: a clock stood still
+            self._new.append(
+                Earlier(
+                    machine=self._fingerprint,
+                    versions=self._versions,
+                    training=training.digest,
+                    device=training.device,
+                    choice=trial.label,
+                    predicted=times_as_fast(expected),
+                    measured=found.ratio,
+                    low=found.low if known else None,
+                    high=found.high if known else None,
+                    at=datetime.now(UTC).isoformat(timespec="seconds"),
+                )
+            )
+
+    def save(self) -> None:
+        """Add the trials of this tune to the file; a reader sees the old file or the new one. Never fails: `warning`
+        says why nothing was kept."""
+        new, self._new = self._new, []
+        if self._path is None or not new:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self._path.parent):
+                trials = [*self._read(), *new][-MOST_TRIALS:]  # read again: another tune may have ended since
+                if self._path is not None:
+                    _write(self._path, trials)
+        except OSError as error:
+            self._warn(f"cannot be kept in {self._path}: {error.strerror}")
+
+    def _read(self) -> list[Earlier]:
+        """What the file holds. One that cannot be read is begun anew; one that may not be overwritten is left alone."""
+        assert self._path is not None
+        try:
+            return _trials(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._warn(f"cannot be read from {self._path}: {error.strerror}")
+        except MachineError as newer:
+            self._warn(f"is not used: {self._path} {newer}")
+            self._path = None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self._warn(f"is not used: {self._path} is damaged, and is begun anew")
+        return []
+
+    def _warn(self, why: str) -> None:
+        self.warning = self.warning or f"what earlier tunes measured {why}"
+
+
+def load_history(machine: Machine) -> History:
+    """Of the tunes on this machine with these versions; empty where the user wants none."""
+    return History(machine, _file()) if environment.keeps_history() else History()
+
+
+def forget_tunes() -> Path | None:
+    """Delete what tunes measured; the file that is gone, None where there was none. Raises MachineError."""
+    path = _file()
+    try:
+        with _locked(path.parent):
+            path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise MachineError(f"cannot delete {path}: {error.strerror}", remedy="delete it yourself") from error
+    return path
+
+
+def corrected(own: Saving, choice: str, training: Training, known: Sequence[Earlier]) -> Saving:
+    """`own`: what the lever predicts by itself. See the top of this file."""
+    same = [one for one in known if (one.choice, one.device) == (choice, training.device)]
+    here = [one for one in same if one.training == training.digest]
+    return _as_measured(own, here) if here else _shifted(own, same)
+
+
+def _as_measured(own: Saving, here: Sequence[Earlier]) -> Saving:
+    """The median, with an interval that holds all theirs; where one has none, the lever's own as well."""
+    least, _, most = own.ratios
+    low = min(one.low or min(one.measured, least) for one in here) / math.exp(REPEAT_ERROR)
+    high = max(one.high or max(one.measured, most) for one in here) * math.exp(REPEAT_ERROR)
+    ratio, last = median([one.measured for one in here]), max(one.at for one in here)[:10]
+    said = f"measured x{ratio:.2f} here on {last}"
+    if len(here) > 1:
+        said = f"measured x{ratio:.2f} here, the median of {len(here)}, last on {last}"
+    return _from_ratios(own, (low, ratio, high), said)
+
+
+def _shifted(own: Saving, others: Sequence[Earlier]) -> Saving:
+    """The same interval, as wide as it was, further up or down."""
+    errors: dict[str, list[float]] = {}
+    for one in others:
+        errors.setdefault(one.training, []).append(one.error)
+    factor = math.exp(sum(sum(some) / len(some) for some in errors.values()) / (len(errors) + SHRINKAGE))
+    if f"{factor:.2f}" == "1.00":
+        return own
+    least, expected, most = (factor * ratio for ratio in own.ratios)
+    trainings = f"{len(errors)} other training{'s' * (len(errors) != 1)}"
+    return _from_ratios(own, (least, expected, most), f"shifted x{factor:.2f} by {trainings}")
+
+
+def _from_ratios(own: Saving, ratios: tuple[float, float, float], said: str) -> Saving:
+    least, expected, most = (1 - 1 / ratio for ratio in ratios)
+    return replace(own, least=least, expected=expected, most=most, own_expected=own.expected, earlier=said)
+
+
+# the file
+
+
+def _file() -> Path:
+    return environment.cache_dir() / "tunes.json"
+
+
+def _trials(text: str) -> list[Earlier]:
+    """Raises MachineError for a file of a newer Flatout, other errors for what is no such file."""
+    document: dict[str, Any] = json.loads(text)
+    if document["schema"] > SCHEMA:
+        newer = f"was written by a newer Flatout (schema {document['schema']}; this one reads {SCHEMA})"
+        raise MachineError(newer, remedy=f"upgrade Flatout, or delete it: {FORGET}")
+    return [Earlier(**trial) for trial in document["trials"]]
+
+
+def _write(path: Path, trials: Sequence[Earlier]) -> None:
+    document = {"schema": SCHEMA, "trials": [asdict(trial) for trial in trials]}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".tunes-", delete=False, encoding="utf-8") as file:
+        try:
+            json.dump(document, file, indent=0)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two tunes that end at once add to the file in turn. Where there are no locks, or somebody stopped in the middle,
+    it goes on without: the file stays whole, and the trials of one may be lost."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    until = time.monotonic() + LOCK_SECONDS
+    try:
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
