@@ -76,8 +76,8 @@ class Session:
         """
         if self._recorder is not None and self._task is not None and self._recorder.steps:
             self._write({"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()})
-        end = {"event": "ended", "status": status, "error": error, "note": note, "steps": self.watch.steps}
-        self._write({**end, **self._state()})
+        steps = {"steps": self.watch.steps, "script_steps": self.watch.finder.steps}
+        self._write({"event": "ended", "status": status, "error": error, "note": note, **steps, **self._state()})
 
     def _boundary_guarded(self) -> None:
         """An error of ours must not look like the script's."""
