@@ -13,6 +13,7 @@ from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.search.lines import not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
 from flatout.timing import measurement
+from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit, fit_lines
 from flatout.tuning.results import proof_lines
 from flatout.tuning.script_tuning import TuneResult
@@ -28,6 +29,7 @@ SMALLEST_SHARE_SHOWN = 0.005
 def tune_text(result: TuneResult) -> str:
     """The whole result on one screen."""
     rows = [("machine", machine_line(result.machine)), ("script", _script(result))]
+    rows += [("", line) for line in _whole_runs(result.state.few_steps)]
     fit = result.state.fit
     weighed = [] if fit is None else fit.trials
     rows += labelled("to fit", trial_lines(weighed))
@@ -79,6 +81,15 @@ def _script(result: TuneResult) -> str:
     return " · ".join(filter(None, parts))
 
 
+def _whole_runs(few: FewSteps | None) -> list[str]:
+    if few is None:
+        return []
+    return [
+        f"{few.steps} steps, too few to switch levers within a run: whole runs were compared, each over its last "
+        f"{few.compared} steps, those with levers on, and with what levers cost to start; times are of a mean step"
+    ]
+
+
 def counted_by(seen: Observed | None) -> str:
     """Which optimizer's steps are counted; '' where there is but one."""
     optimizers = len(seen.optimizers) if seen is not None else 0
@@ -104,7 +115,10 @@ def _result(result: TuneResult) -> str:
         return "kept levers were faster one by one, but the whole could not be measured afresh"
     final = result.final.comparison
     times = f"{format_seconds(result.final.baseline_seconds)} -> {format_seconds(result.final.candidate_seconds)}"
-    speed = f"{ratio_text(final)} ({times}, fresh processes, {final.pairs} window pairs)"
+    pairs = f"{final.pairs} window pairs"
+    if result.state.few_steps is not None:
+        times, pairs = f"{times} a step", f"{final.pairs} pairs of whole runs"
+    speed = f"{ratio_text(final)} ({times}, fresh processes, {pairs})"
     if final.verdict != "faster":
         speed += f", {final.verdict}"
     return f"{speed} · {_share(result, result.final.candidate_seconds)}"
@@ -114,8 +128,11 @@ def _whole_run(whole: WholeRun | None) -> list[str]:
     """Start-up, and what is left of the gain after it."""
     if whole is None:
         return []
-    parts = f"{format_seconds(whole.own_start_seconds)} for Flatout, {format_seconds(whole.lever_start_seconds)} levers"
-    text = f"start-up {format_seconds(whole.own_start_seconds + whole.lever_start_seconds)} ({parts})"
+    own, levers = whole.own_start_seconds, whole.lever_start_seconds
+    text = f"start-up {format_seconds(own)} for Flatout"
+    if levers is not None:
+        parts = f"{format_seconds(own)} for Flatout, {format_seconds(levers)} levers"
+        text = f"start-up {format_seconds(own + levers)} ({parts})"
     if whole.payoff_steps is not None:
         text += f", earned back after {whole.payoff_steps:,} steps"
     if whole.steps is None or whole.plain_seconds is None or whole.planned_seconds is None:
@@ -146,6 +163,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
         "whole_run": None if result.whole is None else asdict(result.whole),
         "isolation": result.state.isolation,
         "total_steps": result.state.total_steps,
+        "few_steps": None if result.state.few_steps is None else asdict(result.state.few_steps),
         "seconds": result.seconds,
         "warnings": list(result.warnings),
     }

@@ -46,6 +46,10 @@ class MemoryWatch:
     def steps(self) -> int:
         return self.watch.steps
 
+    @property
+    def script_steps(self) -> int:
+        return self.watch.finder.steps
+
     def install(self) -> None:
         self._child.on_torch([self._torch_imported])
 

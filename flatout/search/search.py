@@ -136,6 +136,11 @@ class Search(ABC, Generic[C]):
         return None
 
     @property
+    def pairs_of(self) -> str:
+        """What is compared, in pairs."""
+        return "windows"
+
+    @property
     def usual_trial_seconds(self) -> float:
         """Where none was made yet."""
         return 1.0
@@ -322,7 +327,7 @@ class Search(ABC, Generic[C]):
         faster, paying = comparison.verdict == "faster", pays(payoff, self.total)
         return Measured(
             outcome="kept" if faster and paying else "dropped",
-            reason=(cost or "faster") if faster else _why_not_faster(comparison, least_gain),
+            reason=(cost or "faster") if faster else _why_not_faster(comparison, least_gain, self.pairs_of),
             baseline_seconds=seconds[0],
             candidate_seconds=seconds[1],
             comparison=comparison,
@@ -397,11 +402,11 @@ def _ratio(trial: Trial) -> float:
     return trial.comparison.ratio if trial.comparison else 0.0
 
 
-def _why_not_faster(found: Comparison, least_gain: float) -> str:
+def _why_not_faster(found: Comparison, least_gain: float, pairs_of: str) -> str:
     if found.verdict == "slower":
         return "slower"
     if found.verdict == "faster":
         return f"the gain is below {least_gain:.0%}"
     if found.ratio < 1:
-        return f"not significant: not faster in {found.pairs} pairs of windows"
+        return f"not significant: not faster in {found.pairs} pairs of {pairs_of}"
     return f"not significant: {found.reason}"

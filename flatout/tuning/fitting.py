@@ -200,6 +200,15 @@ def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offer
     return ScriptError(wanted, limit=limit, remedy=smaller)
 
 
+def too_few_to_fit(name: str, steps: int) -> ScriptError:
+    """Where a script's runs are compared whole."""
+    return ScriptError(
+        f"{name} has {steps} steps",
+        limit="--fit weighs what saves memory by several steps of one run",
+        remedy="let it make more while it is tuned, with its own options, or tune it without --fit",
+    )
+
+
 def fit_lines(found: Fit) -> list[str]:
     """For people: before and after, and whether that is what was asked for."""
     limit, plain = format_bytes(found.limit_bytes), format_bytes(found.plain_bytes)

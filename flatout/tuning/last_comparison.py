@@ -6,6 +6,8 @@ is measured for as long as it took to start. The interval covers the variation b
 and the variation between pairs: memory placement costs a few per cent for a whole run, and far more in scripts with
 large temporary tensors.
 
+Of a script with few steps whole runs are compared: each pair of processes gives one pair of runs.
+
 Two or three pairs are too few to estimate that variance, so it is shrunk towards a typical one, as in a moderated
 t-test (Smyth 2004, doi:10.2202/1544-6115.1027), unless they contradict it.
 """
@@ -21,6 +23,7 @@ from flatout.levers.lever import Choice, split_by_switch
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.statistics import Comparison, compare_paired, median, student_95
+from flatout.tuning.few_steps import FewSteps, pair_of_runs, pairing_of_runs
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
 
@@ -45,11 +48,17 @@ Pairs = list[tuple[float, float]]
 
 
 def compare_in_fresh_processes(
-    trials: Trials, choices: Sequence[Choice], pace: Pace, deadline: Deadline, seconds: float
+    trials: Trials,
+    choices: Sequence[Choice],
+    pace: Pace,
+    deadline: Deadline,
+    seconds: float,
+    few: FewSteps | None = None,
 ) -> Pairing:
     """Takes about `seconds`, or what `deadline` leaves if that is more, until the interval is narrow.
 
-    It takes longer where starts or steps are so long that fewer windows would say nothing.
+    It takes longer where starts or steps are so long that fewer windows would say nothing. few: the script's length,
+    where whole runs are compared; the length of windows does not matter then.
 
     Raises TrialError if a process fails, TrialEnded if the script is too short even for windows of one step.
     """
@@ -59,6 +68,7 @@ def compare_in_fresh_processes(
         most_pairs=MOST_WINDOWS,
         stops_when_decided=False,
     )
+    least = 1 if few is None else few.pace.least_pairs
     groups: list[Pairs] = []
     last: Pairing | None = None
     began = deadline.elapsed_seconds
@@ -66,10 +76,13 @@ def compare_in_fresh_processes(
     for number in range(MOST_PROCESS_PAIRS):
         pairs: Pairs = []
         wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
-        last, pace = _one_pair_of_processes(trials, choices, pace, deadline, left, wanted, pairs)
+        if few is None:
+            last, pace = _one_pair_of_processes(trials, choices, pace, deadline, left, wanted, pairs)
+        else:
+            last = _one_pair_of_runs(trials, choices, few, deadline, number, pairs)
         groups.append(pairs)
         spent = deadline.elapsed_seconds - began
-        if spent + spent / len(groups) > available:
+        if spent + spent / len(groups) > available and len(groups) >= least:
             break
         if _is_narrow(comparison_of_groups(groups, pace.least_gain), len(groups)):
             break
@@ -86,13 +99,20 @@ def compare_in_fresh_processes(
 
 
 def least_seconds(
-    step_seconds: float, restart_seconds: float, trials: Trials, levers_start_seconds: float = 0.0
+    step_seconds: float,
+    restart_seconds: float,
+    trials: Trials,
+    levers_start_seconds: float = 0.0,
+    few: FewSteps | None = None,
 ) -> float:
     """What it takes until there is an interval that says something of a large gain, from as few pairs of processes as
     can differ.
 
-    levers_start_seconds: what turning the levers on takes (compilation).
+    levers_start_seconds: what turning the levers on takes (compilation). few: as for the comparison.
     """
+    if few is not None:
+        pair_seconds = few.pair_seconds(step_seconds, restart_seconds)
+        return max(WANTED_PROCESS_PAIRS, few.pace.least_pairs) * (pair_seconds + levers_start_seconds)
     pace = Pace.for_step(step_seconds, seconds=0.0)
     steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * pace.pair_steps
     starting = restart_seconds * (1 if trials.starts_overlap else 2)
@@ -143,6 +163,24 @@ def _is_narrow(found: Comparison, pairs: int) -> bool:
 
 def _compared(pairs: Pairs, least_gain: float) -> Comparison:
     return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=least_gain)
+
+
+@contextlib.contextmanager
+def _fresh_run(trials: Trials, choices: Sequence[Choice]) -> Iterator[Arm]:
+    """One, at its first step, and watched as `flatout run` watches the first steps."""
+    from_start, live = split_by_switch(choices)
+    with trials.trial(from_start, label="planned" if choices else "plain") as fresh:
+        fresh.start()
+        yield Arm(fresh, live)
+
+
+def _one_pair_of_runs(
+    trials: Trials, choices: Sequence[Choice], few: FewSteps, deadline: Deadline, number: int, pairs: Pairs
+) -> Pairing:
+    with deadline.stage("the last comparison"):
+        plain, planned = (lambda: _fresh_run(trials, ())), (lambda: _fresh_run(trials, choices))
+        pairs.append(pair_of_runs(plain, planned, few, number))
+    return pairing_of_runs(pairs, few.pace)
 
 
 def _one_pair_of_processes(

@@ -59,6 +59,8 @@ REDUCED_GRADIENT_ANYWHERE = 0.5
 STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
 """A step whose loss differs by so many times the median, and by this share of the level, is another step."""
 STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
+LEAST_LOSSES = 4
+"""Steps whose losses say whether a run left to itself comes down as a plain one does."""
 LEAST_STRETCHES = 3
 """Of fewer, nobody can say which is usual: then the noise of the gradients is the only measure."""
 WAY_FACTOR, WAY_LEAST = 6.0, 0.05
@@ -154,7 +156,7 @@ def drifts(plain: Numerics, coarse: Numerics, free: Numerics) -> str | None:
         return reason
     found = late_differences(plain, free)
     if not found:
-        return "there are no losses to compare, and the gradients differ by more than rounding"
+        return f"there are no losses of {LEAST_LOSSES} steps to compare, and the gradients differ by more than rounding"
     for stream, own in zip(found, late_differences(plain, coarse) or [[0.0]] * len(found), strict=True):
         spread = math.sqrt(sum(value**2 for value in own) / len(own))
         mean = sum(stream) / len(stream)
@@ -194,7 +196,7 @@ def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:
     found = []
     for pairs in streams:
         half = pairs[len(pairs) // 2 :]
-        if len(pairs) < 4:
+        if len(pairs) < LEAST_LOSSES:
             continue
         level = sum(abs(x) for x, _ in half) / len(half)
         centre = sum(x for x, _ in half) / len(half)
@@ -376,9 +378,12 @@ def _way_beyond_gradients(checked: Numerics) -> str | None:
 
 
 def _stretches(checked: Numerics) -> dict[int, float]:
-    """Check step -> how far the weights came from the plain run's way since the check before, as a share of it."""
+    """Check step -> how far the weights came from the plain run's way since the check before, as a share of it. Not
+    where that was one step, made from the plain run's gradients."""
     shares = {}
-    for check in checked.checks[1:]:
+    for before, check in itertools.pairwise(checked.checks):
+        if before.replaced and check.step == before.step + 1:
+            continue
         moved = math.sqrt(sum(drift.moved**2 for drift in check.drift))
         if moved:
             shares[check.step] = math.sqrt(sum(drift.error**2 for drift in check.drift)) / moved

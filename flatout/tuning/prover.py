@@ -25,6 +25,7 @@ from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
+from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.results import Claim, Proof, ProofVerdict
 from flatout.tuning.trials import RunningTrial, Trials
@@ -63,12 +64,18 @@ class Pattern:
     """Steps after which the script ends; None: not known."""
     epoch_steps: int | None = None
     """Of one pass over the training loader; None: there is no loader, or its length is unknown."""
+    few: FewSteps | None = None
+    """The script's length, where it is so short that all of its steps are recorded."""
 
 
 def least_seconds(pattern: Pattern, trials: Trials) -> float:
     """What a proof takes, as a rule, where it is as short as it may be."""
     starting = pattern.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
-    return USUAL_RUNS * (starting + RECORDING_FACTOR * LEAST_STEPS * pattern.step_seconds)
+    steps, runs = LEAST_STEPS, USUAL_RUNS
+    if pattern.few is not None:
+        steps = pattern.few.compared
+        runs -= steps < judge.LEAST_LOSSES  # nothing is tried that is 'reduced'
+    return runs * (starting + RECORDING_FACTOR * steps * pattern.step_seconds)
 
 
 class Prover:
@@ -274,8 +281,7 @@ class Prover:
     ) -> Numerics:
         """`then`: the levers of the run that will probably be recorded next; None: not known."""
         assert self._steps is not None
-        count = max(1, min(CHECKS, self._steps // STEPS_A_CHECK))
-        checks = tuple(i * self._steps // count for i in range(count))
+        checks = self._check_steps(self._steps)
         request = NumericsRequest(steps=self._steps, role=role, folder=str(self._folder), checks=checks, nudge=nudge)
         from_start, live = split_by_switch(choices)
         process, alone = self._spawned(from_start, then)
@@ -288,6 +294,14 @@ class Prover:
                     raise
         self._drop_the_one_ahead()
         return self._record(choices, role=role, nudge=nudge)  # two at once may need more memory than there is
+
+    def _check_steps(self, steps: int) -> tuple[int, ...]:
+        """Of few steps every second, so that between two of them a step is made from a run's own state, and the last,
+        whose update shows nowhere else."""
+        if self._pattern.few is not None:
+            return tuple(sorted({*range(0, steps, 2), steps - 1}))
+        count = max(1, min(CHECKS, steps // STEPS_A_CHECK))
+        return tuple(i * steps // count for i in range(count))
 
     def _spawned(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[RunningTrial, bool]:
         """(the process for a run, whether no other one runs beside it)"""
@@ -312,6 +326,8 @@ class Prover:
     def _wanted_steps(self, choices: Sequence[Choice]) -> int:
         """As many as the claims want and the time affords; two epochs where that is possible."""
         pattern = self._pattern
+        if pattern.few is not None:
+            return pattern.few.compared
         claims = {choice.exactness for choice in choices}
         wanted = max(WANTED_STEPS[claim] for claim in claims) if claims else WANTED_STEPS["rounding"]
         if pattern.epoch_steps:

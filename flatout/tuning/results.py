@@ -13,6 +13,7 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.plan_choices import Exactness
 from flatout.search.trial import Record
+from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
 
 ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistical", "rejected"]
@@ -87,6 +88,8 @@ class SearchState(Record[Choice]):
     loop: str | None = None
     """What trains, as the first plain step showed it."""
     total_steps: int | None = None
+    few_steps: FewSteps | None = None
+    """The script's length, where it is so short that whole runs are compared."""
     isolation: dict[str, Any] = field(default_factory=dict)
     startup_seconds: float | None = None
     """Of the script in a new process, until its first certain step."""

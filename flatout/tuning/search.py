@@ -1,13 +1,14 @@
 """The search for the levers that help a training: of a script, or of a TrainStep; in one live process where possible.
 
 What may save most of a step per second of trial comes first, as levers predict and earlier tunes measured. A lever is
-switched on and off between windows of steps; one that holds from a process's start has a process of its own. See
-`flatout.search`.
+switched on and off between windows of steps; one that holds from a process's start has a process of its own; of a
+script with few steps, whole runs are compared (`few_steps`). See `flatout.search`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,16 +18,25 @@ from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness
-from flatout.script.trial.answers import TrialEnded, TrialHangs, TrialStopped, explain_end
+from flatout.script.trial.answers import (
+    FEWEST_TO_PROVE,
+    Peak,
+    TrialEnded,
+    TrialHangs,
+    TrialStopped,
+    explain_end,
+    explain_stop,
+)
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome, Trial
 from flatout.statistics import Comparison
-from flatout.tuning.fitting import Fit, combinations, fit
+from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compare_whole_runs, few_steps
+from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.history import History, Training
 from flatout.tuning.results import SearchState
-from flatout.tuning.short_budget import no_step, too_slow
+from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
@@ -40,8 +50,6 @@ from flatout.tuning.worth_trying import (
 from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
-FEWEST_STEPS = 12
-"""A script with fewer cannot be compared with anything."""
 TRIALS_COST = 2.0
 """Times the fewest steps that can decide: what a trial takes, as a rule."""
 BUNDLE_SAVING = 0.03
@@ -105,8 +113,21 @@ class TrainingSearch(Search[Choice]):
         return self.state.first_observed.step_seconds
 
     @property
+    def pairs_of(self) -> str:
+        return "windows" if self.few is None else "whole runs"
+
+    @property
+    def few(self) -> FewSteps | None:
+        return self.state.few_steps
+
+    @property
     def usual_trial_seconds(self) -> float:
+        if self.few is not None:
+            return self._whole_runs_seconds(self.few, self.first_seconds or 0.0)
         return least_trial_seconds(self.state.first_observed)
+
+    def _whole_runs_seconds(self, few: FewSteps, step_seconds: float) -> float:
+        return few.least_seconds(step_seconds, self.state.restart_seconds)
 
     def close(self) -> None:
         if self._process is not None:
@@ -129,7 +150,8 @@ class TrainingSearch(Search[Choice]):
 
     def proposal(self, name: str) -> Proposal[Choice]:
         lever, asked = self._lever(name), self.limits.only
-        found = worth_trying(lever, self.machine, self.state.observed, self.limits.exactness, asked=asked is not None)
+        seen, exactness = self.state.observed, self.limits.exactness
+        found = worth_trying(lever, self.machine, seen, exactness, asked=asked is not None, few=self.few)
         values, reason = found.values, found.reason
         if asked is not None and values:
             wanted = dict(asked)[lever.plan_field]
@@ -215,14 +237,9 @@ class TrainingSearch(Search[Choice]):
         try:
             seen, described = self._watch_plain(steps)
         except TrialEnded as end:
-            if end.status != 0 or end.steps < FEWEST_STEPS:
+            if end.status != 0 or end.steps <= FEWEST_TO_PROVE:
                 raise explain_end(end, self.trials.name) from None
-            self._note_length(end)
-            self.close()
-            try:
-                seen, described = self._watch_plain(max(2, end.steps - 10))
-            except TrialEnded as again:
-                raise explain_end(again, self.trials.name) from None
+            seen, described = self._watch_short(end)
         except TrialHangs as silence:
             name, startup = self.trials.name, self.state.startup_seconds
             raise no_step(name, silence.seconds, startup, self._deadline) from None
@@ -232,6 +249,8 @@ class TrainingSearch(Search[Choice]):
             autocast_in_script=described.autocast_in_script,
         )
         self.state.first_observed = self.state.observed
+        if self.few is not None:  # from here on each run has a process of its own
+            return
         main = self._main()
         main.expected_step_seconds, main.broken_off = self.state.observed.step_seconds, True
         if self.limits.fit_bytes is not None:
@@ -253,16 +272,52 @@ class TrainingSearch(Search[Choice]):
         if found.choices:
             self._look_again()
 
+    def _watch_short(self, end: TrialEnded) -> tuple[Observed, Observed]:
+        """The same of a script that has ended meanwhile: it is started again, and watched for fewer steps."""
+        self.close()
+        try:
+            if end.steps >= FEWEST_STEPS:
+                self._note_length(end, None)
+                return self._watch_plain(max(2, end.steps - 10))
+            return self._watch_few(end)
+        except TrialEnded as again:
+            raise explain_end(again, self.trials.name) from None
+
+    def _watch_few(self, end: TrialEnded) -> tuple[Observed, Observed]:
+        """All steps after the first: how long those before the last take, and what the last computes."""
+        with self._explaining_stops():
+            process, described = self._described()
+            self._progress(f"watching {end.steps - 1} plain steps")
+            seen = process.breakdown([], steps=end.steps - 2)
+            seen = replace(seen, **asdict(process.work()))
+        self.close()
+        step_seconds = seen.step_seconds or 0.0
+        self._note_length(end, step_seconds)
+        self._keep_back(step_seconds)
+        if self.few is None:
+            self._affordable_steps(step_seconds)
+        elif self.limits.fit_bytes is not None:
+            raise too_few_to_fit(self.trials.name, self.few.steps)
+        elif (wanted := self._whole_runs_seconds(self.few, step_seconds)) > self._remaining():
+            startup, name = self.state.startup_seconds or 0.0, self.trials.name
+            raise too_slow_for_whole_runs(name, startup, step_seconds, self.few, wanted, self._deadline)
+        return seen, described
+
+    def _described(self) -> tuple[RunningTrial, Observed]:
+        """The process with what is known of it at its first step, and what was there before anything of ours ran."""
+        process = self._main()
+        self.state.isolation = dict(process.isolation)
+        self.state.startup_seconds = process.startup_seconds
+        self.state.restart_seconds = process.start_seconds or 0.0
+        self._keep_back(0.0)
+        described = process.describe()
+        self.state.loop = described.loop
+        return process, described
+
     def _watch_plain(self, steps: int) -> tuple[Observed, Observed]:
         """(what `steps` plain steps showed, what was there before anything of ours ran)"""
-        try:
-            process = self._main()
-            self.state.isolation = dict(process.isolation)
-            self.state.startup_seconds = process.startup_seconds
-            self.state.restart_seconds = process.start_seconds or 0.0
-            self._keep_back(0.0)
-            described = process.describe()
-            self.state.loop = described.loop
+        with self._explaining_stops():
+            process, described = self._described()
             self._progress("timing the first plain steps")
             window = process.window([], settle=1, steps=1)
             step_seconds = min(window.settle_seconds + window.seconds)
@@ -272,12 +327,13 @@ class TrainingSearch(Search[Choice]):
             self._progress(f"watching {steps} plain steps")
             seen = process.breakdown([], steps=steps)
             return replace(seen, **asdict(process.work())), described
+
+    @contextlib.contextmanager
+    def _explaining_stops(self) -> Iterator[None]:
+        try:
+            yield
         except TrialStopped as stop:
-            raise ScriptError(
-                f"{self.trials.name}: {stop}",
-                limit="copy-on-write is refused here, so a trial may not go on",
-                remedy=str(self.state.isolation.get("reason", "")),
-            ) from None
+            raise explain_stop(stop, self.trials.name, str(self.state.isolation.get("reason", ""))) from None
 
     def _keep_back(self, step_seconds: float, compile_seconds: float = 0.0) -> None:
         """More for the verifier, where slow starts or long steps make it take long: a search that leaves no time for it
@@ -289,7 +345,7 @@ class TrainingSearch(Search[Choice]):
 
     def _least_for_verifier(self, step_seconds: float, compile_seconds: float = 0.0) -> float:
         budget_seconds, restart_seconds = self._deadline.budget_seconds, self.state.restart_seconds
-        needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds)
+        needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds, self.few)
         return needed + COMPILED_AGAIN * compile_seconds
 
     def _affordable_steps(self, step_seconds: float) -> int:
@@ -303,7 +359,11 @@ class TrainingSearch(Search[Choice]):
     def _look_again(self) -> None:
         """After a lever was kept the shares of a step are others: a loader lever may now have nothing left to win."""
         try:
-            seen = self._main().breakdown(self._live(), steps=OBSERVED_STEPS // 2)
+            if self.few is None:
+                seen = self._main().breakdown(self._live(), steps=OBSERVED_STEPS // 2)
+            else:
+                with self._started(self._from_start()) as fresh:
+                    seen = fresh.breakdown(self._live(), steps=self.few.compared)
         except TrialError:
             self.close()
             return
@@ -318,6 +378,8 @@ class TrainingSearch(Search[Choice]):
     # trials
 
     def starting_seconds(self, wanted: Sequence[Choice]) -> float:
+        if self.few is not None:
+            return self.usual_trial_seconds
         fresh = self._process is None or self._from_start(wanted) != self._from_start()
         restart_seconds = self.state.restart_seconds if fresh else 0.0
         if self.limits.only is not None or not _compile(wanted) or _compile(self.state.kept):
@@ -361,8 +423,13 @@ class TrainingSearch(Search[Choice]):
         """What a choice that is for memory saves of it; None for any other."""
         if choice.lever.aim != "memory" or choice.lever.switch != "live":
             return None
-        main = self._main()
-        return MemoryGain(before=main.peak(self._live()), after=main.peak(self._live(wanted)))
+        return MemoryGain(before=self._peak(self.state.kept), after=self._peak(wanted))
+
+    def _peak(self, choices: Sequence[Choice]) -> Peak:
+        if self.few is None:
+            return self._main().peak(self._live(choices))
+        with self._started(self._from_start(choices)) as fresh:
+            return fresh.peak(self._live(choices))
 
     def _judge_memory(self, gain: MemoryGain, choice: Choice) -> tuple[Outcome, str]:
         asked = self.limits.only is not None
@@ -374,6 +441,8 @@ class TrainingSearch(Search[Choice]):
     def _compare(self, wanted: Sequence[Choice], choice: Choice) -> Pairing:
         collected: list[tuple[float, float]] = []
         for attempt in range(ATTEMPTS):
+            if self.few is not None:
+                return self._compare_whole_runs(self.few, wanted, choice)
             main = self._main()
             other: RunningTrial | None = None
             try:
@@ -385,7 +454,7 @@ class TrainingSearch(Search[Choice]):
             except TrialEnded as end:
                 if end.status != 0 or attempt == ATTEMPTS - 1:
                     raise
-                self._note_length(end)
+                self._note_length(end, self.first_seconds)
                 self.close()
             except TrialStopped:
                 if attempt == ATTEMPTS - 1:
@@ -396,17 +465,35 @@ class TrainingSearch(Search[Choice]):
                     other.close()
         raise AssertionError
 
+    def _compare_whole_runs(self, few: FewSteps, wanted: Sequence[Choice], choice: Choice | None) -> Pairing:
+        @contextlib.contextmanager
+        def run(choices: Sequence[Choice]) -> Iterator[Arm]:
+            with self._started(self._from_start(choices)) as fresh:
+                yield Arm(fresh, self._live(choices))
+
+        pair_seconds = few.pair_seconds(self.first_seconds or 0.0, self.state.restart_seconds)
+        most = max(COMPARISON_SECONDS, WANTED_PAIRS * pair_seconds)
+        pace = replace(few.pace, seconds=self._share(most))
+        return compare_whole_runs(lambda: run(self.state.kept), lambda: run(wanted), few, pace, choice)
+
     def _pace(self, choice: Choice) -> Pace:
-        seconds = min(COMPARISON_SECONDS, max(3.0, self._remaining() / (self._left + 2)))
+        seconds = self._share(COMPARISON_SECONDS)
         return Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=seconds)
 
-    def _note_length(self, end: TrialEnded) -> None:
+    def _share(self, most_seconds: float) -> float:
+        """How long one comparison may take, so that others have their turn."""
+        return min(most_seconds, max(3.0, self._remaining() / (self._left + 2)))
+
+    def _note_length(self, end: TrialEnded, step_seconds: float | None) -> None:
+        self.state.few_steps = self.few or few_steps(end, step_seconds)
         if self.state.total_steps is None:
-            self.state.total_steps = end.steps
+            self.state.total_steps = end.steps if self.few is None else self.few.steps
 
     def _judge(self, pairing: Pairing) -> Measured:
         seconds = (pairing.baseline_seconds, pairing.candidate_seconds)
-        found = self.judged(pairing.comparison, seconds, pairing.startup_seconds, LEAST_GAIN)
+        found = self.judged(pairing.comparison, seconds, pairing.startup_seconds or 0.0, LEAST_GAIN)
+        if pairing.startup_seconds is None:
+            return replace(found, startup_seconds=None)
         if pairing.leak_bytes_per_step:
             leak = f"it leaks memory: {format_bytes(pairing.leak_bytes_per_step)} a step"
             return replace(found, outcome="failed", reason=leak)
@@ -438,6 +525,8 @@ class TrainingSearch(Search[Choice]):
         if choice.lever.switch != "live" or choice in self.state.for_memory:
             return None
         try:
+            if self.few is not None:
+                return self._compare_whole_runs(self.few, others, None).comparison
             main = self._main()
             arms = (Arm(main, self._live()), Arm(main, self._live(others)))
             return compare_arms(*arms, self._pace(choice)).comparison

@@ -7,6 +7,7 @@ import math
 from flatout.errors import ScriptError
 from flatout.search.deadline import Deadline
 from flatout.search.search import SEARCH_SHARE
+from flatout.tuning.few_steps import FewSteps
 from flatout.units import format_seconds
 
 TRIALS_WANTED = 4
@@ -35,17 +36,34 @@ def too_slow(
 ) -> ScriptError:
     """Not even one lever can be tried in what `deadline` leaves."""
     trial_seconds = steps_a_trial * step_seconds
-    left = format_seconds(deadline.seconds_left) if deadline.seconds_left else "nothing"
     wanted_seconds = deadline.reserved_seconds
     wanted_seconds += (startup_seconds + TRIALS_WANTED * trial_seconds) / SEARCH_SHARE
     wanted_seconds = max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds)
     smaller = ", or give the script smaller steps" if trial_seconds > startup_seconds else ""
     return ScriptError(
         f"{name}: starting it takes {format_seconds(startup_seconds)}, and a step {format_seconds(step_seconds)}",
-        limit=f"trying one lever takes about {steps_a_trial} steps, and {left} of the budget of "
-        f"{format_seconds(deadline.budget_seconds)} is left for that beside the proof",
+        limit=f"trying one lever takes about {steps_a_trial} steps, and {_left(deadline)}",
         remedy=f"try {budget_option(wanted_seconds)}{smaller}",
     )
+
+
+def too_slow_for_whole_runs(
+    name: str, startup_seconds: float, step_seconds: float, few: FewSteps, trial_seconds: float, deadline: Deadline
+) -> ScriptError:
+    """The same where whole runs are compared."""
+    runs, long = 2 * few.pace.least_pairs, format_seconds(trial_seconds)
+    start, step = format_seconds(startup_seconds), format_seconds(step_seconds)
+    wanted_seconds = deadline.reserved_seconds + deadline.elapsed_seconds + TRIALS_WANTED * trial_seconds
+    return ScriptError(
+        f"{name} has {few.steps} steps: starting it takes {start} with the first, and each of the others {step}",
+        limit=f"trying one lever takes {runs} whole runs, about {long}, and {_left(deadline)}",
+        remedy=f"try {budget_option(max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds))}",
+    )
+
+
+def _left(deadline: Deadline) -> str:
+    left = format_seconds(deadline.seconds_left) if deadline.seconds_left else "nothing"
+    return f"{left} of the budget of {format_seconds(deadline.budget_seconds)} is left for that beside the proof"
 
 
 def budget_option(seconds: float) -> str:

@@ -16,6 +16,7 @@ from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
 from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
+from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
 from flatout.tuning.last_comparison import compare_in_fresh_processes
 from flatout.tuning.prover import Pattern, Prover
@@ -35,13 +36,17 @@ RUNS_TO_PROVE_REDUCED = 3
 Progress = Callable[[str], None]
 
 
-def least_seconds(step_seconds: float, restart_seconds: float, trials: Trials, budget_seconds: float) -> float:
-    """What a search has to leave for proof and last comparison."""
+def least_seconds(
+    step_seconds: float, restart_seconds: float, trials: Trials, budget_seconds: float, few: FewSteps | None = None
+) -> float:
+    """What a search has to leave for proof and last comparison. few: the script's length, where runs are compared."""
     starts, whole = (
-        prover.least_seconds(Pattern(step_seconds=seconds, startup_seconds=restart_seconds), trials)
-        + last_comparison.least_seconds(seconds, restart_seconds, trials)
+        prover.least_seconds(Pattern(step_seconds=seconds, startup_seconds=restart_seconds, few=few), trials)
+        + last_comparison.least_seconds(seconds, restart_seconds, trials, few=few)
         for seconds in (0.0, step_seconds)
     )
+    if few is not None:  # runs cannot be made shorter: a budget that is too short for them is refused
+        return whole
     return starts + min(whole - starts, STEPS_SHARE * budget_seconds)
 
 
@@ -70,7 +75,9 @@ class Verifier:
         """The weakest claim that may be made."""
         share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state)
         levers_start = sum(trial.startup_seconds or 0.0 for trial in state.trials if trial.outcome == "kept")
-        needed = last_comparison.least_seconds(pattern.step_seconds, pattern.startup_seconds, trials, levers_start)
+        needed = last_comparison.least_seconds(
+            pattern.step_seconds, pattern.startup_seconds, trials, levers_start, state.few_steps
+        )
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, 2 * share))
         self.warnings: list[str] = []
         before = deadline.reserving(self._comparison_seconds)
@@ -199,6 +206,7 @@ class Verifier:
             return None
         with self._deadline.stage("timing how flatout run starts"):
             own_seconds = own_start_seconds(self.trials.work_folder)
+        few = self.state.few_steps
         return whole_run(
             own_start_seconds=own_seconds,
             lever_start_seconds=final.startup_seconds,
@@ -206,6 +214,7 @@ class Verifier:
             plain_step_seconds=final.baseline_seconds,
             planned_step_seconds=final.candidate_seconds,
             steps=self.state.total_steps,
+            steps_at_start=0 if few is None else few.steps - few.compared,
         )
 
     def _final_comparison(self) -> Pairing | None:
@@ -215,7 +224,7 @@ class Verifier:
         pace = pace.within(self.state.total_steps)
         try:
             return compare_in_fresh_processes(
-                self.trials, self.state.kept, pace, self._deadline, self._comparison_seconds
+                self.trials, self.state.kept, pace, self._deadline, self._comparison_seconds, self.state.few_steps
             )
         except TrialError as error:
             self.warnings.append(f"the last comparison {self.trials.afresh} was cut short: {error}")
@@ -231,6 +240,7 @@ def _pattern(state: SearchState) -> Pattern:
         step_seconds=seen.step_seconds or 0.01,
         startup_seconds=state.restart_seconds,
         total_steps=state.total_steps,
+        few=state.few_steps,
         epoch_steps=max(1, round(batches / max(1.0, seen.backwards_per_step or 1.0))) if batches else None,
     )
 

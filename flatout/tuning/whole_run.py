@@ -26,8 +26,8 @@ class WholeRun:
 
     own_start_seconds: float
     """By how much later `flatout run` starts a script than plain Python does."""
-    lever_start_seconds: float
-    """What the levers cost in the first steps."""
+    lever_start_seconds: float | None
+    """What the levers cost in the first steps; None: it is part of the steps' time, as whole runs were compared."""
     payoff_steps: int | None
     """Steps after which both are earned back; None: nothing is saved."""
     steps: int | None = None
@@ -46,22 +46,25 @@ class WholeRun:
 def whole_run(
     *,
     own_start_seconds: float,
-    lever_start_seconds: float,
+    lever_start_seconds: float | None,
     script_start_seconds: float,
     plain_step_seconds: float,
     planned_step_seconds: float,
     steps: int | None,
+    steps_at_start: int = 0,
 ) -> WholeRun:
-    """From what was measured; `script_start_seconds` is what the script does before its first step."""
-    extra = own_start_seconds + lever_start_seconds
+    """From what was measured; `script_start_seconds` is what the script does before its first step, or with the first
+    `steps_at_start` of them."""
+    extra = own_start_seconds + (lever_start_seconds or 0.0)
+    left = None if steps is None else steps - steps_at_start
     saved = plain_step_seconds - planned_step_seconds
     return WholeRun(
         own_start_seconds=own_start_seconds,
         lever_start_seconds=lever_start_seconds,
         payoff_steps=math.ceil(extra / saved) if saved > 0 else None,
         steps=steps,
-        plain_seconds=None if steps is None else script_start_seconds + steps * plain_step_seconds,
-        planned_seconds=None if steps is None else script_start_seconds + extra + steps * planned_step_seconds,
+        plain_seconds=None if left is None else script_start_seconds + left * plain_step_seconds,
+        planned_seconds=None if left is None else script_start_seconds + extra + left * planned_step_seconds,
     )
 
 

@@ -124,7 +124,8 @@ class Pairing:
     comparison: Comparison
     baseline_seconds: float
     candidate_seconds: float
-    startup_seconds: float
+    startup_seconds: float | None
+    """What turning the candidate on cost; None: it is part of the steps, as whole runs were compared."""
     baseline_medians: tuple[float, ...] = ()
     candidate_medians: tuple[float, ...] = ()
     leak_bytes_per_step: float = 0.0
@@ -137,7 +138,7 @@ class RolledBackInside(TrialError):
 def warm_up(arm: Arm, pace: Pace, candidate: Choice | None) -> tuple[float, float]:
     """Run the first steps of an arm. Returns what they cost beyond a usual step, and the usual step, in seconds."""
     window = arm.window(settle=pace.warm_steps, steps=pace.first_window)
-    _raise_if_rolled_back(window, candidate)
+    raise_if_rolled_back(window, candidate)
     usual = median(window.seconds)
     spent = sum(window.settle_seconds) + window.apply_seconds
     return max(0.0, spent - usual * len(window.settle_seconds)), usual
@@ -166,16 +167,16 @@ def compare_arms(
         turns: list[tuple[float, float]] = []
         while len(turns) < pace.turns:
             ours, theirs = _one_turn(baseline, candidate, pace, turn)
-            _raise_if_rolled_back(theirs, choice)
+            raise_if_rolled_back(theirs, choice)
             turn += 1
             turns.append((median(ours.seconds), median(theirs.seconds)))
             resident.append((ours.resident_bytes, theirs.resident_bytes))
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):
                 pace = pace.in_one_turn()
         pairs.append(pair_of_turns(turns))
-        if _decided(pairs, pace, time.monotonic() - began):
+        if is_enough(pairs, pace, time.monotonic() - began):
             break
-    comparison = _compare(pairs, pace)
+    comparison = compare_pairs(pairs, pace)
     suspicious = choice is not None and comparison.verdict == "faster" and _suspicious(resident)
     leak = leak_bytes_per_step(baseline, candidate, pace) if suspicious else 0.0
     return Pairing(
@@ -197,13 +198,15 @@ def _one_turn(baseline: Arm, candidate: Arm, pace: Pace, number: int) -> tuple[W
     return (first, second) if order[0] is baseline else (second, first)
 
 
-def _compare(pairs: Sequence[tuple[float, float]], pace: Pace) -> Comparison:
+def compare_pairs(pairs: Sequence[tuple[float, float]], pace: Pace) -> Comparison:
+    """What they show, after the looks at them that this pace has allowed."""
     if pace.stops_when_decided:
         return compare_so_far(pairs, least_gain=pace.least_gain)
     return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=pace.least_gain)
 
 
-def _decided(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -> bool:
+def is_enough(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -> bool:
+    """Is the verdict clear, or the time or the number of pairs used up? seconds: what they have taken."""
     if len(pairs) >= pace.most_pairs or (seconds > pace.seconds and len(pairs) >= pace.least_pairs):
         return True
     return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
@@ -242,6 +245,6 @@ def _growths(arm: Arm, pace: Pace) -> list[float]:
     return [float(after - before) for before, after in itertools.pairwise(sizes)]
 
 
-def _raise_if_rolled_back(window: Window, candidate: Choice | None) -> None:
+def raise_if_rolled_back(window: Window, candidate: Choice | None) -> None:
     if candidate is not None and candidate.lever.name in window.rolled_back:
         raise RolledBackInside(window.rolled_back[candidate.lever.name])

@@ -6,7 +6,10 @@ from flatout.levers.lever import Lever, Verdict, refuse
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness, allowed
+from flatout.tuning.few_steps import FewSteps
+from flatout.tuning.proof import LEAST_LOSSES
 from flatout.tuning.windows import LEAST_GAIN, Pace
+from flatout.units import format_seconds
 
 COMPARISON_SECONDS = 25.0
 """One comparison takes so long at the most."""
@@ -15,14 +18,28 @@ COMPILE_SECONDS = 15.0
 
 
 def worth_trying(
-    lever: Lever, machine: Machine, observed: Observed, exactness: Exactness, *, asked: bool = False
+    lever: Lever,
+    machine: Machine,
+    observed: Observed,
+    exactness: Exactness,
+    *,
+    asked: bool = False,
+    few: FewSteps | None = None,
 ) -> Verdict:
-    """The values to try, or why none. asked: somebody wants just this, whatever it is predicted to save."""
+    """The values to try, or why none. asked: somebody wants just this, whatever it is predicted to save. few: the
+    script's length, where whole runs are compared."""
     if not allowed(lever.exactness, exactness):
         return refuse(f"it is {lever.exactness}, and --exactness is {exactness}")
+    if few is not None and lever.exactness == "reduced" and few.compared < LEAST_LOSSES:
+        return refuse(f"reduced is proved by the losses of {LEAST_LOSSES} steps with it, and there are {few.compared}")
     verdict = lever.applies(machine, observed)
     if not verdict or asked:
         return verdict
+    if few is not None and lever.compiles and observed.step_seconds is not None:
+        seconds = few.compared * observed.step_seconds
+        if seconds < COMPILE_SECONDS:
+            usual = format_seconds(COMPILE_SECONDS)
+            return refuse(f"compiling usually takes {usual}, and all steps of a run with it {format_seconds(seconds)}")
     saving = lever.saving(machine, observed)
     if saving.most >= LEAST_GAIN:
         return verdict

@@ -51,7 +51,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["idle.py"], 1, "idle.py never trains"),
         (["raises.py"], 1, "ValueError: at step 7"),
         (["stdin.py"], 1, "EOFError"),
-        (["short.py"], 1, "short.py ended after 5 steps"),
+        (["short.py"], 1, "short.py ended after 2 steps"),
         (["--budget", "8s", "slow.py"], 1, "try --budget"),
     ],
 )
@@ -61,7 +61,7 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     (tmp_path / "idle.py").write_text("import torch\ntorch.zeros(3) + 1\n")
     (tmp_path / "raises.py").write_text(LOOP.format(steps=90, body="if step == 6: raise ValueError('at step 7')"))
     (tmp_path / "stdin.py").write_text(LOOP.format(steps=90, body="input()"))
-    (tmp_path / "short.py").write_text(LOOP.format(steps=5, body="pass"))
+    (tmp_path / "short.py").write_text(LOOP.format(steps=2, body="pass"))
     (tmp_path / "slow.py").write_text(LOOP.format(steps=90, body="import time; time.sleep(0.3)"))
     before = sorted(tmp_path.iterdir())
     result = tune(tmp_path, *words)

@@ -128,4 +128,5 @@ class Leaks(Planted):
             yield
 
 
+HELPING = (Helps(),)
 LEVERS = (Slower(), Raises(), RaisesInBackward(), Hangs(), Leaks(), Corrupts(), Helps())

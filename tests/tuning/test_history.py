@@ -20,6 +20,7 @@ from flatout.levers.lever import Choice, Saving
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.script.entry import Target
+from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.search.lines import trial_lines
 from flatout.search.trial import Measured, Trial
@@ -28,7 +29,6 @@ from flatout.tuning import history, outcome
 from flatout.tuning.history import REPEAT_ERROR, Earlier, History, Training, corrected, forget_tunes, load_history
 from flatout.tuning.search import SearchLimits, TrainingSearch
 from flatout.tuning.step_trial import StepTrials
-from flatout.tuning.trial_process import TrialSetup
 from tests.levers.test_catalogue import CPU
 from tests.tuning.test_worth_trying import STEP
 

@@ -271,6 +271,14 @@ def test_nothing_is_shown_by_runs_that_differ_too_much() -> None:
     assert resolution > 0.25
 
 
+def test_a_single_step_from_the_plain_gradients_says_nothing_of_the_way() -> None:
+    checks = (check(0), check(2, drift=0.3), check(3, drift=1e-8))
+    found = replace(NOISY, checks=checks)
+    assert judge._stretches(found) == {2: pytest.approx(0.3)}
+    own = replace(found, checks=(*checks[:1], replace(checks[1], replaced=False), checks[2]))
+    assert list(judge._stretches(own)) == [2, 3]
+
+
 def test_nothing_recorded() -> None:
     nothing = Numerics(losses=((),) * 5, norms=(None,) * 5)
     assert judge.not_bit_identical(nothing, nothing) is None

@@ -24,6 +24,21 @@ def test_start_up_and_steps_are_added_up() -> None:
     assert found.ratio == pytest.approx(14 / 11)
 
 
+def test_where_whole_runs_were_compared_levers_start_within_the_steps_and_some_of_those_with_the_script() -> None:
+    found = whole_run(
+        own_start_seconds=0.5,
+        lever_start_seconds=None,
+        script_start_seconds=4.0,
+        plain_step_seconds=2.0,
+        planned_step_seconds=1.0,
+        steps=5,
+        steps_at_start=1,
+    )
+    assert (found.lever_start_seconds, found.payoff_steps) == (None, 1)
+    assert found.plain_seconds == pytest.approx(4.0 + 4 * 2.0)
+    assert found.planned_seconds == pytest.approx(4.0 + 0.5 + 4 * 1.0)
+
+
 def test_a_run_of_unknown_length_has_no_ratio() -> None:
     found = whole_run(
         own_start_seconds=0.5,

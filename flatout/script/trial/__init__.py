@@ -8,7 +8,7 @@ file, then each message is one JSON line. What the parent may be told, whatever 
     alone  reason              no line has run: the script needs a process that was not forked
     stopped  reason            the script was about to write, and nothing else protects the user's files here
     fault  reason              an error of ours
-    ended  status, error, note, steps      the script is over; before it comes what was found until then
+    ended  status, error, note, steps, script_steps      the script is over; before it comes what was found until then
 
 A command that holds from the script's first line is one of the settings, and has one answer, of the same name:
 

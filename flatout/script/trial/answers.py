@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from flatout.errors import ScriptError, TrialError
 
+FEWEST_TO_PROVE = 2
+"""Steps with levers on: what a lever spoils in its first (a stale copy, a lost update) shows in a second."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
@@ -35,11 +38,14 @@ class Peak:
 class TrialEnded(TrialError):
     """The script came to its end (with `status` and `error`), so the process has no more steps to give.
 
-    `note` says what of a trial's surroundings may have made it fail; '' where that is not known.
+    `steps` counts from the first certain one, after which a trial takes commands; `script_steps`: the script's own, of
+    which some may have passed before it was certain what a step is; None: as many. `note` says what of a trial's
+    surroundings may have made it fail; '' where that is not known.
     """
 
-    def __init__(self, status: int, error: str, steps: int, note: str = "") -> None:
+    def __init__(self, status: int, error: str, steps: int, note: str = "", *, script_steps: int | None = None) -> None:
         self.status, self.error, self.steps, self.note = status, error, steps, note
+        self.script_steps = steps if script_steps is None else script_steps
         super().__init__(f"the script ended with code {status} after {steps} steps")
 
     @property
@@ -87,6 +93,12 @@ class TrialDied(TrialError):
         return name + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
+def explain_stop(stop: TrialStopped, name: str, reason: str) -> ScriptError:
+    """What to tell a person whose script may not write in a trial; `reason`: why it cannot be given copies of files."""
+    limit = "copy-on-write is refused here, so a trial may not go on"
+    return ScriptError(f"{name}: {stop}", limit=limit, remedy=reason)
+
+
 def explain_end(end: TrialEnded, name: str) -> ScriptError:
     """What to tell a person whose script ended before it could be tuned."""
     lines = [line for line in end.error.strip().splitlines() if line.strip()]
@@ -102,8 +114,14 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
             limit="a step is an optimizer's step, or a backward pass followed by a change of the weights",
             remedy="if it trains in processes that it starts, Flatout does not follow it there",
         )
+    limit = "it had more in the run before: while it is tuned, their number has to stay the same"
+    if end.steps <= FEWEST_TO_PROVE:
+        limit = (
+            f"flatout run turns levers on after a script's first step, and a proof needs {FEWEST_TO_PROVE} steps with "
+            "them: one, and another that goes on from what the first has left"
+        )
     return ScriptError(
-        f"{name} ended after {end.steps} step{'s' * (end.steps != 1)}",
-        limit="too few to compare anything",
+        f"{name} ended after {end.script_steps} step{'s' * (end.script_steps != 1)}",
+        limit=limit,
         remedy="let it make more while it is tuned, with its own options (more epochs, smaller batches)",
     )

@@ -38,7 +38,11 @@ class Observer(Protocol):
 
     @property
     def steps(self) -> int:
-        """That the script has made."""
+        """That the script has made since it was certain what a step is."""
+
+    @property
+    def script_steps(self) -> int:
+        """All that it has made."""
 
     def install(self) -> None:
         """Called right before the script's first line."""
@@ -144,8 +148,8 @@ class IsolatedChild:
             self._fault(error)
         if found is not None:
             self.write(found)
-        error, note = self._error[-MOST_ERROR_CHARACTERS:], self._note
-        self.finish({"event": "ended", "status": status, "error": error, "note": note, "steps": observer.steps})
+        told = {"status": status, "error": self._error[-MOST_ERROR_CHARACTERS:], "note": self._note}
+        self.finish({"event": "ended", **told, "steps": observer.steps, "script_steps": observer.script_steps})
 
     def _failed(self, kind: Any, error: Any, trace: Any) -> None:
         self._note = explain_failure(error, self.isolation)

@@ -376,7 +376,8 @@ class TrialProcess:
         line = self._read_line(timeout_seconds, broken_off=self.broken_off and not starting)
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] == "ended":
-            raise TrialEnded(answer["status"], answer["error"], answer["steps"], answer.get("note", ""))
+            told = answer["status"], answer["error"], answer["steps"], answer.get("note", "")
+            raise TrialEnded(*told, script_steps=answer.get("script_steps"))
         if answer["event"] == "refused":
             raise TrialError(answer["reason"])
         if answer["event"] == "fault":

@@ -53,6 +53,10 @@ class Session:
     def steps(self) -> int:
         return self.watch.steps
 
+    @property
+    def script_steps(self) -> int:
+        return self.watch.finder.steps
+
     def install(self) -> None:
         seeds = TrialSeeds(self._seed, [self.watch.install, self._torch_imported, *self._child.torch_hooks])
         self._unseeded = seeds.unseeded

@@ -1,0 +1,101 @@
+"""Scripts of so few steps that nothing smaller than a whole run of them can be compared.
+
+Switching a lever on and off within one run takes steps: some to warm up, some to settle after a switch, and windows
+that are long enough to be timed. Where a script has no more than a few, each side of a pair is a run of its own, in a
+fresh process, from the end of the script's first step, at which `flatout run` turns levers on, to the end of its last.
+What a lever costs to start is part of such a run, as it is for the user.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from flatout.levers.lever import Choice
+from flatout.script.trial.answers import TrialEnded
+from flatout.sequential import LOOKS
+from flatout.statistics import median
+from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
+
+FEWEST_STEPS = 12
+"""A script with fewer has no room for windows of quick steps."""
+WANTED_PAIRS = 8
+"""Of whole runs, where they take long: the first number whose interval is by ranks."""
+
+Start = Callable[[], AbstractContextManager[Arm]]
+"""Starts a run anew, waits until it has made its first step, and ends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewSteps:
+    """The length of a script whose runs are compared whole."""
+
+    steps: int
+    """Of the script."""
+    compared: int
+    """Those of them after the first: a trial takes commands, and `flatout run` turns levers on, when that has ended."""
+
+    @property
+    def pace(self) -> Pace:
+        """Of pairs of runs."""
+        return Pace(steps=self.compared, settle=0, warm_steps=0)
+
+    def pair_seconds(self, step_seconds: float, restart_seconds: float) -> float:
+        """Of a pair of runs, first steps included."""
+        return 2 * (restart_seconds + self.compared * step_seconds)
+
+    def least_seconds(self, step_seconds: float, restart_seconds: float) -> float:
+        """Of the fewest pairs that can decide."""
+        return LOOKS[0] * self.pair_seconds(step_seconds, restart_seconds)
+
+
+def few_steps(end: TrialEnded, step_seconds: float | None) -> FewSteps | None:
+    """The length of a script that came to its end; None where windows fit into it, if only of single long steps."""
+    if end.steps >= FEWEST_STEPS:
+        return None
+    few = FewSteps(steps=end.script_steps, compared=end.steps - 1)
+    pace = Pace.for_step(step_seconds or 0.0, seconds=0.0)
+    first_pair = pace.warm_steps + pace.first_window + 2 * pace.pair_steps
+    return None if first_pair <= few.compared else few
+
+
+def compare_whole_runs(
+    baseline: Start, candidate: Start, few: FewSteps, pace: Pace, choice: Choice | None = None
+) -> Pairing:
+    """Pairs of runs, until the verdict is clear or `pace.seconds` or the pairs are used up. Seconds are a mean step's.
+
+    Raises RolledBackInside where `choice` was taken back in its run, TrialEnded where a run is shorter than `few` says.
+    """
+    began = time.monotonic()
+    pairs: list[tuple[float, float]] = []
+    while not is_enough(pairs, pace, time.monotonic() - began):
+        pairs.append(pair_of_runs(baseline, candidate, few, len(pairs), choice))
+    return pairing_of_runs(pairs, pace)
+
+
+def pair_of_runs(
+    baseline: Start, candidate: Start, few: FewSteps, number: int, choice: Choice | None = None
+) -> tuple[float, float]:
+    """(baseline, candidate) seconds of a mean step. The second starts when the first has ended: there is memory for one
+    at least. Which is first changes with the pair's number."""
+    runs = {}
+    for side in (baseline, candidate) if number % 2 == 0 else (candidate, baseline):
+        with side() as arm:
+            runs[side] = arm.window(settle=0, steps=few.compared)
+    raise_if_rolled_back(runs[candidate], choice)
+    ours, theirs = ((sum(run.seconds) + run.apply_seconds) / few.compared for run in (runs[baseline], runs[candidate]))
+    return ours, theirs
+
+
+def pairing_of_runs(pairs: list[tuple[float, float]], pace: Pace) -> Pairing:
+    """What pairs of whole runs gave; their start-up is part of them."""
+    return Pairing(
+        comparison=compare_pairs(pairs, pace),
+        baseline_seconds=median([pair[0] for pair in pairs]),
+        candidate_seconds=median([pair[1] for pair in pairs]),
+        startup_seconds=None,
+        baseline_medians=tuple(pair[0] for pair in pairs),
+        candidate_medians=tuple(pair[1] for pair in pairs),
+    )
