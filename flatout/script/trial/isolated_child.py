@@ -144,8 +144,8 @@ class IsolatedChild:
             self._fault(error)
         if found is not None:
             self.write(found)
-        error, note = self._error[-MOST_ERROR_CHARACTERS:], self._note
-        self.finish({"event": "ended", "status": status, "error": error, "note": note, "steps": observer.steps})
+        how = {"status": status, "error": self._error[-MOST_ERROR_CHARACTERS:], "note": self._note}
+        self.finish({"event": "ended", **how, "steps": observer.steps})
 
     def _failed(self, kind: Any, error: Any, trace: Any) -> None:
         self._note = explain_failure(error, self.isolation)
