@@ -384,8 +384,12 @@ def _check_determinism(target: Target) -> int:
     from flatout.report.deterministic_text import determinism_text
     from flatout.script.deterministic_check import check_determinism
 
-    with signals_as_exits(), stdin_copy() as stdin_file:
-        found = check_determinism(target, stdin_file)
+    try:
+        with signals_as_exits(), stdin_copy() as stdin_file:
+            found = check_determinism(target, stdin_file)
+    except KeyboardInterrupt:  # its script runs in trials: the interrupt is not the script's own end
+        sys.stderr.write("interrupted\n")
+        return 128 + signal.SIGINT
     print(determinism_text(found))
     return 0 if found.equal else 1
 

@@ -88,7 +88,7 @@ def servers_of(owner: int) -> str:
         ("tune", signal.SIGTERM),
         ("memory", signal.SIGHUP),
         ("run", signal.SIGTERM),
-        ("run --check-deterministic", signal.SIGTERM),
+        ("run --check-deterministic", signal.SIGINT),
     ],
 )
 def test_a_signal_ends_all_and_leaves_nothing(tmp_path: Path, verb: str, number: int) -> None:
