@@ -163,6 +163,12 @@ class Choices:
         exactness="bit-identical",
         levers=("pinned_memory:PinnedMemory",),
     )
+    zero_grad: Literal["none"] | None = choice(
+        "a script's zero_grad(set_to_none=False): none = gradients are freed, and read as zeros where anything asks",
+        scopes=("script",),
+        exactness="bit-identical",
+        levers=("gradients_to_none:GradientsToNone",),
+    )
     flush_denormals: bool | None = choice(
         "treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly",
         scopes=("script", "step", "predict"),
