@@ -168,6 +168,7 @@ class Choices:
         scopes=("script",),
         exactness="bit-identical",
         levers=("gradients_to_none:GradientsToNone",),
+        pairs_with=("allocator",),
     )
     flush_denormals: bool | None = choice(
         "treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly",

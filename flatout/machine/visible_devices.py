@@ -28,7 +28,7 @@ def show_only(device: str | None) -> None:
     machine, number = detect(), re.fullmatch(r"cuda(?::(\d+))?", device)
     index = int(number[1] or 0) if number else len(machine.usable_gpus)
     if index >= len(machine.usable_gpus):
-        remedy = "see what is wrong with: flatout check" if number else "name one of these"
+        remedy = "see what is here with: flatout check" if number else "name one of these"
         raise UsageError(f"--device is {device!r}", limit=_those_here(machine), remedy=remedy)
     told, gpu = environment.visible_cuda_devices(), machine.usable_gpus[index]
     entry = gpu.uuid or str(gpu.index) if told is None else told.split(",")[index].strip()
