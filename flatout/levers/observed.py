@@ -101,6 +101,8 @@ class Observed:
     """Where the script asks for gradients of gradients, or may come to; '' where nothing speaks for it."""
     gradients_zeroed: bool | None = None
     """Does zero_grad fill gradients with zeros, or free them? None: no call of it was seen."""
+    orders_device_work: str = ""
+    """Where the script speaks of streams, of copies that nobody waits for, or of addresses; '' where it does not."""
     captures_graphs: str = ""
     """Where the script speaks of CUDA graphs; '' where nothing speaks for it."""
     seeded_by_script: bool = False

@@ -24,6 +24,11 @@ UNSEEDED = 20_261_121
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script has set the number by a variable, before torch was there."""
 GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
+ORDERS = (
+    b"non_blocking", b"cuda.stream", b"Stream(", b"_stream", b"cuda import", b"CUDAGraph", b"cuda.graph",
+    b"graphed_callables", b"data_ptr", b"cuda_array_interface", b"dlpack", b"cupy", b"numba", b"ctypes",
+    b"cpp_extension", b"load_inline",
+)  # fmt: skip
 GRAPHS = (b"CUDAGraph", b"cuda.graph", b"cuda import graph", b"graphed_callables")
 
 
@@ -88,6 +93,7 @@ def observe(
         differentiates_twice=_differentiates_twice(watch),
         gradients_zeroed=watch.gradients_zeroed,
         captures_graphs=_spoken(GRAPHS),
+        orders_device_work=_spoken(ORDERS),
         seeded_by_script=torch.initial_seed() != UNSEEDED,
         backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
         page_faults_per_step=_page_faults(rows),
