@@ -184,7 +184,7 @@ def as_device(value: Any, name: str = "device") -> Any:
         raise wrong(name, value, limit, remedy) from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and (found.index or 0) >= count:
-        limit = f"torch sees {count} CUDA device{'' if count == 1 else 's'}"
+        limit = f"torch sees {', '.join(['cpu', *(f'cuda:{index}' for index in range(count))])}"
         raise wrong(name, value, limit, "see which and why with: flatout check")
     return found
 

@@ -1,7 +1,7 @@
 """The environment, read in one place: a typed function for every variable that Flatout heeds.
 
 Reading `os.environ` anywhere else is a defect: a variable that steers a program from twenty places cannot be listed,
-documented or tested. Nothing is read at import; only `use_inductor_cache` writes.
+documented or tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devices` write.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     FLATOUT_NO_HISTORY     where it is set, a tune reads nothing of earlier ones, and leaves nothing for later ones
@@ -48,6 +48,17 @@ def keeps_history() -> bool:
 def visible_cuda_devices() -> str | None:
     """CUDA_VISIBLE_DEVICES as it stands; None if unset (all are visible), '' if none is to be seen."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def show_cuda_devices(setting: str) -> None:
+    """Let this process, which has not started CUDA, and those that it starts, see these GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = setting
+
+
+def with_visible(variables: Mapping[str, str], setting: str | None) -> dict[str, str]:
+    """`variables` with CUDA_VISIBLE_DEVICES as `setting`; None: without it."""
+    others = {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return others if setting is None else {**others, "CUDA_VISIBLE_DEVICES": setting}
 
 
 def cuda_allocator_settings() -> str:

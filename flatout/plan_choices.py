@@ -163,6 +163,21 @@ class Choices:
         exactness="bit-identical",
         levers=("pinned_memory:PinnedMemory",),
     )
+    non_blocking: bool | None = choice(
+        "a script's copies of batches to the GPU: the host does not wait for them",
+        scopes=("script",),
+        exactness="bit-identical",
+        levers=("overlapped_copies:OverlappedCopies",),
+        replaces=("pin_memory",),
+        in_forecasts=False,
+    )
+    zero_grad: Literal["none"] | None = choice(
+        "a script's zero_grad(set_to_none=False): none = gradients are freed, and read as zeros where anything asks",
+        scopes=("script",),
+        exactness="rounding",
+        levers=("gradients_to_none:GradientsToNone",),
+        pairs_with=("allocator",),
+    )
     flush_denormals: bool | None = choice(
         "treat fp32 values below 1.2e-38 as 0: CPUs compute with them slowly",
         scopes=("script", "step", "predict"),

@@ -49,6 +49,7 @@ LISTED = {
     "torch._C._dynamo.eval_frame._set_lru_cache",
     "torch._C._functorch.maybe_current_level",
     "torch._C._get_tracing_state",
+    "torch._C._storage_Use_Count",
     "torch._dynamo.config",
     "torch._dynamo.exc.TorchDynamoException",
     "torch._dynamo.exc.UserError",

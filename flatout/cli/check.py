@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.cli.trial_options import DeviceOption
+
 if TYPE_CHECKING:
     from flatout.machine.description import Machine
 
@@ -19,6 +21,7 @@ def check(
     forget_tunes: Annotated[
         bool, typer.Option("--forget-tunes", help="First delete what earlier tunes measured and left for later ones.")
     ] = False,
+    device: DeviceOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """What this machine is, how fast it can be, and what to put right.
@@ -28,6 +31,7 @@ def check(
     from flatout.diagnose.machine_checks import check_machine, gather_facts
     from flatout.errors import UsageError
     from flatout.machine.detect import detect
+    from flatout.machine.visible_devices import show_only
     from flatout.report.document import document, to_text
     from flatout.report.machine_text import check_text, exit_code, verdict
 
@@ -35,6 +39,7 @@ def check(
         raise UsageError("--quick says how to measure", remedy="pass --measure too")
     if forget_tunes:
         _forget_tunes()
+    show_only(device)
     machine = detect()
     findings = check_machine(machine, gather_facts())
     code = exit_code(findings)

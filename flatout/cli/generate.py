@@ -58,6 +58,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
     stop: StopOption = None,
     slots: Annotated[int | None, typer.Option(metavar="N", help="Texts worked on at once.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; default: the model's.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines, one a prompt.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
@@ -71,7 +72,7 @@ def generate(
 
     guesses = "lookup" if lookup else None
     chosen = plan_with(plan, precision=precision, weights=weights, speculation=guesses)
-    generator = _generator(model, tokenizer, chosen, draft, slots)
+    generator = _generator(model, tokenizer, chosen, draft, slots, device)
     has_words = generator.tokenizer is not None
     given = _prompts(prompt or [], prompts, has_tokenizer=has_words)
     settings: dict[str, Any] = {
@@ -111,20 +112,22 @@ def _made(generator: Any, given: list[Any], settings: dict[str, Any], *, shown: 
     return made
 
 
-def _generator(model: str, tokenizer: str | None, plan: Any, draft: str | None, slots: int | None) -> Any:
+def _generator(
+    model: str, tokenizer: str | None, plan: Any, draft: str | None, slots: int | None, device: str | None
+) -> Any:
     from flatout.infer.generation.token_generator import TokenGenerator
 
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our text
-        network, words = _model(model, tokenizer)
-        smaller = None if draft is None else _model(draft, None)[0]
+        network, words = _model(model, tokenizer, device)
+        smaller = None if draft is None else _model(draft, None, device)[0]
         return TokenGenerator(network, plan, tokenizer=words, draft=smaller, slots=slots)
 
 
-def _model(spec: str, tokenizer: str | None) -> tuple[Any, Any]:
+def _model(spec: str, tokenizer: str | None, device: str | None) -> tuple[Any, Any]:
     from flatout.infer.model_source import load_model
     from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
 
-    network, _ = load_model(spec)
+    network, _ = load_model(spec, device)
     return network, tokenizer_beside(spec) if tokenizer is None else load_tokenizer(tokenizer)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flatout.cli.ended_by_signal import signals_as_exits
-from flatout.cli.trial_options import AllowNetworkOption, IsolationOption
+from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IsolationOption
 
 
 def memory(
@@ -20,6 +20,7 @@ def memory(
             metavar="TIME", help="How long that may take: a script that never steps, or hangs, is ended then."
         ),
     ] = "30m",
+    device: DeviceOption = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -31,6 +32,7 @@ def memory(
     128 + the signal's number where a signal kills it; 1 where it makes too few steps within --patience.
     """
     from flatout.errors import UsageError
+    from flatout.machine.visible_devices import show_only
     from flatout.report.document import to_text
     from flatout.report.memory_text import memory_document, memory_text
     from flatout.script.entry import Target
@@ -48,6 +50,7 @@ def memory(
         isolation=isolation,  # type: ignore[arg-type]
         allow_network=allow_network,
     )
+    show_only(device)
     with signals_as_exits():
         watched = watch_memory(request)
     sys.stderr.write(watched.errors)

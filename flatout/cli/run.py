@@ -20,6 +20,7 @@ from typing import Any
 
 from flatout.cli.command_line import Option, parse_options
 from flatout.cli.ended_by_signal import signals_as_exits
+from flatout.environment import visible_cuda_devices, with_visible
 from flatout.errors import FlatoutError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
 from flatout.script.own_modules import own_imports
@@ -37,6 +38,11 @@ OPTIONS: tuple[Option, ...] = (
         meaning="Apply a plan from another machine, torch or arguments without verifying it here first.",
     ),
     Option(name="--without", value="CHOICES", meaning="Leave these choices of the plan off, such as compile,threads."),
+    Option(
+        name="--device",
+        value="NAME",
+        meaning="The one GPU that the script sees, as cuda:1 (numbers: flatout check), or cpu: none.",
+    ),
     Option(name="--deterministic", meaning="Make the run repeatable to the bit, or fail at what cannot be."),
     Option(
         name="--check-deterministic", meaning="Only check that: two runs of 40 steps as trials, compared; and the cost."
@@ -52,9 +58,15 @@ def main(arguments: list[str]) -> int:
     options, command = parse_options(arguments, OPTIONS)
     target = Target.from_command(command)
     target.check_exists()
+    visible = visible_cuda_devices()
+    if "--device" in options:
+        from flatout.machine.visible_devices import show_only
+
+        show_only(options["--device"])
     if "--check-deterministic" in options:
         return _check_determinism(target)
     run = Run(target, options, _report_path(options))
+    run.visible_before = visible
     try:
         run.prepare()
     except KeyboardInterrupt:  # no line of the script has run
@@ -90,6 +102,8 @@ class Run:
         self.runner = Runner()
         self.line: Any = None
         self._missed: list[str] = []
+        self.visible_before: str | None = None
+        """CUDA_VISIBLE_DEVICES before --device: a process that starts over reads its options again."""
         self.load: Any = None
         self._machine: Any = None
         self._proved_for: str | None = None
@@ -128,7 +142,7 @@ class Run:
 
         changed = environment.deterministic_environment()
         if changed is not None:  # the order of hashes is fixed when Python starts
-            os.execve(sys.executable, [*sys.orig_argv], changed)
+            self._start_over(changed)
         chosen = self.plan.choices() if self.plan is not None else {}
         left_out = [name for name in chosen if not declared()[name].repeatable]
         if self.plan is not None and left_out:
@@ -212,7 +226,10 @@ class Run:
         for choice in choices:
             library = choice.lever.environment(choice.value).get("LD_PRELOAD")
             if library and library not in environment.preloaded_libraries():
-                os.execve(sys.executable, [*sys.orig_argv], environment.with_preloaded(library))
+                self._start_over(environment.with_preloaded(library))
+
+    def _start_over(self, variables: dict[str, str]) -> None:
+        os.execve(sys.executable, [*sys.orig_argv], with_visible(variables, self.visible_before))
 
     def _start_line(self) -> None:
         from flatout.machine.detect import detect

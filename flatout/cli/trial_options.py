@@ -1,4 +1,4 @@
-"""The options of verbs that run a script as a trial: how it is kept apart from the machine."""
+"""The options of verbs that run a script as a trial: how it is kept apart from the machine, and what it sees of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ IsolationOption = Annotated[
         "--isolation",
         metavar="MODE",
         help="How your files are kept from the script: auto, overlay (copy-on-write), guard (read-only).",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="NAME", help="The one GPU to be seen, as cuda:1 (numbers: flatout check), or cpu: none."
     ),
 ]
 AllowNetworkOption = Annotated[

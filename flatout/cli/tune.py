@@ -13,10 +13,10 @@ import typer
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, IsolationOption
+from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IsolationOption
 
 if TYPE_CHECKING:
-    from flatout.tuning.script_tuning import TuneResult
+    from flatout.tuning.script_tuning import TuneRequest, TuneResult
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
 
@@ -46,6 +46,7 @@ def tune(
     logs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep what the script printed in its trials in this folder.")
     ] = None,
+    device: DeviceOption = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -72,17 +73,25 @@ def tune(
         allow_network=allow_network,
         log_folder=logs,
     )
-    request.target.check()
-    _check_writable(output)
+    _prepare(request, output, device)
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         deadline = Deadline(request.budget_seconds)
         with deadline.stage("measuring this machine"):
             machine = machine_with_ceilings(progress)
         result = tune_script(replace(request, stdin_file=stdin_file), machine, progress, deadline)
-    return _told_and_saved(result, output, json)
+    return _told_and_saved(result, output, json, device)
 
 
-def _told_and_saved(result: TuneResult, output: Path, json: bool) -> int:
+def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
+    """What cannot be used is named before any time is spent."""
+    from flatout.machine.visible_devices import show_only
+
+    request.target.check()
+    _check_writable(output)
+    show_only(device)
+
+
+def _told_and_saved(result: TuneResult, output: Path, json: bool, device: str | None) -> int:
     """The exit code. A plan that does not fit where it was to is not written."""
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
@@ -92,7 +101,11 @@ def _told_and_saved(result: TuneResult, output: Path, json: bool) -> int:
     print(to_text(document) if json else tune_text(result))
     _save(result, document, output, with_plan=fits)
     if not json:
-        print(_saved(result, output) if fits else f"{'saved':<10}{output / REPORT_NAME}, and no plan: it would not fit")
+        print(
+            _saved(result, output, device)
+            if fits
+            else f"{'saved':<10}{output / REPORT_NAME}, and no plan: it would not fit"
+        )
     return 0 if fits else 1
 
 
@@ -110,11 +123,12 @@ def _save(result: TuneResult, document: dict[str, Any], output: Path, *, with_pl
         raise
 
 
-def _saved(result: TuneResult, output: Path) -> str:
+def _saved(result: TuneResult, output: Path, device: str | None) -> str:
     import shlex
 
+    there = [] if device is None else ["--device", device]
     saved = f"{'saved':<10}{output / PLAN_NAME}, {output / REPORT_NAME}"
-    return f"{saved}      next: flatout run {shlex.join(result.request.target.command)}"
+    return f"{saved}      next: flatout run {shlex.join([*there, *result.request.target.command])}"
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -52,6 +52,7 @@ def tune_inference(
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Choices that are made already; the others are tried on top.")
     ] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; default: the model's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Find the fastest way to serve a model that is near enough to fp32 on a sample; writes the plan.
@@ -73,10 +74,19 @@ def tune_inference(
         "budget_seconds": parse_seconds(budget),
         "max_new_tokens": max_new_tokens,
     }
-    return _run(model, inputs, out, tokenizer, asked, as_json=json)
+    return _run(model, inputs, out, tokenizer, device, asked, as_json=json)
 
 
-def _run(model: str, inputs: Path, out: Path, tokenizer: str | None, asked: dict[str, Any], *, as_json: bool) -> int:
+def _run(
+    model: str,
+    inputs: Path,
+    out: Path,
+    tokenizer: str | None,
+    device: str | None,
+    asked: dict[str, Any],
+    *,
+    as_json: bool,
+) -> int:
     from flatout.infer.choosing.tune_inference import tune_inference as tune
     from flatout.infer.model_source import load_model
     from flatout.plan import write_plan
@@ -86,14 +96,15 @@ def _run(model: str, inputs: Path, out: Path, tokenizer: str | None, asked: dict
     _check_place(out)
     sample = _sample(inputs, model, tokenizer)
     with contextlib.redirect_stdout(sys.stderr), progress_line() as progress:  # what the model prints is no document
-        module, _ = load_model(model)
+        module, _ = load_model(model, device)
         found = tune(module, sample, progress=progress, **asked)
     print(to_text(document("tune-inference", found.to_json())) if as_json else found.summary(budget_option))
     write_plan(out, found.plan)
     if not as_json:
         given = shlex.quote(str(inputs))
         more = f"--prompts {given}" if found.task == "generate" else f"{given} --out RESULTS.jsonl"
-        command = f"flatout {found.task} {shlex.quote(model)} {more} --plan {shlex.quote(str(out))}"
+        there = "" if device is None else f" --device {shlex.quote(device)}"
+        command = f"flatout {found.task} {shlex.quote(model)} {more} --plan {shlex.quote(str(out))}{there}"
         print(f"{'saved':<10}{out}      next: {command}")
     return 0
 

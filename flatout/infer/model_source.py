@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import nn
 
+from flatout.arguments import as_device
 from flatout.errors import UsageError
 from flatout.infer.user_lines import user_line
 
@@ -36,17 +37,19 @@ FORMS = "a model is named file.py:name, package.module:name or a folder with a H
 NAMES_LISTED = 6
 
 
-def load_model(spec: str) -> tuple[nn.Module, Any | None]:
-    """The module that `spec` names, in the mode and on the device in which its maker left it, and example inputs.
+def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, Any | None]:
+    """The module that `spec` names, in the mode in which its maker left it, on `device`, and example inputs.
+
+    device: 'cpu', 'cuda:1'; None: the one on which its maker left it. Example inputs are not moved.
 
     The second value is None unless the maker gave it: a function that returns `(module, example_inputs)`, or the dummy
-    inputs of a Hugging Face model. UsageError: no such file, module or name, what is there is not a model, or the
-    user's own code failed (with its line).
+    inputs of a Hugging Face model. UsageError: no such file, module, name or device, what is there is not a model, or
+    the user's own code failed (with its line).
     """
+    target = None if device is None else as_device(device, "--device")
     folder = Path(spec)
-    if folder.is_dir():
-        return _from_hugging_face(folder)
-    return _made(load_object(spec, "model"), spec)
+    model, inputs = _from_hugging_face(folder) if folder.is_dir() else _made(load_object(spec, "model"), spec)
+    return (model if target is None else model.to(target)), inputs
 
 
 def load_object(spec: str, noun: str) -> Any:

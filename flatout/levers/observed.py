@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flatout.machine.ceilings import Peak
+from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 
 USUAL_BUSY_SHARE, USUAL_PRODUCTS = 0.6, 0.5
@@ -99,6 +99,12 @@ class Observed:
     """Does the script's own file speak of a device? Then where it runs is its choice."""
     differentiates_twice: str = ""
     """Where the script asks for gradients of gradients, or may come to; '' where nothing speaks for it."""
+    gradients_zeroed: bool | None = None
+    """Does zero_grad fill gradients with zeros, or free them? None: no call of it was seen."""
+    orders_device_work: str = ""
+    """Where the script speaks of streams, of copies that nobody waits for, or of addresses; '' where it does not."""
+    captures_graphs: str = ""
+    """Where the script speaks of CUDA graphs; '' where nothing speaks for it."""
     seeded_by_script: bool = False
     backwards_per_step: float | None = None
     flops_per_step: float | None = None
@@ -143,11 +149,15 @@ class Observed:
         saved = 1 - slow.value / fast.value if slow and fast else 0.5
         return max(0.0, saved) * self.product_share(machine)
 
-    def _peaks(self, machine: Machine) -> Mapping[str, Peak]:
-        """Of the device that trains; ceilings are of the GPU where there is one."""
+    def ceilings(self, machine: Machine) -> Ceilings | None:
+        """Of the device that trains; those of a machine with a GPU are the GPU's. None: not measured."""
         measured = machine.ceilings
         same = measured is not None and measured.device.partition(":")[0] == self.device.partition(":")[0]
-        return measured.gemm_flops_per_second if measured is not None and same else {}
+        return measured if same else None
+
+    def _peaks(self, machine: Machine) -> Mapping[str, Peak]:
+        measured = self.ceilings(machine)
+        return measured.gemm_flops_per_second if measured is not None else {}
 
     @property
     def loop(self) -> str:

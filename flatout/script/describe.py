@@ -24,6 +24,12 @@ UNSEEDED = 20_261_121
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script has set the number by a variable, before torch was there."""
 GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
+ORDERS = (
+    b"non_blocking", b"cuda.stream", b"Stream(", b"_stream", b"cuda import", b"CUDAGraph", b"cuda.graph",
+    b"graphed_callables", b"data_ptr", b"cuda_array_interface", b"dlpack", b"cupy", b"numba", b"ctypes",
+    b"cpp_extension", b"load_inline",
+)  # fmt: skip
+GRAPHS = (b"CUDAGraph", b"cuda.graph", b"cuda import graph", b"graphed_callables")
 
 
 class WatchedLoop(Protocol):
@@ -45,6 +51,9 @@ class WatchedLoop(Protocol):
 
     @property
     def saw_create_graph(self) -> bool: ...
+
+    @property
+    def gradients_zeroed(self) -> bool | None: ...
 
 
 def observe(
@@ -82,6 +91,9 @@ def observe(
         names_device=names_device(getattr(sys.modules.get("__main__"), "__file__", None)),
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         differentiates_twice=_differentiates_twice(watch),
+        gradients_zeroed=watch.gradients_zeroed,
+        captures_graphs=_spoken(GRAPHS),
+        orders_device_work=_spoken(ORDERS),
         seeded_by_script=torch.initial_seed() != UNSEEDED,
         backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
         page_faults_per_step=_page_faults(rows),
@@ -150,12 +162,17 @@ def _differentiates_twice(watch: WatchedLoop) -> str:
     """Where the script asks for gradients of gradients, or may do so later; '' if nothing speaks for it."""
     if watch.saw_create_graph:
         return "the script asks for gradients with create_graph"
+    return _spoken(GRADIENTS_OF_GRADIENTS)
+
+
+def _spoken(words: Sequence[bytes]) -> str:
+    """'train.py speaks of' one of these words; '' where no file of the script's does."""
     for file in _own_files():
         try:
             source = Path(file).read_bytes()
         except OSError:
             continue
-        word = next((one for one in GRADIENTS_OF_GRADIENTS if one in source), None)
+        word = next((one for one in words if one in source), None)
         if word is not None:
             return f"{Path(file).name} speaks of {word.decode().split()[-1]}"
     return ""

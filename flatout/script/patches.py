@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from flatout.tracebacks import leave_no_frame
+
 _MISSING = object()
 
 
@@ -103,6 +105,23 @@ class Patches:
 
     def __len__(self) -> int:
         return len(self._patches)
+
+
+def noting(note: Callable[..., None]) -> Callable[[Any], Any]:
+    """For `Patches.replace`: `note` gets the arguments of each call before torch does."""
+
+    def make(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                note(*args, **kwargs)
+                return original(*args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+
+        return call
+
+    return make
 
 
 class ImportWatch:

@@ -32,7 +32,7 @@ from flatout.levers.subject import Handles, Subject
 from flatout.machine.page_faults import minor_faults
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
-from flatout.script.patches import ImportWatch, Patches
+from flatout.script.patches import ImportWatch, Patches, noting
 from flatout.script.spans import OpenRow, Span, Spans, StepRow, Timeline
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
@@ -77,6 +77,8 @@ class Watch:
         self.saw_autocast = False
         self.saw_scaler = False
         self.saw_create_graph = False
+        self.gradients_zeroed: bool | None = None
+        """Does the script's zero_grad fill gradients with zeros? None: it was not called."""
         self.device_calls: DeviceCalls | None = None
         self._spans = Spans()
         self._patches = Patches()
@@ -146,7 +148,9 @@ class Watch:
         self._patches.replace(torch.autograd, "backward", lambda original: self._wrap_pass(original, "tensors"))
         self._patches.replace(torch.autograd, "grad", lambda original: self._wrap_pass(original, "outputs"))
         self._patches.replace(torch.nn.Module, "__call__", self._wrap_module_call)
-        self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", self._wrap_scale)
+        self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", noting(self._note_scale))
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._patches.replace(owner, "zero_grad", noting(self._note_zero_grad))
         self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
 
     def uninstall(self) -> None:
@@ -369,16 +373,12 @@ class Watch:
         finally:
             self.inside = False
 
-    def _wrap_scale(self, original: Any) -> Any:
-        def scale(scaler: Any, outputs: Any) -> Any:
-            self.saw_scaler |= scaler.is_enabled()
-            try:
-                return original(scaler, outputs)
-            except BaseException as error:
-                leave_no_frame(error)
-                raise
+    def _note_scale(self, scaler: Any, *_: Any, **__: Any) -> None:
+        self.saw_scaler |= scaler.is_enabled()
 
-        return scale
+    def _note_zero_grad(self, owner: Any, set_to_none: Any = True, *_: Any, **__: Any) -> None:
+        if not self._compiling() and self._here():
+            self.gradients_zeroed = bool(self.gradients_zeroed) or not set_to_none
 
     @property
     def inside_optimizer(self) -> bool:

@@ -81,6 +81,7 @@ class WatchedStep:
         self.at_iterator: list[Callable[[Any, float], None]] = []
         self.inside_optimizer = False
         self.saw_autocast = self.saw_scaler = self.saw_compile = self.saw_create_graph = False
+        self.gradients_zeroed: bool | None = None
 
 
 class StepTrial:

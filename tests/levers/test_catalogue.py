@@ -105,6 +105,7 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("regional", "default")),
     ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead", "max-autotune")),
     ("pinned memory", AMPERE, ON_GPU, (True,)),
+    ("overlapped copies", AMPERE, ON_GPU, (True,)),
     ("allocator", CPU, SEEN, ("jemalloc",)),
     ("fused attention", CPU, replace(SEEN, modules=(replace(MODULE, attention_by_hand="Head"),)), ("fused",)),
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(WIDE,)), ("chunked",)),
@@ -165,6 +166,8 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, compiled=True),)), "itself"),
     ("torch.compile", CPU, replace(SEEN, modules=()), "no module"),
     ("pinned memory", CPU, SEEN, "CPU"),
+    ("overlapped copies", CPU, SEEN, "CPU"),
+    ("overlapped copies", AMPERE, replace(ON_GPU, orders_device_work="train.py speaks of Stream("), "waits for what"),
     ("pinned memory", AMPERE, replace(ON_GPU, loaders=(replace(LOADER, pin_memory=True),)), "no loader"),
     ("allocator", AMPERE, ON_GPU, "GPU"),
 ]

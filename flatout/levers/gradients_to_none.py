@@ -1,0 +1,116 @@
+"""`zero_grad(set_to_none=False)` frees gradients instead of filling them with zeros: backward need not add to zeros.
+
+To the script nothing changes. A gradient that was freed is a tensor of zeros again as soon as anything reads `.grad`:
+an optimizer (with momentum or decay it moves weights that got no gradient, where it skips those without one), a clip,
+a hook, the script itself. And a gradient is freed only while nothing else holds it or its memory; one that backward
+left in memory that it shares gets a copy of its own, as adding to zeros would have made. What remains is the sign of
+zeros: 0 + -0 is 0, and a gradient that is written anew may hold -0. That is why it claims no more than rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+from flatout.machine.page_faults import page_fault_seconds
+from flatout.replaced import replaced
+
+PASSES_OVER_GRADIENTS = 4
+"""To fill them with zeros is one, to add to them three: two are read, one is written."""
+OPERATIONS_A_GRADIENT = 2
+LOOK_SECONDS = 3e-6
+"""To see who holds a gradient, before it is freed and when there is a new one."""
+BYTES_OF_FP32, PAGE_BYTES = 4, 4096
+
+
+class GradientsToNone(Lever):
+    """For a script that asks for zeros. Whether a lever or the script reads a gradient makes no difference."""
+
+    name = "gradients set to None"
+    plan_field = "zero_grad"
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        if observed.gradients_zeroed is None:
+            return Saving(expected=0.0, least=0.0, most=0.0, why="no call of zero_grad was seen")
+        gained, step_seconds = _zeroing_seconds(machine, observed), observed.step_seconds
+        if gained is None or not step_seconds:
+            return Saving(expected=0.01, least=-0.05, most=0.3)
+        lost, at_most = _freeing_seconds(observed)
+        return Saving(
+            expected=(gained - lost) / step_seconds,
+            least=-2 * at_most / step_seconds,
+            most=min(0.8, 2 * gained / step_seconds),
+            why=f"zeros and additions to them take {gained / step_seconds:.1%} of a step",
+        )
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if observed.gradients_zeroed is False:
+            return refuse("zero_grad frees the gradients already")
+        if not observed.optimizers:
+            return refuse("the script has no optimizer object")
+        if observed.compiled_in_script:
+            return refuse("the script compiles, and compiled code reads gradients past Python")
+        if observed.differentiates_twice:
+            return refuse(observed.differentiates_twice)
+        if observed.captures_graphs:
+            return refuse(f"{observed.captures_graphs}: a captured graph writes to the gradients' memory")
+        return offer("none", reason="the script's zero_grad fills gradients with zeros, and backward adds to them")
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        import torch
+
+        from flatout.levers.freed_gradients import FreedGradients
+
+        freed = FreedGradients(lambda why: _tell(subject, self.name, why))
+        with (
+            freed.read_as_zeros(),
+            replaced(torch.optim.Optimizer, "zero_grad", freed.of_optimizer),
+            replaced(torch.nn.Module, "zero_grad", freed.of_module),
+            replaced(torch.autograd, "backward", freed.after_backward),
+        ):
+            yield
+
+    def label(self, value: Any) -> str:
+        return self.name
+
+
+def _tell(subject: Subject, name: str, why: str) -> None:
+    if (name, why) not in subject.incidents:
+        subject.incidents.append((name, why))
+
+
+def _zeroing_seconds(machine: Machine, observed: Observed) -> float | None:
+    """What it takes to fill the gradients and to add to them, at the rates of this machine; None: not measured."""
+    rates = observed.ceilings(machine)
+    if rates is None or rates.memory_copy_bytes_per_second is None or rates.launches_per_second is None:
+        return None
+    memory = PASSES_OVER_GRADIENTS * _gradient_bytes(observed) / rates.memory_copy_bytes_per_second.value
+    return memory + OPERATIONS_A_GRADIENT * _gradients(observed) / rates.launches_per_second.value
+
+
+def _freeing_seconds(observed: Observed) -> tuple[float, float]:
+    """(what freeing them and making new ones is expected to cost, and at the most).
+
+    On a CPU, memory that is given back comes again page by page; not where the process keeps it, as then it has next to
+    no page faults.
+    """
+    looks = LOOK_SECONDS * _gradients(observed)
+    if observed.device != "cpu":
+        return looks, looks
+    pages = _gradient_bytes(observed) / PAGE_BYTES
+    faults = pages if observed.page_faults_per_step is None else min(pages, observed.page_faults_per_step)
+    return looks + faults * page_fault_seconds(), looks + pages * page_fault_seconds()
+
+
+def _gradient_bytes(observed: Observed) -> int:
+    return BYTES_OF_FP32 * sum(one.parameters for one in observed.modules)
+
+
+def _gradients(observed: Observed) -> int:
+    return sum(one.parameters for one in observed.optimizers)

@@ -1,0 +1,42 @@
+"""Which GPU a script sees: the one that was asked for, or none.
+
+A script that asks for "cuda" gets its first GPU; which one that is, or whether there is any, is decided before CUDA
+starts. So neither the script nor a trial of it has to be told.
+"""
+
+from __future__ import annotations
+
+import re
+
+from flatout import environment
+from flatout.errors import UsageError
+from flatout.machine.description import Machine
+from flatout.machine.detect import detect
+
+
+def show_only(device: str | None) -> None:
+    """Let this process, and those that it starts, see one GPU ('cuda:1', or 'cuda' for the first) or none ('cpu').
+
+    None leaves all of them. Numbers are those of `flatout check`. Raises UsageError where there is no such device, with
+    those that there are.
+    """
+    if device is None:
+        return
+    if device == "cpu":
+        environment.show_cuda_devices("")
+        return
+    machine, number = detect(), re.fullmatch(r"cuda(?::(\d+))?", device)
+    index = int(number[1] or 0) if number else len(machine.usable_gpus)
+    if index >= len(machine.usable_gpus):
+        remedy = "see what is here with: flatout check" if number else "name one of these"
+        raise UsageError(f"--device is {device!r}", limit=_those_here(machine), remedy=remedy)
+    told, gpu = environment.visible_cuda_devices(), machine.usable_gpus[index]
+    entry = gpu.uuid or str(gpu.index) if told is None else told.split(",")[index].strip()
+    environment.show_cuda_devices(entry)
+
+
+def _those_here(machine: Machine) -> str:
+    gpus = [f"cuda:{number} ({gpu.name})" for number, gpu in enumerate(machine.usable_gpus)]
+    if gpus:
+        return f"here are cpu, {', '.join(gpus)}"
+    return f"here is only cpu: {machine.no_devices_reason or 'torch is a build for the CPU, or for a newer driver'}"
