@@ -34,7 +34,8 @@ from flatout.statistics import Comparison
 from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compare_whole_runs, few_steps
 from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
-from flatout.tuning.history import History, Training
+from flatout.tuning.history import History
+from flatout.tuning.proposals import Proposals
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials
@@ -44,16 +45,10 @@ from flatout.tuning.worth_trying import (
     COMPARISON_SECONDS,
     COMPILE_SECONDS,
     least_trial_seconds,
-    saving_per_second,
-    worth_trying,
 )
 from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
-TRIALS_COST = 2.0
-"""Times the fewest steps that can decide: what a trial takes, as a rule."""
-BUNDLE_SAVING = 0.03
-"""Of a step, as predicted: what saves less waits for its own trial."""
 COMPILED_AGAIN = 2.0
 """Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find kernels
 but no graphs."""
@@ -98,7 +93,15 @@ class TrainingSearch(Search[Choice]):
         super().__init__(SearchState(total_steps=limits.total_steps), limits.deadline, progress)
         self.trials = trials
         self.machine, self.levers, self.limits = machine, levers, limits
-        self._history = history or History()
+        self._proposals = Proposals(
+            levers,
+            machine,
+            self.state,
+            kind=trials.kind,
+            exactness=limits.exactness,
+            only=limits.only,
+            history=history or History(),
+        )
         self._process: RunningTrial | None = None
         self._process_has: list[Choice] = []
         """What holds from the start of that process."""
@@ -137,66 +140,22 @@ class TrainingSearch(Search[Choice]):
     # what is proposed
 
     def names(self) -> Sequence[str]:
-        if self.limits.only is None:
-            return [lever.name for lever in self.levers if not self._is_fitted(lever)]
-        asked = dict(self.limits.only)
-        mine = [lever for lever in self.levers if lever.plan_field in asked]
-        return [lever.name for lever in mine if lever.takes(asked[lever.plan_field])]
-
-    def _is_fitted(self, lever: Lever) -> bool:
-        """Was it weighed already, as steps have to fit?"""
-        fit = self.state.fit
-        return fit is not None and (lever.aim == "memory" or any(one.lever is lever for one in fit.choices))
+        return self._proposals.names()
 
     def proposal(self, name: str) -> Proposal[Choice]:
-        lever, asked = self._lever(name), self.limits.only
-        seen, exactness = self.state.observed, self.limits.exactness
-        found = worth_trying(lever, self.machine, seen, exactness, asked=asked is not None, few=self.few)
-        values, reason = found.values, found.reason
-        if asked is not None and values:
-            wanted = dict(asked)[lever.plan_field]
-            values = (wanted,) if wanted in values else ()
-            reason = f"{lever.plan_field} = {wanted!r} is none of what is tried here: {found.values}"
-        candidates = [Choice(lever, value) for value in values]
-        candidates.sort(key=lambda one: -self._saving(one).expected)
-        return Proposal(label=name, candidates=tuple(candidates), reason=reason)
-
-    def _saving(self, choice: Choice) -> Saving:
-        own = choice.lever.saving(self.machine, self.state.observed)
-        return self._history.corrected(own, choice.label, self._training)
-
-    @property
-    def _training(self) -> Training:
-        state = self.state
-        return Training.of(self.trials.kind, state.loop, state.first_observed, state.observed.device)
+        return self._proposals.proposal(name)
 
     def promise(self, name: str) -> tuple[bool, float]:
-        lever = self._lever(name)
-        best = [self._saving(one).expected for one in self.proposal(name).candidates[:1]]
-        expected = best[0] if best else lever.saving(self.machine, self.state.observed).expected
-        return lever.comes_first, saving_per_second(lever, expected, self.state.observed, self.state.restart_seconds)
+        return self._proposals.promise(name)
 
     def bundle(self) -> tuple[Choice, ...]:
-        """Levers that are predicted to help, and quick to switch, where trying each would take longer than there is."""
-        offered = [found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates]
-        seconds = TRIALS_COST * self.usual_trial_seconds * len(offered)
-        if self.limits.only is not None or seconds < self._remaining():
-            return ()
-        return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice))
-
-    def _belongs_in_a_bundle(self, choice: Choice) -> bool:
-        lever = choice.lever
-        quick = lever.switch == "live" and not lever.compiles
-        return quick and lever.aim == "time" and self._saving(choice).expected >= BUNDLE_SAVING
+        return self._proposals.bundle(self.usual_trial_seconds, self._remaining())
 
     def predicted(self, tried: Sequence[Choice]) -> Saving | None:
-        return self._saving(tried[0]) if len(tried) == 1 else None
+        return self._proposals.saving(tried[0]) if len(tried) == 1 else None
 
     def after_trial(self, trial: Trial, tried: Sequence[Choice]) -> None:
-        self._history.note(trial, self._training)
-
-    def _lever(self, name: str) -> Lever:
-        return next(lever for lever in self.levers if lever.name == name)
+        self._proposals.note(trial)
 
     # the process
 

@@ -13,7 +13,7 @@ from flatout.levers.allocator import PreloadedAllocator
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
 from flatout.levers.denormals import FlushDenormals
-from flatout.levers.lever import Choice
+from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess, TrialSetup
@@ -34,10 +34,10 @@ class Clock:
         return self.now
 
 
-def search(folder: Path, clock: Clock) -> TrainingSearch:
+def search(folder: Path, clock: Clock, *levers: Lever) -> TrainingSearch:
     whole = Deadline(10.0, clock=clock)
     setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
-    return TrainingSearch(setup, CPU, (), SearchLimits(deadline=whole.reserving(4.0)))
+    return TrainingSearch(setup, CPU, levers, SearchLimits(deadline=whole.reserving(4.0)))
 
 
 def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
@@ -111,9 +111,8 @@ def test_silence_is_told_with_the_budget_that_was_given() -> None:
 
 def test_what_the_time_did_not_suffice_for_is_listed_once(tmp_path: Path) -> None:
     clock = Clock()
-    asked = search(tmp_path, clock)
     lever = Compile()
-    asked.levers = (lever,)
+    asked = search(tmp_path, clock, lever)
     asked.state.kept = [Choice(lever, "default")]
     asked.state.observed = Observed(device="cuda:0", modules=(ModuleSeen(kind="Net", parameters=1),))
     clock.now = 10.0

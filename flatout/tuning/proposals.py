@@ -1,0 +1,101 @@
+"""What a search may try in a training, and what each of it is expected to save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.levers.lever import Choice, Lever, Saving
+from flatout.machine.description import Machine
+from flatout.plan_choices import Exactness
+from flatout.search.search import Proposal
+from flatout.search.trial import Trial
+from flatout.tuning.history import History, Training
+from flatout.tuning.results import SearchState
+from flatout.tuning.worth_trying import saving_per_second, worth_trying
+
+TRIALS_COST = 2.0
+"""Times the fewest steps that can decide: what a trial takes, as a rule."""
+BUNDLE_SAVING = 0.03
+"""Of a step, as predicted: what saves less waits for its own trial."""
+
+
+class Proposals:
+    """Of `levers`, as things stand in `state`."""
+
+    def __init__(
+        self,
+        levers: Sequence[Lever],
+        machine: Machine,
+        state: SearchState,
+        *,
+        kind: str,
+        exactness: Exactness,
+        only: Sequence[tuple[str, Any]] | None,
+        history: History,
+    ) -> None:
+        """`only`: try just these (plan field, value) choices, whatever they are predicted to save."""
+        self._levers = {lever.name: lever for lever in levers}
+        self._machine, self._state, self._kind = machine, state, kind
+        self._exactness, self._only = exactness, None if only is None else dict(only)
+        self._history = history
+
+    def names(self) -> list[str]:
+        if self._only is None:
+            return [name for name, lever in self._levers.items() if not self._is_fitted(lever)]
+        return [
+            name
+            for name, lever in self._levers.items()
+            if lever.plan_field in self._only and lever.takes(self._only[lever.plan_field])
+        ]
+
+    def proposal(self, name: str) -> Proposal[Choice]:
+        lever, asked = self._levers[name], self._only is not None
+        seen, few = self._state.observed, self._state.few_steps
+        found = worth_trying(lever, self._machine, seen, self._exactness, asked=asked, few=few)
+        values, reason = found.values, found.reason
+        if self._only is not None and values:
+            wanted = self._only[lever.plan_field]
+            values = (wanted,) if wanted in values else ()
+            reason = f"{lever.plan_field} = {wanted!r} is none of what is tried here: {found.values}"
+        candidates = [Choice(lever, value) for value in values]
+        candidates.sort(key=lambda one: -self.saving(one).expected)
+        return Proposal(label=name, candidates=tuple(candidates), reason=reason)
+
+    def saving(self, choice: Choice) -> Saving:
+        """As its lever predicts and earlier tunes correct it."""
+        own = choice.lever.saving(self._machine, self._state.observed)
+        return self._history.corrected(own, choice.label, self._training)
+
+    def promise(self, name: str) -> tuple[bool, float]:
+        """The greatest is tried next."""
+        lever, state = self._levers[name], self._state
+        best = [self.saving(one).expected for one in self.proposal(name).candidates[:1]]
+        expected = best[0] if best else lever.saving(self._machine, state.observed).expected
+        return lever.comes_first, saving_per_second(lever, expected, state.observed, state.restart_seconds)
+
+    def bundle(self, trial_seconds: float, seconds_left: float) -> tuple[Choice, ...]:
+        """Levers that are predicted to help, and quick to switch, where trying each would take longer than there is."""
+        offered = [found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates]
+        if self._only is not None or TRIALS_COST * trial_seconds * len(offered) < seconds_left:
+            return ()
+        return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice))
+
+    def note(self, trial: Trial) -> None:
+        """For later tunes."""
+        self._history.note(trial, self._training)
+
+    @property
+    def _training(self) -> Training:
+        state = self._state
+        return Training.of(self._kind, state.loop, state.first_observed, state.observed.device)
+
+    def _belongs_in_a_bundle(self, choice: Choice) -> bool:
+        lever = choice.lever
+        quick = lever.switch == "live" and not lever.compiles
+        return quick and lever.aim == "time" and self.saving(choice).expected >= BUNDLE_SAVING
+
+    def _is_fitted(self, lever: Lever) -> bool:
+        """Was it weighed already, as steps have to fit?"""
+        fit = self._state.fit
+        return fit is not None and (lever.aim == "memory" or any(one.lever is lever for one in fit.choices))
