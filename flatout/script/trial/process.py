@@ -17,6 +17,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
@@ -40,7 +41,6 @@ from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import Peak, TrialDied, TrialEnded, TrialFault, TrialHangs, TrialStopped, Window
-from flatout.script.trial.end import Process, end_trial
 from flatout.search.deadline import BudgetSpent, Deadline
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ GLANCE_SECONDS = 0.5
 ENDS_OF_INPUT = b"\x04" * 64
 """Who reads from a trial's terminal is told each time that nothing comes."""
 MOST_ERROR_BYTES = 20_000
+END_SECONDS = 10.0
+"""Patience with a trial's own end: the kernel has to take down every process in it."""
 
 
 @dataclass
@@ -140,6 +142,18 @@ class TrialSetup:
             return False
         forked = self.fork_server is not None and self.fork_server.is_ready()
         return not forked or self.starts.fit_side_by_side
+
+
+class Process(Protocol):
+    """As much of `subprocess.Popen` as the parent of a trial uses."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class TrialProcess:
@@ -313,7 +327,7 @@ class TrialProcess:
         """End the process with everything it started, and remove its scratch. Its log stays."""
         if self._process is None:
             return
-        end_trial(self._process)
+        _end(self._process)
         for descriptor in (self._command_write, self._answer_read, self._terminal):
             if descriptor is None:
                 continue
@@ -408,6 +422,18 @@ class TrialProcess:
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+
+def _end(process: Process) -> None:
+    """Returns when it has ended. It was started in a session of its own, and has split itself (isolation.processes):
+    what the parent sees is the process that waits outside. Told to end, it first ends all the others."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)  # what a process had started that never got as far as splitting
+    process.wait()
 
 
 def terminal_size() -> tuple[int, int] | None:
