@@ -278,7 +278,7 @@ class TrainingSearch(Search[Choice]):
         with self._explaining_stops():
             process, described = self._described()
             self._progress("timing the first plain steps")
-            window = process.window([], settle=1, steps=1)
+            window = process.window([], settle=int(self._remaining() > 0), steps=1)
             step_seconds = min(window.settle_seconds + window.seconds)
             self._keep_back(step_seconds)
             affordable = self._affordable_steps(step_seconds)

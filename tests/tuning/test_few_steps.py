@@ -263,6 +263,16 @@ def test_a_budget_too_short_for_whole_runs_is_refused_with_one_that_would_do(tmp
     assert searched(Pretended(tmp_path, 3, 3.0), Faster(), budget_seconds=240.0).kept
 
 
+def test_steps_for_which_the_time_is_over_after_the_first_are_refused_after_the_second(tmp_path: Path) -> None:
+    script = Pretended(tmp_path, 4, 24.0)
+    script.start_seconds = 34.0
+    with pytest.raises(
+        ScriptError, match=r"starting it takes 34 s, and a step 24 s; .* nothing of the budget of 1 min .*"
+    ):
+        searched(script, Faster(), budget_seconds=60.0)
+    assert script.runs == [[("plain", 1)]]
+
+
 def test_memory_of_few_steps_is_not_fitted(tmp_path: Path) -> None:
     with pytest.raises(ScriptError, match=r"train.py has 5 steps; --fit weighs"):
         searched(Pretended(tmp_path, 5), Faster(), fit_bytes=1)
@@ -364,6 +374,7 @@ open("written-by-the-script.txt", "w").write("x")
 
 @pytest.mark.usefixtures("forked_trials", "brief")
 def test_a_script_of_four_steps_with_closures_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.tuning.verifier.own_start_seconds", lambda folder: 0.5)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SLEEPING)
     levers = f"{Path(__file__).parent / 'planted_levers.py'}:HELPING"
