@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,13 +12,12 @@ import typer
 
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
-from flatout.cli.trial_options import AllowNetworkOption, IsolationOption
+from flatout.cli.trial_options import AllowNetworkOption, IsolationOption, stdin_copy
 
 if TYPE_CHECKING:
     from flatout.tuning.script_tuning import TuneResult
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
-STDIN_LIMIT_BYTES = 64 << 20
 
 
 def tune(
@@ -76,7 +73,7 @@ def tune(
     )
     request.target.check()
     _check_writable(output)
-    with signals_as_exits(), progress_line() as progress, _stdin_copy() as stdin_file:
+    with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         deadline = Deadline(request.budget_seconds)
         with deadline.stage("measuring this machine"):
             machine = machine_with_ceilings(progress)
@@ -148,28 +145,3 @@ def _check_writable(folder: Path) -> None:
             limit="the plan and the report are written there",
             remedy="choose another folder with --output",
         ) from None
-
-
-@contextlib.contextmanager
-def _stdin_copy() -> Iterator[Path | None]:
-    """What is piped in is kept, so that every trial can read it; a terminal is not: trials then read nothing."""
-    from flatout.errors import UsageError
-
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() or not _is_pipe_or_file(sys.stdin.fileno()):
-        yield None
-        return
-    with tempfile.NamedTemporaryFile(prefix="flatout-stdin-") as copy:
-        data = sys.stdin.buffer.read(STDIN_LIMIT_BYTES + 1)
-        if len(data) > STDIN_LIMIT_BYTES:
-            raise UsageError("more than 64 MiB on standard input", limit="trials each need a copy", remedy="use a file")
-        copy.write(data)
-        copy.flush()
-        yield Path(copy.name)
-
-
-def _is_pipe_or_file(descriptor: int) -> bool:
-    import os
-    import stat
-
-    mode = os.fstat(descriptor).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

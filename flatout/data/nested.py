@@ -110,21 +110,44 @@ def batch_length(batch: Any) -> int:
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Samples `start` to `stop`: tensors as views, lists of texts or numbers that are as long as the batch sliced."""
+    return _each_along_the_batch(batch, lambda values: values[start:stop])
+
+
+def repeat_batch(batch: Any, samples: int) -> Any:
+    """The batch with its samples repeated, or cut, to another number: tensors as copies, lists too."""
+    import torch
+
+    length = batch_length(batch)
+    if samples == length:
+        return batch
+    order = torch.arange(samples) % length
+
+    def take(values: Any) -> Any:
+        if isinstance(values, (list, tuple)):
+            repeated = [values[i % length] for i in range(samples)]
+            return repeated if isinstance(values, list) else tuple(repeated)
+        return values[order.to(values.device)]
+
+    return _each_along_the_batch(batch, take)
+
+
+def _each_along_the_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` made to what has one entry a sample: tensors, and lists of texts or numbers as long as the batch."""
     length = batch_length(batch)
 
-    def cut(nested: Any) -> Any:
+    def changed(nested: Any) -> Any:
         if isinstance(nested, (list, tuple)) and len(nested) == length and all(isinstance(v, _ATOMS) for v in nested):
-            return nested[start:stop]
+            return change(nested)
         if isinstance(nested, Mapping):
-            return _with_items(nested, {key: cut(value) for key, value in nested.items()})
+            return _with_items(nested, {key: changed(value) for key, value in nested.items()})
         if isinstance(nested, (list, tuple)):
-            values = [cut(value) for value in nested]
+            values = [changed(value) for value in nested]
             return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
         if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-            return _with_fields(nested, cut)
-        return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, nested)
+            return _with_fields(nested, changed)
+        return map_tensors(lambda tensor: change(tensor) if tensor.dim() else tensor, nested)
 
-    return cut(batch)
+    return changed(batch)
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:

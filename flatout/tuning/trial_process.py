@@ -110,6 +110,8 @@ class Window:
     resident_bytes: int
     rolled_back: dict[str, str] = field(default_factory=dict)
     """Lever name -> why it was taken back inside the process."""
+    samples: tuple[int | None, ...] = ()
+    """That each step drew from the script's loader; None where nobody counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +269,7 @@ class TrialProcess:
             apply_seconds=answer["apply_seconds"],
             resident_bytes=answer["resident_bytes"],
             rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
+            samples=tuple(answer["samples"]),
         )
 
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
