@@ -118,17 +118,21 @@ def repeat_batch(batch: Any, samples: int) -> Any:
     import torch
 
     length = batch_length(batch)
-    if samples == length:
-        return batch
     order = torch.arange(samples) % length
+    return batch if samples == length else resize_batch(batch, samples, lambda tensor: tensor[order.to(tensor.device)])
 
-    def take(values: Any) -> Any:
-        if isinstance(values, (list, tuple)):
-            repeated = [values[i % length] for i in range(samples)]
-            return repeated if isinstance(values, list) else tuple(repeated)
-        return values[order.to(values.device)]
 
-    return _each_along_the_batch(batch, take)
+def resize_batch(batch: Any, samples: int, resized: Callable[[Any], Any]) -> Any:
+    """The same for tensors of any making: `resized(tensor)` has that many samples."""
+    length = batch_length(batch)
+
+    def change(values: Any) -> Any:
+        if not isinstance(values, (list, tuple)):
+            return resized(values)
+        repeated = [values[i % length] for i in range(samples)]
+        return repeated if isinstance(values, list) else tuple(repeated)
+
+    return _each_along_the_batch(batch, change)
 
 
 def _each_along_the_batch(batch: Any, change: Callable[[Any], Any]) -> Any:

@@ -21,10 +21,7 @@ LEAST_ROUNDS = 3
 """Fewer give no interval."""
 BAR_WIDTH = 20
 EIGHTHS = " ▏▎▍▌▋▊▉"
-CAVEAT = (
-    "another batch size is another optimization: the learning rate and the number of steps want choosing anew, and the "
-    "result may be worse. This is advice, and nothing was changed"
-)
+CAVEAT = "advice, applied nowhere: another batch size is another optimization, so choose learning rate and steps anew"
 
 Standing = Literal["within", "below", "unclear"]
 

@@ -29,6 +29,8 @@ FLAT_SIZES, FLAT_GAIN = 3, 1.02
 """A side ends after so many larger sizes in a row that are no faster than that times the best before them."""
 FAR_BELOW = 0.25
 """The smaller side ends below that share of the best."""
+MOST_LOOKS, LOOKS_SECONDS = 5, 0.5
+"""Short windows that tell about how long a step takes: the shortest, as disturbances only add to it."""
 FAILURES_IN_A_ROW = 2
 """A side ends after them: what a shape forbids once may be allowed for the next, twice it is a rule."""
 
@@ -220,10 +222,13 @@ class _Measuring:
 
     def _prepared(self, batch_size: int) -> _Size:
         prepared = self.sized.prepare(batch_size)
-        first = self.sized.window(batch_size, settle=1, steps=1)
-        pace = Pace.for_step(first, seconds=self.budget_seconds)
-        seconds = self.sized.window(batch_size, settle=0, steps=pace.steps) if pace.steps > 1 else first
-        return _Size(batch_size, prepared, Pace.for_step(seconds, seconds=self.budget_seconds), seconds, [])
+        began, shortest = self.clock(), math.inf
+        for looks in range(MOST_LOOKS):
+            steps = 1 if looks == 0 else Pace.for_step(shortest, seconds=self.budget_seconds).steps
+            shortest = min(shortest, self.sized.window(batch_size, settle=1, steps=steps))
+            if self.clock() - began > LOOKS_SECONDS:
+                break
+        return _Size(batch_size, prepared, Pace.for_step(shortest, seconds=self.budget_seconds), shortest, [])
 
     def _too_long(self, batch_size: int) -> str | None:
         """Would this size, as slow as its neighbour by the sample, leave no time for enough rounds?"""

@@ -131,8 +131,8 @@ class _Copies:
     def peak_source(self) -> str:
         if not self._is_followed:
             return "forecast, not measured: what compiled code holds on a CPU cannot be followed"
-        held = "by torch's allocator" if self.target.cuda else "by following each tensor"
-        return f"measured in a step of each size {held}: weights, gradients, optimizer's state, activations, inputs"
+        how = "by torch's allocator" if self.target.cuda else "by following each tensor"
+        return f"measured {how}: the most that a step of that size holds, weights and optimizer included"
 
     @property
     def _is_followed(self) -> bool:

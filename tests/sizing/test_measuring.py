@@ -78,9 +78,11 @@ def test_the_knee_of_a_known_machine_is_found() -> None:
 
 
 def test_sizes_are_the_given_one_times_powers_of_the_factor() -> None:
-    found = measured(Machine(fixed=1e-9), Range(given=12, at_least=2, at_most=100, factor=2))
-    assert sizes_of(found) == [3, 6, 12, 24, 48, 96]
-    assert (found.stopped_below, found.stopped_above) == ("at_least is 2", "at_most is 100")
+    sizes = Range(given=12, at_least=3, at_most=100)
+    assert (list(sizes.larger()), list(sizes.smaller())) == ([24, 48, 96], [6, 3])
+    found = measured(Machine(fixed=0.01), Range(given=12, at_least=6, at_most=30))
+    assert sizes_of(found) == [6, 12, 24]
+    assert (found.stopped_below, found.stopped_above) == ("at_least is 6", "at_most is 30")
 
 
 def test_a_small_factor_repeats_no_size() -> None:
@@ -113,8 +115,8 @@ def test_it_stops_where_larger_sizes_are_no_faster() -> None:
 
 def test_it_stops_below_where_sizes_are_far_slower() -> None:
     found = measured(Machine(), Range(given=64))
-    assert found.stopped_below.startswith("at 4 the speed is below 25% of the best")
-    assert min(sizes_of(found)) == 4
+    assert found.stopped_below.startswith("at 8 the speed is below 25% of the best")
+    assert min(sizes_of(found)) == 8
 
 
 def test_a_size_that_fails_is_left_out_and_named() -> None:
@@ -140,7 +142,7 @@ def test_what_the_given_size_raises_is_the_users_own_error() -> None:
 
 def test_a_size_that_fails_later_is_left_out_then() -> None:
     machine = Machine()
-    machine.fails = lambda size: size == 32 and len(machine.windows) > 60
+    machine.fails = lambda size: size == 32 and len(machine.windows) > 14
     found = measured(machine, Range(given=16, at_most=64), 1e6)
     assert [one.batch_size for one in found.failed] == [32]
     assert 32 not in sizes_of(found)
