@@ -2,14 +2,14 @@
 
 Below the knee a larger batch uses the machine better: what a step costs whatever its size is spread over more samples.
 Above it a larger batch takes only more memory. The knee is the smallest size whose speed is within a stated share of
-the best measured. Whether it is, is decided by an interval, never by two figures alone: sizes are measured in turns,
-so each is compared with the best one round by round.
+the best measured. Whether it is, is decided by intervals, never by figures alone: sizes are measured in turns, and each
+is compared with every other round by round, as which one is the best is not known for certain either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from flatout.sequential import compare_so_far
@@ -49,6 +49,8 @@ class BatchPoint:
     """The peak as it was forecast before the size was run; None: nothing was asked, as a larger one had fitted."""
     of_best: Comparison | None = None
     """Its speed as a share of that of the fastest point, paired round by round; None: nothing to compare."""
+    standing: Standing = "unclear"
+    """Is it shown to be within the share of the best, whichever that is, or shown to be below it?"""
 
     @property
     def step_seconds(self) -> float:
@@ -67,14 +69,6 @@ class BatchPoint:
             return None
         return min(found.low, self.samples_per_second), max(found.high, self.samples_per_second)
 
-    def standing(self, share: float) -> Standing:
-        """Is it shown to reach that share of the best, or shown not to?"""
-        if self.of_best is None or not self.of_best.has_interval:
-            return "unclear"
-        if self.of_best.low >= share:
-            return "within"
-        return "below" if self.of_best.high < share else "unclear"
-
     def to_json(self) -> dict[str, Any]:
         interval = self.samples_per_second_interval
         return {
@@ -84,6 +78,7 @@ class BatchPoint:
             "samples_per_second": self.samples_per_second,
             "samples_per_second_interval": None if interval is None else list(interval),
             "of_best": None if self.of_best is None else self.of_best.to_json(),
+            "standing": self.standing,
             "peak_bytes": self.peak_bytes,
             "forecast_bytes": self.forecast_bytes,
             "window_seconds": list(self.window_seconds),
@@ -158,19 +153,43 @@ def fastest(points: Sequence[BatchPoint]) -> BatchPoint:
     return max(points, key=lambda point: point.samples_per_second)
 
 
-def share_of_best(best: BatchPoint, point: BatchPoint, share: float) -> Comparison:
-    """The speed of `point` over that of `best`, with an interval that allows for looks after each few rounds."""
+def judged(points: Sequence[BatchPoint], share: float) -> tuple[BatchPoint, ...]:
+    """By batch size, each compared with the fastest, and with all the others for its standing."""
+    best = fastest(points)
+    ordered = sorted(points, key=lambda point: point.batch_size)
+    return tuple(
+        replace(point, of_best=_speed_over(best, point, share), standing=_standing(point, ordered, share))
+        for point in ordered
+    )
+
+
+def _standing(point: BatchPoint, points: Sequence[BatchPoint], share: float) -> Standing:
+    """Within the share of every other, and so of the best of them; or below it of one, and so of the best."""
+    found = [_speed_over(other, point, share) for other in points if other is not point]
+    if any(one.has_interval and one.high < share for one in found):
+        return "below"
+    return "within" if all(one.has_interval and one.low >= share for one in found) else "unclear"
+
+
+def _speed_over(other: BatchPoint, point: BatchPoint, share: float) -> Comparison:
+    """The speed of `point` as a share of the other's, with an interval that allows for looks after each few rounds."""
     pairs = [
-        (ours / best.samples_per_step, theirs / point.samples_per_step)
-        for ours, theirs in zip(best.window_seconds, point.window_seconds, strict=True)
+        (theirs / other.samples_per_step, ours / point.samples_per_step)
+        for theirs, ours in zip(other.window_seconds, point.window_seconds, strict=True)
     ]
     return compare_so_far(pairs, least_gain=share - 1)
+
+
+def is_decided(points: Sequence[BatchPoint]) -> bool:
+    """Is one size shown to be within the share, and every smaller one shown not to be? points: by batch size."""
+    knee = _smallest_within(points)
+    return knee is not None and not _unclear_below(points, knee)
 
 
 def find_knee(points: Sequence[BatchPoint], share: float) -> tuple[BatchPoint | None, str]:
     """The knee and what it rests on; None and the reason, where the machine is too noisy to tell.
 
-    points: by batch size, each with `of_best`. One size below the knee may be left undecided, and is named then.
+    points: `judged`. One size below the knee may be left undecided, and is named then.
     """
     best = fastest(points)
     rounds = len(best.window_seconds)
@@ -178,19 +197,33 @@ def find_knee(points: Sequence[BatchPoint], share: float) -> tuple[BatchPoint | 
         return None, f"{rounds} round{'s' * (rounds != 1)} in turns, and {LEAST_ROUNDS} are the fewest that can tell"
     if len(points) == 1:
         return None, "only one size was measured, so there is no curve"
-    knee = next(point for point in points if point is best or point.standing(share) == "within")
-    unclear = [point for point in points if point.batch_size < knee.batch_size and point.standing(share) == "unclear"]
-    if len(unclear) > 1:
-        named = ", ".join(_share_text(point) for point in unclear)
-        return None, f"the rounds differ too much to tell the smallest batch within {share:.0%} of the best: {named}"
+    knee = _smallest_within(points)
+    unclear = _unclear_below(points, knee)
+    if knee is None or len(unclear) > 1:
+        which = f"the smallest batch within {share:.0%} of the best may be {_any_of(unclear, knee)}"
+        return None, f"the rounds differ too much: {which}; measure again in quiet, or for longer"
     return knee, _reason(points, knee, best, share) + "".join(f"; perhaps {_share_text(point)}" for point in unclear)
+
+
+def _any_of(unclear: Sequence[BatchPoint], knee: BatchPoint | None) -> str:
+    sizes = [str(point.batch_size) for point in (*unclear, *([knee] if knee is not None else []))]
+    return " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
+
+
+def _smallest_within(points: Sequence[BatchPoint]) -> BatchPoint | None:
+    return next((point for point in points if point.standing == "within"), None)
+
+
+def _unclear_below(points: Sequence[BatchPoint], knee: BatchPoint | None) -> list[BatchPoint]:
+    below = points if knee is None else [point for point in points if point.batch_size < knee.batch_size]
+    return [point for point in below if point.standing == "unclear"]
 
 
 def _reason(points: Sequence[BatchPoint], knee: BatchPoint, best: BatchPoint, share: float) -> str:
     rate = f"{_count(best.samples_per_second)} samples/s"
     if knee is not best:
         return f"the smallest batch within {share:.0%} of the best ({rate} at {best.batch_size}): {_share_text(knee)}"
-    if best is points[-1] and points[-2].standing(share) == "below":
+    if best is points[-1] and points[-2].standing == "below":
         return f"the fastest ({rate}) and the largest measured, where speed still rises: {_share_text(points[-2])}"
     return f"the fastest ({rate}), and no smaller batch is shown to reach {share:.0%} of that"
 

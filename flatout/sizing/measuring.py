@@ -11,12 +11,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from flatout.errors import MachineError
 from flatout.sequential import LOOKS
-from flatout.sizing.curve import BatchPoint, FailedSize, fastest, share_of_best
+from flatout.sizing.curve import BatchPoint, FailedSize, is_decided, judged
 from flatout.timing import Clock, LoadWatch, contention
 from flatout.tuning.windows import Pace
 from flatout.units import format_seconds
@@ -25,8 +25,8 @@ SHARE_OF_BUDGET_TO_PREPARE = 0.5
 """The rest is for the rounds."""
 FEWEST_ROUNDS = LOOKS[2]
 """That the budget must hold for one size more to be added: six."""
-FLAT_SIZES, FLAT_GAIN = 3, 1.02
-"""A side ends after so many larger sizes in a row that are no faster than that times the best before them."""
+FLAT_SIZES = 3
+"""The larger side ends after so many sizes in a row that gain too little on the best before them to move the knee."""
 FAR_BELOW = 0.25
 """The smaller side ends below that share of the best."""
 MOST_LOOKS, LOOKS_SECONDS = 5, 0.5
@@ -59,7 +59,7 @@ class Sized(Protocol):
         """Ask whether it fits, and take its first steps. Raises TooLarge or SizeFails."""
 
     def window(self, batch_size: int, *, settle: int, steps: int) -> float:
-        """Seconds per step of `steps`, after `settle` that are not counted. Raises SizeFails."""
+        """Seconds of a step, the median of `steps`, after `settle` that are not counted. Raises SizeFails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +140,13 @@ def measure_curve(
 
     Raises MachineError where not even the smallest size fits.
     """
-    measuring = _Measuring(sized, sizes, budget_seconds, tell, clock)
+    measuring = _Measuring(sized, sizes, share, budget_seconds, tell, clock)
     measuring.add_sizes()
     watch = LoadWatch()
-    measuring.take_rounds(share)
+    measuring.take_rounds()
     competition = contention(watch.read())
     return Measured(
-        points=with_best(measuring.points(), share),
+        points=judged(measuring.points(), share),
         failed=tuple(sorted(measuring.failed, key=lambda one: one.batch_size)),
         stopped_below=measuring.stopped["below"],
         stopped_above=measuring.stopped["above"],
@@ -154,18 +154,11 @@ def measure_curve(
     )
 
 
-def with_best(points: list[BatchPoint], share: float) -> tuple[BatchPoint, ...]:
-    """By batch size, each compared with the fastest."""
-    best = fastest(points)
-    ordered = sorted(points, key=lambda point: point.batch_size)
-    return tuple(replace(point, of_best=share_of_best(best, point, share)) for point in ordered)
-
-
 class _Measuring:
     def __init__(
-        self, sized: Sized, sizes: Range, budget_seconds: float, tell: Callable[[str], None], clock: Clock
+        self, sized: Sized, sizes: Range, share: float, budget_seconds: float, tell: Callable[[str], None], clock: Clock
     ) -> None:
-        self.sized, self.range, self.tell, self.clock = sized, sizes, tell, clock
+        self.sized, self.range, self.share, self.tell, self.clock = sized, sizes, share, tell, clock
         self.began, self.budget_seconds = clock(), budget_seconds
         self.sizes: list[_Size] = []
         self.failed: list[FailedSize] = []
@@ -204,18 +197,22 @@ class _Measuring:
 
     def _add(self, batch_size: int, side: str) -> None:
         self.tell(f"trying batch {batch_size}")
+        failure = None
         try:
             self.sizes.append(self._prepared(batch_size))
             self._in_a_row[side] = 0
         except TooLarge as obstacle:
             self.stopped["above"] = str(obstacle)  # the side below goes on, to the first that does fit
-        except SizeFails as failure:
-            self._fails(batch_size, failure)
+        except SizeFails as caught:
+            failure = caught
+        if failure is not None:
+            self._note(batch_size, failure)
             self._in_a_row[side] += 1
             if self._in_a_row[side] == FAILURES_IN_A_ROW:
                 self.stopped[side] = f"the step failed at {FAILURES_IN_A_ROW} sizes in a row"
 
-    def _fails(self, batch_size: int, failure: SizeFails) -> None:
+    def _note(self, batch_size: int, failure: SizeFails) -> None:
+        """Call it outside of the handler, so that the step's own error is shown without ours."""
         if batch_size == self.range.given:
             raise failure.__cause__ or failure
         self.failed.append(FailedSize(batch_size=batch_size, reason=str(failure)))
@@ -224,28 +221,32 @@ class _Measuring:
         prepared = self.sized.prepare(batch_size)
         began, shortest = self.clock(), math.inf
         for looks in range(MOST_LOOKS):
-            steps = 1 if looks == 0 else Pace.for_step(shortest, seconds=self.budget_seconds).steps
+            steps = 1 if looks == 0 else self._pace(shortest).steps
             shortest = min(shortest, self.sized.window(batch_size, settle=1, steps=steps))
             if self.clock() - began > LOOKS_SECONDS:
                 break
-        return _Size(batch_size, prepared, Pace.for_step(shortest, seconds=self.budget_seconds), shortest, [])
+        return _Size(batch_size, prepared, self._pace(shortest), shortest, [])
+
+    def _pace(self, step_seconds: float) -> Pace:
+        """Each size has one window in a round, as long as a pair of a comparison in turns."""
+        return Pace.for_step(step_seconds, seconds=self.budget_seconds).in_one_turn()
 
     def _too_long(self, batch_size: int) -> str | None:
         """Would this size, as slow as its neighbour by the sample, leave no time for enough rounds?"""
         spent = self.clock() - self.began
         if spent > SHARE_OF_BUDGET_TO_PREPARE * self.budget_seconds:
-            return f"the {format_seconds(self.budget_seconds)} of the budget went on the others"
+            return f"half of the budget of {format_seconds(self.budget_seconds)} went on the other sizes' first steps"
         if not self.sizes:
             return None
         near = min(self.sizes, key=lambda one: abs(math.log(one.batch_size / batch_size)))
         step = near.step_seconds * max(1.0, batch_size / near.batch_size)
-        pace = Pace.for_step(step, seconds=self.budget_seconds)
+        pace = self._pace(step)
         one_round = sum(one.round_seconds for one in self.sizes) + (pace.settle + pace.steps) * step
         if spent + FEWEST_ROUNDS * one_round <= self.budget_seconds:
             return None
         return (
-            f"{FEWEST_ROUNDS} rounds with batch {batch_size}, about {format_seconds(step)} a step, do not go into the "
-            f"{format_seconds(self.budget_seconds)} of the budget"
+            f"{FEWEST_ROUNDS} rounds with batch {batch_size}, about {format_seconds(step)} a step, do not fit into the "
+            f"budget of {format_seconds(self.budget_seconds)}"
         )
 
     def _no_use(self, side: str) -> str:
@@ -259,14 +260,14 @@ class _Measuring:
             far = slowest.rate < FAR_BELOW * best
             return f"at {slowest.batch_size} the speed is below {FAR_BELOW:.0%} of the best already" if far else ""
         last, before = ordered[-FLAT_SIZES:], ordered[:-FLAT_SIZES]
-        if not before or max(one.rate for one in last) > FLAT_GAIN * max(one.rate for one in before):
+        if not before or self.share * max(one.rate for one in last) > max(one.rate for one in before):
             return ""
-        return f"none of the last {FLAT_SIZES} was faster than a smaller one"
+        return f"the last {FLAT_SIZES} gained less than {1 / self.share - 1:.0%} on a smaller one"
 
     # rounds
 
-    def take_rounds(self, share: float) -> None:
-        """Until each size is shown to reach that share of the best or not to, or the time is up."""
+    def take_rounds(self) -> None:
+        """Until the knee is decided, or the time is up."""
         most = LOOKS[-1]
         for number in range(1, most + 1):
             self.tell(f"round {number} of at most {most}, {len(self.sizes)} sizes")
@@ -275,20 +276,20 @@ class _Measuring:
             self._leave_out_the_failed(number)
             if self.clock() - self.began >= self.budget_seconds:
                 return
-            if number in LOOKS and self._decided(share):
+            if number in LOOKS and is_decided(judged(self.points(), self.share)):
                 return
 
     def _window(self, one: _Size) -> None:
+        failure = None
         try:
             one.windows.append(self.sized.window(one.batch_size, settle=one.pace.settle, steps=one.pace.steps))
-        except SizeFails as failure:
-            self._fails(one.batch_size, failure)
+        except SizeFails as caught:
+            failure = caught
+        if failure is not None:
+            self._note(one.batch_size, failure)
 
     def _leave_out_the_failed(self, rounds: int) -> None:
         self.sizes = [one for one in self.sizes if len(one.windows) == rounds]
-
-    def _decided(self, share: float) -> bool:
-        return all(point.standing(share) != "unclear" for point in with_best(self.points(), share))
 
     def points(self) -> list[BatchPoint]:
         return [

@@ -10,6 +10,7 @@ Copies of model, optimizer and loss train, on the given batch with its samples r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from flatout.plan import Plan
 from flatout.script.device_calls import device_of
 from flatout.sizing.curve import SHARE, BatchCurve, find_knee
 from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
+from flatout.statistics import median
 from flatout.train.forecast import forecast_training
 from flatout.train.largest_batch import available_bytes, held_before, tell_terminal
 from flatout.train.ranks import ranks_of
@@ -160,11 +162,12 @@ class _Copies:
             for _ in range(settle):
                 step(batch)
             self._device.synchronize()
-            start = self._device.mark()
+            marks = [self._device.mark()]
             for _ in range(steps):
                 step(batch)
-            end = self._device.mark()
-            return self._device.elapsed_seconds(start, end) / steps
+                marks.append(self._device.mark())
+            self._device.synchronize()
+            return median([self._device.elapsed_seconds(a, b) for a, b in itertools.pairwise(marks)])
 
     # inside
 

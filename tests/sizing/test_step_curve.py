@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -150,8 +151,9 @@ def test_what_the_step_raises_at_the_given_size_is_raised() -> None:
     def broken(model: Any, batch: Any) -> Any:
         raise KeyError("labels")
 
-    with pytest.raises(KeyError, match="labels"):
+    with pytest.raises(KeyError, match="labels") as caught:
         curve(step_of(mlp(), loss_fn=broken))
+    assert "SizeFails" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_batch_of_one_sample_grows() -> None:
