@@ -258,7 +258,7 @@ class _Measuring:
         if side == "below":
             slowest = ordered[0]
             far = slowest.rate < FAR_BELOW * best
-            return f"at {slowest.batch_size} the speed is below {FAR_BELOW:.0%} of the best already" if far else ""
+            return f"batch {slowest.batch_size} had less than {FAR_BELOW:.0%} of the best speed at first" if far else ""
         last, before = ordered[-FLAT_SIZES:], ordered[:-FLAT_SIZES]
         if not before or self.share * max(one.rate for one in last) > max(one.rate for one in before):
             return ""

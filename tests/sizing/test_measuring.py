@@ -115,7 +115,7 @@ def test_it_stops_where_larger_sizes_are_no_faster() -> None:
 
 def test_it_stops_below_where_sizes_are_far_slower() -> None:
     found = measured(Machine(), Range(given=64))
-    assert found.stopped_below.startswith("at 8 the speed is below 25% of the best")
+    assert found.stopped_below == "batch 8 had less than 25% of the best speed at first"
     assert min(sizes_of(found)) == 8
 
 
