@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from flatout import errors as errors
     from flatout import models as models
     from flatout import plan as plan
+    from flatout import sizing as sizing
     from flatout.checkpoint.capturing import capture
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
@@ -90,7 +91,7 @@ _HOMES = {
 }
 
 
-_MODULES = ("errors", "models", "plan")
+_MODULES = ("errors", "models", "plan", "sizing")
 """Modules that `import flatout` is enough for."""
 
 

@@ -163,11 +163,14 @@ def doubts(
         found.append(f"outliers: {slow} of {len(samples_seconds)} samples took over {_OUTLIER:.0f}x the median")
     if middle < shortest_readable_seconds:
         found.append(f"below the timer's resolution: {format_seconds(middle)} a call")
-    if load is not None and load.contended:
-        found.append(
-            f"contended: others kept {load.others_cores:.1f} of {load.logical_cores} cores busy, none was idle"
-        )
-    return tuple(found)
+    return (*found, *filter(None, [contention(load)]))
+
+
+def contention(load: Load | None) -> str | None:
+    """The doubt that follows from others' work; None where there is none, or nobody watched."""
+    if load is None or not load.contended:
+        return None
+    return f"contended: others kept {load.others_cores:.1f} of {load.logical_cores} cores busy, none was idle"
 
 
 def measure(

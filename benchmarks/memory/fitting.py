@@ -25,6 +25,7 @@ from torch import nn
 
 import flatout
 from flatout import Plan, TrainStep, largest_batch
+from flatout.data.nested import repeat_batch
 from flatout.generators import generators_kept
 from flatout.machine.detect import detect
 from flatout.memory.real_run import LimitedRun
@@ -46,7 +47,7 @@ from flatout.models import (
 )
 from flatout.statistics import median
 from flatout.train.fit_into import fit_into
-from flatout.train.largest_batch import repeated, state_kept
+from flatout.train.largest_batch import state_kept
 from flatout.train.loss import LanguageModelLoss
 from flatout.train.measures import CHUNKED, contradict, measures_of
 from flatout.train.target import find_target
@@ -127,7 +128,7 @@ def _peak(case: Case, plan: Plan, size: int | None, limit: int) -> int | None:
     try:
         with run:
             run.hold([*model.parameters(), *model.buffers()])
-            batch = batch if size is None else repeated(batch, len(batch[0]), size)
+            batch = batch if size is None else repeat_batch(batch, size)
             run.hold(batch)
             step = TrainStep(model, optimizer, loss_fn, plan.with_choice("out_of_memory", "raise", ""))
             for _ in range(2):
@@ -142,7 +143,7 @@ def _failures_afterwards(case: Case, size: int, limit: int) -> int:
     failures = 0
     with LimitedRun("cpu", limit) as run:
         run.hold([*model.parameters(), *model.buffers()])
-        batch = repeated(batch, len(batch[0]), size)
+        batch = repeat_batch(batch, size)
         step = TrainStep(model, optimizer, loss_fn, Plan(out_of_memory="raise"))
         for _ in range(STEPS_AFTERWARDS):
             try:

@@ -1,14 +1,19 @@
-"""flatout memory: what holds a script's memory, when it peaks, and what leaks."""
+"""flatout memory: what holds a script's memory, when it peaks, what leaks; and its speed and memory by batch size."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from flatout.cli.ended_by_signal import signals_as_exits
+from flatout.cli.progress_line import progress_line
+from flatout.cli.stdin_copy import stdin_copy
 from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IsolationOption
+
+if TYPE_CHECKING:
+    from flatout.script.entry import Target
 
 
 def memory(
@@ -21,13 +26,20 @@ def memory(
         ),
     ] = "30m",
     device: DeviceOption = None,
+    batch_curve: Annotated[
+        bool,
+        typer.Option("--batch-curve", help="Instead: speed and peak memory against the batch size, and the knee."),
+    ] = False,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="How long --batch-curve may take: 60s, 5m.")] = "60s",
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Run a script for a few steps: what holds its memory, when it peaks, what leaks from step to step.
 
-    The script runs as a trial that changes none of your files, and is stopped after its steps. Exit code: 0 watched;
+    The script runs as a trial that changes none of your files, and is stopped after its steps. With --batch-curve the
+    batch size of its DataLoader is changed between steps, on a CPU; a script that forms its batches itself, loads them
+    in worker processes or compiles its model is refused. Exit code: 0 watched;
     the script's own, after its own traceback, where it fails;
     128 + the signal's number where a signal kills it; 1 where it makes too few steps within --patience.
     """
@@ -43,17 +55,45 @@ def memory(
         raise UsageError(f"--steps is {steps}", limit="it is at least 1")
     if isolation not in ("auto", "overlay", "guard"):
         raise UsageError(f"--isolation is {isolation!r}", limit="it is one of auto, overlay, guard")
-    request = MemoryRequest(
-        target=Target.from_command(target),
-        steps=steps,
-        patience_seconds=parse_seconds(patience),
-        isolation=isolation,  # type: ignore[arg-type]
-        allow_network=allow_network,
-    )
+    kept = cast("Literal['auto', 'overlay', 'guard']", isolation)
+    script, patience_seconds = Target.from_command(target), parse_seconds(patience)
     show_only(device)
+    if batch_curve:
+        return _batch_curve(script, parse_seconds(budget), patience_seconds, kept, allow_network, json)
+    request = MemoryRequest(
+        target=script, steps=steps, patience_seconds=patience_seconds, isolation=kept, allow_network=allow_network
+    )
     with signals_as_exits():
         watched = watch_memory(request)
     sys.stderr.write(watched.errors)
     if not watched.status or watched.steps:  # a script that fails at once has shown why: there is nothing to add
         print(to_text(memory_document(watched)) if json else memory_text(watched))
     return watched.status or 0
+
+
+def _batch_curve(
+    script: Target,
+    budget_seconds: float,
+    patience_seconds: float,
+    isolation: Literal["auto", "overlay", "guard"],
+    allow_network: bool,
+    json: bool,
+) -> int:
+    from flatout.arguments import as_budget_seconds
+    from flatout.report.document import document, to_text
+    from flatout.sizing.script_curve import CurveRequest, script_batch_curve
+
+    as_budget_seconds(budget_seconds, "--budget")
+    with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
+        request = CurveRequest(
+            target=script,
+            budget_seconds=budget_seconds,
+            patience_seconds=patience_seconds,
+            isolation=isolation,
+            allow_network=allow_network,
+            stdin_file=stdin_file,
+        )
+        curve = script_batch_curve(request, progress)
+    named = {"script": {"name": script.name, "arguments": list(script.arguments)}}
+    print(to_text(document("batch-curve", {**named, **curve.to_json()})) if json else curve)
+    return 0

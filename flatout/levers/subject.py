@@ -101,6 +101,8 @@ class Subject:
         self.incidents: list[tuple[str, str]] = []
         """(lever, what it took back by itself while it was on and why), for the summary."""
         self.iterator_hooks: list[Callable[[Any], None]] = []
+        self.samples_drawn: int | None = None
+        """By the loaders that feed training; None: nobody counts."""
 
     @property
     def in_use(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from flatout.arguments import as_bytes
+from flatout.data.nested import repeat_batch
 from flatout.errors import MachineError, UsageError
 from flatout.generators import generators_kept
 from flatout.levers.compile import repeated_blocks
@@ -24,7 +25,7 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness
 from flatout.train.forecast import count_operations, forecast_training
-from flatout.train.largest_batch import repeated, state_kept, tell_terminal
+from flatout.train.largest_batch import state_kept, tell_terminal
 from flatout.train.loss import LossFn
 from flatout.train.measures import (
     CHUNKED,
@@ -277,7 +278,7 @@ class _Problem:
         if choices.get("micro_batches", 1) > size:
             size = choices["micro_batches"]
         tried = self._with(choices)
-        batch = repeated(tried.batch, tried.samples, size)
+        batch = repeat_batch(tried.batch, size)
         plan = tried.plan.without("compile") if tried.plan.compile is not None else tried.plan
         seconds: list[float] = []
         with state_kept(tried.model, tried.optimizer), generators_kept():

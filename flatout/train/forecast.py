@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.nested import map_tensors
+from flatout.data.nested import resize_batch
 from flatout.errors import FlatoutError, UsageError
 from flatout.generators import generators_kept
 from flatout.levers.activation_offload import PretendedHost, offloading_to
@@ -233,7 +233,7 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     world = FakeRun()
     model, optimizer, loss_fn, batch = _fake_copies(world, training)
     if batch_size != training.samples:
-        batch = map_tensors(lambda one: _resized(world, one, training.samples, batch_size), batch)
+        batch = resize_batch(batch, batch_size, lambda one: world.tensor_like(one, (batch_size, *one.shape[1:])))
     if target.cuda:
         _default_to_foreach(optimizer)
     fake = Training(
@@ -285,12 +285,6 @@ def _fake_copies(world: Any, training: Training) -> Any:
         ) from error
     never_captured(copies[1])
     return copies
-
-
-def _resized(world: Any, tensor: Any, samples: int, wanted: int) -> Any:
-    if not tensor.dim() or tensor.shape[0] != samples:
-        return tensor
-    return world.tensor_like(tensor, (wanted, *tensor.shape[1:]))
 
 
 def _default_to_foreach(optimizer: Any) -> None:

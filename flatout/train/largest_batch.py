@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.nested import map_tensors, tensors_in
+from flatout.data.nested import map_tensors, repeat_batch, tensors_in
 from flatout.errors import MachineError, UsageError
 from flatout.generators import generators_kept
 from flatout.machine.detect import available_memory_bytes
@@ -94,7 +94,7 @@ def largest_batch(
     limit_bytes = parse_bytes(limit_bytes) if isinstance(limit_bytes, str) else limit_bytes
     _check_sizes(at_most, multiple_of, global_batch, limit_bytes)
     tell = progress or tell_terminal
-    limit = limit_bytes if limit_bytes is not None else _available(model)
+    limit = limit_bytes if limit_bytes is not None else available_bytes(model)
     cap = min(at_most or LARGEST_SIZE, global_batch or LARGEST_SIZE) // multiple_of
     search = _Search(training.under(training.plan.without("micro_batches")), limit, multiple_of, tell)
     found = search.run(max(1, cap))
@@ -197,8 +197,8 @@ class _Search:
             run = LimitedRun(self.target.name, self.limit)
             try:
                 with run:
-                    run.hold(self._present())
-                    batch = repeated(self.training.batch, self.training.samples, samples)
+                    run.hold(held_before(self.training))
+                    batch = repeat_batch(self.training.batch, samples)
                     run.hold(one for _, one in tensors_in(batch))
                     self._steps(batch)
                 fitted = True
@@ -227,11 +227,6 @@ class _Search:
             one.model.train()
             step.close()
 
-    def _present(self) -> Iterator[Any]:
-        """What is there before a step. The user's other tensors are not this training's."""
-        yield from (*self.training.model.parameters(), *self.training.model.buffers())
-        yield from (one for state in self.training.optimizer.state.values() for _, one in tensors_in(state))
-
     def _next(self, size: int, tried: Try, low: int, too_large: int) -> int:
         """The neighbour, where the forecast was right; else where the line through what was measured says."""
         miss = tried.peak_bytes / max(1, self._forecast(size))
@@ -247,8 +242,14 @@ class _Search:
         if len(ended) >= 2 and ended[-1][0] != ended[-2][0]:
             (a, bytes_a), (b, bytes_b) = ended[-2:]
             return max(1.0, (bytes_b - bytes_a) / (b - a))
-        fixed = sum(one.untyped_storage().nbytes() for one in self._present())
+        fixed = sum(one.untyped_storage().nbytes() for one in held_before(self.training))
         return max(1.0, (tried.peak_bytes - fixed) / size)
+
+
+def held_before(training: Training) -> Iterator[Any]:
+    """What is there before a step. The user's other tensors are not this training's."""
+    yield from (*training.model.parameters(), *training.model.buffers())
+    yield from (one for state in training.optimizer.state.values() for _, one in tensors_in(state))
 
 
 @contextlib.contextmanager
@@ -280,23 +281,8 @@ def state_kept(model: Any, optimizer: Any) -> Iterator[None]:
         optimizer.state.update(states)
 
 
-def repeated(batch: Any, samples: int, wanted: int) -> Any:
-    """The batch with its samples repeated, or cut, to another number."""
-    import torch
-
-    if wanted == samples:
-        return batch
-    order = torch.arange(wanted) % samples
-
-    def repeat(tensor: Any) -> Any:
-        if not tensor.dim() or tensor.shape[0] != samples:
-            return tensor
-        return tensor[order.to(tensor.device)]
-
-    return map_tensors(repeat, batch)
-
-
-def _available(model: Any) -> int:
+def available_bytes(model: Any) -> int:
+    """What a training of `model` may hold on its device now, the model itself included."""
     import torch
 
     device = find_target(None, model).name

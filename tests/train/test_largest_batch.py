@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import flatout
+from flatout.data.nested import repeat_batch
 from flatout.errors import MachineError, UsageError
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
-from flatout.train.largest_batch import largest_batch, repeated
+from flatout.train.largest_batch import largest_batch
 from flatout.train.step import TrainStep
 from flatout.train.target import find_target
 
@@ -41,7 +42,7 @@ def fits(model: nn.Module, optimizer: Any, size: int, limit: int) -> bool:
     try:
         with run:
             run.hold([*model.parameters(), *model.buffers()])
-            batch = repeated(BATCH, 4, size)
+            batch = repeat_batch(BATCH, size)
             run.hold(batch)
             for _ in range(2):
                 step(batch)

@@ -21,6 +21,8 @@ class Window:
     resident_bytes: int
     rolled_back: dict[str, str] = field(default_factory=dict)
     """Lever name -> why it was taken back inside the process."""
+    samples: tuple[int | None, ...] = ()
+    """That each step drew from the script's loader; None where nobody counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -300,6 +300,7 @@ class TrialProcess:
             apply_seconds=answer["apply_seconds"],
             resident_bytes=answer["resident_bytes"],
             rolled_back={name: reason for name, _, reason in answer["rolled_back"]},
+            samples=tuple(answer["samples"]),
         )
 
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:

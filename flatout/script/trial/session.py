@@ -118,10 +118,11 @@ class Session:
         if command.get("resting"):
             self.watch.rest()
         device.synchronize()
-        marks = [device.mark()]
+        marks, drawn = [device.mark()], [self.watch.subject.samples_drawn]
 
         def boundary() -> bool:
             marks.append(device.mark())
+            drawn.append(self.watch.subject.samples_drawn)
             if len(marks) <= settle + steps:
                 return False
             device.synchronize()
@@ -132,6 +133,7 @@ class Session:
                     "settle_seconds": seconds[:settle],
                     "seconds": seconds[settle:],
                     "apply_seconds": apply_seconds,
+                    "samples": [_grown(a, b) for a, b in itertools.pairwise(drawn)][settle:],
                     **self._state(),
                 }
             )
@@ -221,6 +223,10 @@ class Session:
             "unseeded": self._unseeded,
             "rolled_back": [[*entry.choice.to_json(), entry.reason] for entry in self.applied.rolled_back],
         }
+
+
+def _grown(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def resident_bytes() -> int:

@@ -1,0 +1,329 @@
+"""`batch_curve`: samples a second and peak memory of a TrainStep against the batch size.
+
+    curve = flatout.sizing.batch_curve(step, batch)
+    print(curve)
+    curve.knee.batch_size, [(point.batch_size, point.samples_per_second, point.peak_bytes) for point in curve.points]
+
+Copies of model, optimizer and loss train, on the given batch with its samples repeated or cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flatout.arguments import as_budget_seconds, as_bytes, as_instance, as_whole_number
+from flatout.data.nested import map_tensors, repeat_batch, tensors_in
+from flatout.errors import UsageError
+from flatout.generators import generators_kept, seed_generators
+from flatout.levers.model_call import ATTRIBUTE
+from flatout.levers.subject import Subject
+from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.memory.real_run import LimitedRun
+from flatout.plan import Plan
+from flatout.script.device_calls import device_of
+from flatout.sizing.curve import SHARE, BatchCurve, find_knee
+from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
+from flatout.statistics import median
+from flatout.train.forecast import forecast_training
+from flatout.train.largest_batch import available_bytes, held_before, tell_terminal
+from flatout.train.ranks import ranks_of
+from flatout.train.real_steps import first_line
+from flatout.train.split import release
+from flatout.train.step import TrainStep
+from flatout.train.target import find_target
+from flatout.train.training import Training
+from flatout.tuning.step_trial import SEED, copies_of
+from flatout.units import format_bytes
+
+BUDGET_SECONDS = 60.0
+LEAST_FACTOR = 1.1
+FIRST_STEPS = 2
+"""That are followed for their memory: an optimizer makes its state in the first ever, so the second is a usual one."""
+
+
+def batch_curve(
+    step: TrainStep,
+    batch: Any,
+    *,
+    at_least: int = 1,
+    at_most: int | None = None,
+    factor: float = 2.0,
+    limit_bytes: int | str | None = None,
+    share: float = SHARE,
+    budget_seconds: float = BUDGET_SECONDS,
+    progress: Callable[[str], None] | None = None,
+) -> BatchCurve:
+    """How fast `step` trains, and what it holds, at the size of `batch` times the powers of `factor`.
+
+    batch: as the step takes it, tensors [samples, ...]; its samples are repeated or cut to other sizes. at_least,
+    at_most: sizes not to go beyond. limit_bytes: of tensors on the CPU, of reserved memory on CUDA, a number or
+    '2 GiB'; None: what is available now. A size above one that ran is forecast first, and not run where the forecast
+    may pass the limit. share: the knee is the smallest size that reaches so much of the best speed. budget_seconds:
+    for all of it; one round is always finished. progress: called with a line; None: lines on a terminal's standard
+    error.
+
+    Sizes are timed in turns, and each is compared with the fastest round by round, at 95 %; where the machine is too
+    noisy, the knee is None, with the reason. Model, optimizer, loss and random generators stay as they are: copies
+    train. The schedule of the learning rate is left out, and so is loading the data.
+
+    It is advice and applied nowhere: another batch size is another optimization, whose learning rate and number of
+    steps have to be chosen anew, and which may end in a worse model.
+
+    Raises UsageError for what cannot be measured so, MachineError where not even the smallest size fits, and what the
+    step itself raises on `batch`.
+    """
+    sizes, limit, samples = _checked(step, batch, at_least, at_most, factor, limit_bytes)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise UsageError(f"share is {share!r}", limit="it is above 0 and below 1", remedy="0.95 is 95 % of the best")
+    as_budget_seconds(budget_seconds)
+    began = time.perf_counter()
+    with generators_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of losses that are not finite: the copies train on the same samples for long
+        seed_generators(SEED)
+        with contextlib.closing(_Copies(step, batch, limit)) as copies:
+            measured = measure_curve(
+                copies, sizes, share=share, budget_seconds=budget_seconds, tell=progress or tell_terminal
+            )
+    knee, reason = find_knee(measured.points, share)
+    return BatchCurve(
+        subject=type(step.model).__name__,
+        device=copies.target.name,
+        given_batch_size=samples,
+        points=measured.points,
+        knee=knee,
+        knee_reason=reason,
+        share=share,
+        peak_source=copies.peak_source,
+        limit_bytes=copies.limit_bytes,
+        stopped_below=measured.stopped_below,
+        stopped_above=measured.stopped_above,
+        failed=measured.failed,
+        notes=measured.notes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+class _Copies:
+    """Copies of a step's parts, which train on any number of samples. `Sized` for `measure_curve`."""
+
+    def __init__(self, step: TrainStep, batch: Any, limit_bytes: int | None) -> None:
+        model, optimizer, loss_fn = copies_of(step.model, step.optimizer, step.loss_fn)
+        plan = _never_split(step.plan)
+        self._original = step
+        batch = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # a loss may change it in place
+        self._training = Training.of(model, optimizer, loss_fn, batch, plan)
+        self._subject = Subject()
+        self._subject.modules.add(model)
+        self._device = device_of(self._subject)
+        self.target = find_target(None, model)
+        self._others_bytes = self._allocated_bytes() - self._held_bytes()
+        self.limit_bytes = available_bytes(model) - self._others_bytes if limit_bytes is None else limit_bytes
+        self._closing = contextlib.ExitStack()
+        self._closing.enter_context(_one_version_a_size(plan))
+        self._step: TrainStep | None = None
+        self._state: dict[str, Any] | None = None
+        self._largest_that_ran = 0
+
+    @property
+    def peak_source(self) -> str:
+        if not self._is_followed:
+            return "forecast, not measured: what compiled code holds on a CPU cannot be followed"
+        how = "by torch's allocator" if self.target.cuda else "by following each tensor"
+        return f"measured {how}: the most that a step of that size holds, weights and optimizer included"
+
+    @property
+    def _is_followed(self) -> bool:
+        return self.target.cuda or self._training.plan.compile is None
+
+    def close(self) -> None:
+        self._close_step()
+        self._closing.close()
+
+    # Sized
+
+    def prepare(self, batch_size: int) -> Prepared:
+        forecast = None
+        if batch_size > self._largest_that_ran or not self._is_followed:
+            forecast = self._forecast(batch_size)
+        peak = self._first_steps(batch_size)
+        self._largest_that_ran = max(batch_size, self._largest_that_ran)
+        return Prepared(
+            samples_per_step=batch_size, peak_bytes=forecast if peak is None else peak, forecast_bytes=forecast
+        )
+
+    def window(self, batch_size: int, *, settle: int, steps: int) -> float:
+        with self._errors(batch_size):
+            batch, step = self._batch(batch_size), self._open_step()
+            for _ in range(settle):
+                step(batch)
+            self._device.synchronize()
+            marks = [self._device.mark()]
+            for _ in range(steps):
+                step(batch)
+                marks.append(self._device.mark())
+            self._device.synchronize()
+            return median([self._device.elapsed_seconds(a, b) for a, b in itertools.pairwise(marks)])
+
+    # inside
+
+    def _forecast(self, batch_size: int) -> int:
+        """Raises TooLarge where the upper end of the forecast is above the limit."""
+        self._close_step()  # its levers act on the model that the forecast copies, and the forecast applies them itself
+        with self._errors(batch_size):
+            made = forecast_training(self._training, self.target, batch_size)
+        if made.peak_bytes * (1 + made.uncertainty) > self.limit_bytes:
+            raise TooLarge(
+                f"batch {batch_size} is forecast to take {format_bytes(made.peak_bytes)} ±{made.uncertainty:.0%}, and "
+                f"the limit is {format_bytes(self.limit_bytes)}"
+            )
+        return made.peak_bytes
+
+    def _first_steps(self, batch_size: int) -> int | None:
+        """The most that they held, of this training alone; None where that cannot be followed."""
+        import torch
+
+        with self._errors(batch_size):
+            if not self._is_followed:
+                self._take(batch_size)
+                return None
+            run = LimitedRun(self.target.name, self.limit_bytes + self._others_bytes)
+            with run:
+                run.hold(held_before(self._training))
+                self._take(batch_size, run)
+            if not self.target.cuda:
+                return run.peak_bytes
+            return int(torch.cuda.max_memory_allocated(self.target.name)) - self._others_bytes
+
+    def _allocated_bytes(self) -> int:
+        """On CUDA, by all of this process: the user's own model is among it. On the CPU nothing counts that."""
+        import torch
+
+        return int(torch.cuda.memory_allocated(self.target.name)) if self.target.cuda else 0
+
+    def _held_bytes(self) -> int:
+        """On CUDA, by the copies."""
+        held = (*held_before(self._training), *(one for _, one in tensors_in(self._training.batch)))
+        return sum(one.untyped_storage().nbytes() for one in held if one.is_cuda)
+
+    def _take(self, batch_size: int, run: LimitedRun | None = None) -> None:
+        batch, step = self._batch(batch_size), self._open_step()
+        if run is not None:
+            run.hold(one for _, one in tensors_in(batch))
+        for _ in range(FIRST_STEPS):
+            step(batch)
+
+    def _batch(self, batch_size: int) -> Any:
+        return repeat_batch(self._training.batch, batch_size)
+
+    @contextlib.contextmanager
+    def _errors(self, batch_size: int) -> Iterator[None]:
+        """What a size raises: the end of the memory, or the step's own error."""
+        try:
+            yield
+        except TooLarge:
+            raise
+        except Exception as error:
+            failure: Exception
+            if is_out_of_memory(error):
+                failure = TooLarge(f"batch {batch_size} took more than the limit of {format_bytes(self.limit_bytes)}")
+            else:
+                failure = SizeFails(first_line(error))
+                failure.__cause__ = error
+        else:
+            return
+        release(self._training.model, self._training.optimizer)  # outside of the handler, which holds the tensors
+        raise failure
+
+    def _open_step(self) -> TrainStep:
+        if self._step is None:
+            one = self._training
+            self._step = self._original.with_plan(one.plan, one.model, one.optimizer, one.loss_fn)
+            if self._state is not None:
+                self._step.load_state_dict(self._state)
+        return self._step
+
+    def _close_step(self) -> None:
+        if self._step is not None:
+            self._state = self._step.state_dict()
+            self._step.close()
+            self._step = None
+
+
+def _never_split(plan: Plan) -> Plan:
+    """A size that does not fit must not pass for one that does."""
+    if plan.out_of_memory == "raise":
+        return plan
+    return plan.with_choice("out_of_memory", "raise", "a size is measured whole or not at all")
+
+
+@contextlib.contextmanager
+def _one_version_a_size(plan: Plan) -> Iterator[None]:
+    """Compile each size for itself, as a run of that size alone would be: by default torch takes the second for a sign
+    that sizes vary, and makes slower code that serves any."""
+    if plan.compile is None:
+        yield
+        return
+    from torch._dynamo import config
+
+    before = config.automatic_dynamic_shapes
+    config.automatic_dynamic_shapes = False
+    try:
+        yield
+    finally:
+        config.automatic_dynamic_shapes = before
+
+
+def _checked(
+    step: Any, batch: Any, at_least: Any, at_most: Any, factor: Any, limit_bytes: Any
+) -> tuple[Range, int | None, int]:
+    """The sizes, the limit and how many samples the batch has. UsageError for what cannot be measured."""
+    as_instance(
+        step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy="flatout.TrainStep(model, optimizer, loss)"
+    )
+    _check_step(step)
+    samples = Training.of(step.model, step.optimizer, step.loss_fn, batch, step.plan).samples
+    as_whole_number(at_least, "at_least")
+    if at_least > samples:
+        raise UsageError(
+            f"at_least is {at_least}", limit=f"the batch given has {samples} samples", remedy="give a larger batch"
+        )
+    if at_most is not None and as_whole_number(at_most, "at_most") < samples:
+        raise UsageError(
+            f"at_most is {at_most}", limit=f"the batch given has {samples} samples", remedy="give a smaller batch"
+        )
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not LEAST_FACTOR <= factor < float("inf"):
+        raise UsageError(f"factor is {factor!r}", limit=f"it is at least {LEAST_FACTOR}", remedy="2 doubles each size")
+    parts, reason = step.plan.micro_batches or 1, ""
+    if parts > at_least:
+        at_least, reason = min(parts, samples), f"the plan splits a batch into micro_batches = {parts}"
+    sizes = Range(given=samples, at_least=at_least, at_most=at_most, factor=factor, least_reason=reason)
+    return sizes, None if limit_bytes is None else as_bytes(limit_bytes, "limit_bytes"), samples
+
+
+def _check_step(step: TrainStep) -> None:
+    if ranks_of(step.model) > 1:
+        raise UsageError(
+            f"the model is one of {ranks_of(step.model)} ranks of DDP",
+            limit="each rank would measure by itself, and wait for the others in every step",
+            remedy="measure in one process: a batch there is a rank's share",
+        )
+    device = next((one.device for one in step.model.parameters()), None)
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"the model is on {str(device)!r}", limit="memory is known on the CPU and on CUDA", remedy="move it there"
+        )
+    ours = step.plan.compile is not None or step.plan.activation_checkpointing is not None
+    compiled = not ours and any(getattr(one, ATTRIBUTE) is not None for one in step.model.modules())
+    if compiled or hasattr(step.model, "_orig_mod"):
+        raise UsageError(
+            "the model is compiled already",
+            limit="a copy of it would run uncompiled",
+            remedy="give the plain model to TrainStep, with Plan(compile='default')",
+        )
+    if not step.model.training:
+        raise UsageError("the model is in evaluation mode", limit="a step trains", remedy="call model.train() first")

@@ -1,0 +1,14 @@
+"""Curves whose times do not matter."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round, and no size is left out because others were slower or quicker."""
+    monkeypatch.setattr("flatout.sizing.measuring.LOOKS", (1,))
+    monkeypatch.setattr("flatout.sizing.measuring.FEWEST_ROUNDS", 1)
+    monkeypatch.setattr("flatout.sizing.measuring.FAR_BELOW", 0.0)
+    monkeypatch.setattr("flatout.sizing.measuring.FLAT_SIZES", 99)
