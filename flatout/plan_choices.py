@@ -144,13 +144,13 @@ class Choices:
         high=256,
     )
     persistent_workers: bool | None = choice(
-        "keep the loader's workers alive between epochs",
+        "keep the loader's workers alive between epochs, with the data set as it was when the first began",
         scopes=("batches",),
         exactness="bit-identical",
         requires=_OF_WORKERS,
     )
     prefetch_factor: int | None = choice(
-        "batches that each loader worker holds ready",
+        "batches that each loader worker holds ready; unset = 2, up to 8 where some take far longer to make",
         scopes=("batches",),
         exactness="bit-identical",
         low=1,

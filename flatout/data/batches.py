@@ -144,7 +144,7 @@ class Batches:
             made = Workers(
                 self._source,
                 count,
-                prefetch_factor=plan.prefetch_factor,
+                prefetch_factor=plan.prefetch_factor or self._pacing.prefetch_factor,
                 pin_memory=pin,
                 persistent=plan.persistent_workers is True,
             )

@@ -24,6 +24,8 @@ WAIT_SHARE_WORTH_WORKERS = 0.1
 SECONDS_WORTH_WORKERS = 2e-3
 """A batch that is made sooner than this costs more to carry between processes."""
 LEAST_GAIN = 1.05
+LEAST_PREFETCHED, MOST_PREFETCHED = 2, 8
+"""Batches that a worker holds ready; each takes its memory."""
 
 
 class _Dataset:
@@ -90,6 +92,8 @@ class Pacing:
     def __init__(self, cores: int) -> None:
         self.cores = cores
         self.count = 0
+        self.prefetch_factor: int | None = None
+        """Batches that each worker holds ready: as many as are used while the slowest one seen is made."""
         self.reason = "nothing was measured yet"
         self.decided = cores < 2
         self._made: list[float] = []
@@ -118,7 +122,7 @@ class Pacing:
 
     def _decide(self) -> bool:
         """True if the number of workers is another one from now on. The first batch is not typical."""
-        made, used = median(self._made[1:]), median(self._used[1:])
+        made, used, slowest = median(self._made[1:]), median(self._used[1:]), max(self._made[1:])
         self._made, self._used = [], []
         if self._without is not None:
             return self._judge(made + used)
@@ -128,6 +132,9 @@ class Pacing:
             return False
         self.count = max(1, min(self.cores - 1, math.ceil(made / max(used, 1e-6))))
         self._without = made + used
+        between = max(used, made / self.count)  # two batches that leave the workers
+        ready = math.ceil(slowest / between / self.count) + 1
+        self.prefetch_factor = min(MOST_PREFETCHED, max(LEAST_PREFETCHED, ready))
         self.reason = f"a batch takes {made * 1e3:.1f} ms to make and {used * 1e3:.1f} ms to use, on {self.cores} cores"
         return True
 

@@ -200,12 +200,12 @@ def test_a_position_in_other_data_is_refused() -> None:
         source.load_state_dict({"seed": 0, "epoch": 0, "position": 8, "samples": 50})
 
 
-def pace(pacing: Pacing, made: float, used: float, clock: list[float]) -> bool:
-    """Run batches through until a decision; True if the number of workers changed."""
+def pace(pacing: Pacing, made: float, used: float, clock: list[float], *, fifth: float | None = None) -> bool:
+    """Run batches through until a decision; True if the number of workers changed. fifth: what the fifth takes."""
 
     def source() -> Iterator[int]:
         for i in range(12):
-            clock[0] += made
+            clock[0] += fifth if i == 4 and fifth is not None else made
             yield i
 
     for _ in pacing.timed(source()):
@@ -229,6 +229,26 @@ def test_workers_come_only_where_the_loop_waits_and_go_where_they_do_not_help(mo
     assert useless.decided
     assert "without" in useless.reason
     assert Pacing(1).decided
+
+
+@pytest.mark.parametrize(
+    ("made", "used", "fifth", "ready"),
+    [
+        (0.03, 0.01, None, 2),  # three workers keep up
+        (0.005, 0.02, None, 2),
+        (0.005, 0.02, 0.1, 6),  # five are used while the slow one is made
+        (0.03, 0.01, 0.12, 5),  # of twelve batches each of three workers has four
+        (0.005, 0.02, 3.0, 8),
+    ],
+)
+def test_as_many_batches_wait_as_are_used_while_the_slowest_is_made(
+    made: float, used: float, fifth: float | None, ready: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("flatout.data.workers.time.perf_counter", lambda: clock[0])
+    pacing = Pacing(8)
+    assert pace(pacing, made, used, clock, fifth=fifth)
+    assert pacing.prefetch_factor == ready
 
 
 class Growing(Dataset):  # type: ignore[type-arg]
