@@ -4,8 +4,9 @@ A plain `x.to("cuda")` waits until the GPU has done all that was queued before i
 page-locked memory of their own: what the script does to its tensor afterwards, in numpy too, comes too late to matter.
 From there they are copied in the order of the stream, and the memory is used again only after that.
 
-What could tell the difference is refused or ends it: another stream that does not wait for this one (the script's files
-speak of streams), a copy from the GPU that nobody waits for, and which so far was complete after the next copy to it.
+What could tell the difference is refused or ends it: another stream, which may not wait for this one (the script's
+files speak of streams, or something enters one), and a copy from the GPU that nobody waits for, and which so far was
+complete after the next copy to it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ MOST_WAITING_BYTES = 256 << 20
 """Page-locked memory for copies that have not run yet; more than that is waited for."""
 WAITED_SHARE = 0.3
 """What a step may lose besides the copies, as the GPU has nothing queued after each; it was not measured."""
+
+FROM_THE_GPU = "the script copies from the GPU without waiting"
+IN_ANOTHER_STREAM = "something works in a stream of its own"
 
 
 class OverlappedCopies(Lever):
@@ -58,6 +62,7 @@ class OverlappedCopies(Lever):
             replaced(torch.Tensor, "to", copies.moved),
             replaced(torch.Tensor, "cuda", copies.moved),
             replaced(torch.Tensor, "copy_", copies.copied),
+            replaced(torch.cuda, "set_stream", copies.stream_changed),
         ):
             yield
 
@@ -91,7 +96,7 @@ class _Copies:
                 return original(tensor, *args, **kwargs)
             if not tensor.is_cpu:
                 if _asks_not_to_wait(args, kwargs):
-                    self._end()
+                    self._end(FROM_THE_GPU)
                 return original(tensor, *args, **kwargs)
             device = _target(args, kwargs, of_cuda=of_cuda)
             if device is None or not _fits(tensor, device):
@@ -103,10 +108,21 @@ class _Copies:
     def copied(self, original: Any) -> Any:
         def copy_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if tensor.is_cpu and _asks_not_to_wait(args, kwargs):
-                self._end()
+                self._end(FROM_THE_GPU)
             return original(tensor, *args, **kwargs)
 
         return copy_
+
+    def stream_changed(self, original: Any) -> Any:
+        """Of `torch.cuda.set_stream`, which `with torch.cuda.stream(...)` calls too."""
+        import torch
+
+        def set_stream(stream: Any) -> None:
+            if stream is not None and not self._ended and stream != torch.cuda.default_stream(stream.device):
+                self._end(IN_ANOTHER_STREAM)
+            original(stream)
+
+        return set_stream
 
     # what becomes of copies
 
@@ -126,10 +142,12 @@ class _Copies:
         self._waiting_bytes += values.nbytes
         return copy
 
-    def _end(self) -> None:
-        """From now on each copy is waited for, and with it all that was queued before."""
+    def _end(self, why: str) -> None:
+        """From now on each copy is waited for, and with it all that was queued before; so are those under way."""
         self._ended = True
-        self._tell("the script copies from the GPU without waiting: its copies to the GPU are waited for, as written")
+        while self._waiting:
+            self._waiting.popleft()[0].synchronize()
+        self._tell(f"{why}: its copies to the GPU are waited for, as written")
 
 
 def _asks_not_to_wait(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

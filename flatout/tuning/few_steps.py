@@ -9,13 +9,17 @@ What a lever costs to start is part of such a run, as it is for the user.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
+<<<<<<< HEAD
 from flatout.script.trial.answers import TrialEnded
 from flatout.sequential import LOOKS
+=======
+from flatout.sequential import LOOKS, is_decided, would_be_faster
+>>>>>>> h-few
 from flatout.statistics import median
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
 
@@ -23,6 +27,8 @@ FEWEST_STEPS = 12
 """A script with fewer has no room for windows of quick steps."""
 WANTED_PAIRS = 8
 """Of whole runs, where they take long: the first number whose interval is by ranks."""
+PROMISING_PAIRS = 6
+"""A gain that so many would show is waited for."""
 
 Start = Callable[[], AbstractContextManager[Arm]]
 """Starts a run anew, waits until it has made its first step, and ends it."""
@@ -62,17 +68,31 @@ def few_steps(end: TrialEnded, step_seconds: float | None) -> FewSteps | None:
 
 
 def compare_whole_runs(
-    baseline: Start, candidate: Start, few: FewSteps, pace: Pace, choice: Choice | None = None
+    baseline: Start,
+    candidate: Start,
+    few: FewSteps,
+    pace: Pace,
+    choice: Choice | None = None,
+    has_time: Callable[[], bool] = lambda: False,
 ) -> Pairing:
     """Pairs of runs, until the verdict is clear or `pace.seconds` or the pairs are used up. Seconds are a mean step's.
+
+    A few more are made where they will probably show a gain, as long as `has_time` says that there is time for one.
 
     Raises RolledBackInside where `choice` was taken back in its run, TrialEnded where a run is shorter than `few` says.
     """
     began = time.monotonic()
     pairs: list[tuple[float, float]] = []
-    while not is_enough(pairs, pace, time.monotonic() - began):
+    while not is_enough(pairs, pace, time.monotonic() - began) or (_is_promising(pairs, pace) and has_time()):
         pairs.append(pair_of_runs(baseline, candidate, few, len(pairs), choice))
     return pairing_of_runs(pairs, pace)
+
+
+def _is_promising(pairs: Sequence[tuple[float, float]], pace: Pace) -> bool:
+    """Of pairs that the time has ended and not the verdict: three are few where runs differ."""
+    if len(pairs) >= WANTED_PAIRS or is_decided(pairs, least_gain=pace.least_gain):
+        return False
+    return would_be_faster(pairs, PROMISING_PAIRS, least_gain=pace.least_gain)
 
 
 def pair_of_runs(

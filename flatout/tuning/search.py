@@ -18,6 +18,7 @@ from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness
+<<<<<<< HEAD
 from flatout.script.trial.answers import (
     FEWEST_TO_PROVE,
     Peak,
@@ -30,14 +31,25 @@ from flatout.script.trial.answers import (
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome, Trial
+=======
+from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.search.search import Progress, Proposal, Search
+from flatout.search.trial import Measured, Outcome
+>>>>>>> h-few
 from flatout.statistics import Comparison
 from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compare_whole_runs, few_steps
 from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
+<<<<<<< HEAD
 from flatout.tuning.history import History
 from flatout.tuning.proposals import Proposals
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
+=======
+from flatout.tuning.results import SearchState
+from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
+from flatout.tuning.trial_process import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
+>>>>>>> h-few
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
@@ -196,7 +208,7 @@ class TrainingSearch(Search[Choice]):
         try:
             seen, described = self._watch_plain(steps)
         except TrialEnded as end:
-            if end.status != 0 or end.steps <= FEWEST_TO_PROVE:
+            if not end.leaves_enough_steps:
                 raise explain_end(end, self.trials.name) from None
             seen, described = self._watch_short(end)
         except TrialHangs as silence:
@@ -433,7 +445,8 @@ class TrainingSearch(Search[Choice]):
         pair_seconds = few.pair_seconds(self.first_seconds or 0.0, self.state.restart_seconds)
         most = max(COMPARISON_SECONDS, WANTED_PAIRS * pair_seconds)
         pace = replace(few.pace, seconds=self._share(most))
-        return compare_whole_runs(lambda: run(self.state.kept), lambda: run(wanted), few, pace, choice)
+        sides = (lambda: run(self.state.kept)), (lambda: run(wanted))
+        return compare_whole_runs(*sides, few, pace, choice, lambda: self._remaining() > 2 * pair_seconds)
 
     def _pace(self, choice: Choice) -> Pace:
         seconds = self._share(COMPARISON_SECONDS)

@@ -93,12 +93,17 @@ def test_other_calls_stay_as_they_are(what: str, queued: list[bool]) -> None:
     assert torch.equal(other, plain)
 
 
-def test_in_another_stream_they_are_waited_for(queued: list[bool]) -> None:
-    with LEVER.apply(Subject(), True):
+def test_another_stream_ends_it_as_it_may_not_wait_for_the_copies(queued: list[bool]) -> None:
+    subject = Subject()
+    with LEVER.apply(subject, True):
+        torch.ones(3).to("cuda")
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            torch.ones(3).to("cuda")
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.ones(3).to("cuda")
         torch.ones(3).to("cuda")
-    assert queued == [False, True]
+    assert queued == [True, True, False, False]
+    assert "something works in a stream of its own" in subject.incidents[0][1]
 
 
 @pytest.mark.parametrize("how", ["to", "copy_"])

@@ -212,6 +212,25 @@ def test_what_a_lever_costs_to_start_is_part_of_its_run(tmp_path: Path) -> None:
     assert (found.comparison.verdict, found.comparison.pairs) == ("slower", 2)
 
 
+@pytest.mark.parametrize(("time_left", "pairs", "verdict"), [(0, 3, "not significant"), (9, 6, "faster")])
+def test_a_gain_that_a_few_more_pairs_will_show_is_waited_for(time_left: int, pairs: int, verdict: str) -> None:
+    """Of runs that differ, when the comparison's time is over."""
+    seconds = iter([1.0, 0.75, 0.55, 1.0] * 10)  # the order of sides changes from pair to pair
+    left = iter(range(time_left))
+
+    class Noisy:
+        def window(self, choices: Any, *, settle: int, steps: int, resting: bool = False) -> Window:
+            assert (settle, steps) == (0, 1)
+            return Window(seconds=(next(seconds),), settle_seconds=(), apply_seconds=0.0, resident_bytes=0)
+
+    process: Any = Noisy()
+    sides = (lambda: contextlib.nullcontext(Arm(process))), (lambda: contextlib.nullcontext(Arm(process)))
+    few = FewSteps(steps=2, compared=1)
+    pace = replace(few.pace, seconds=0.0)
+    found = compare_whole_runs(*sides, few, pace, None, lambda: next(left, None) is not None)
+    assert (found.comparison.pairs, found.comparison.verdict) == (pairs, verdict)
+
+
 def test_a_lever_that_was_taken_back_in_its_run_is_named(tmp_path: Path) -> None:
     script = Pretended(tmp_path, 5)
     script.rolled_back = {"faster": "no such thing"}
