@@ -14,12 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
-<<<<<<< HEAD
 from flatout.script.trial.answers import TrialEnded
-from flatout.sequential import LOOKS
-=======
 from flatout.sequential import LOOKS, is_decided, would_be_faster
->>>>>>> h-few
 from flatout.statistics import median
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
 

@@ -18,38 +18,18 @@ from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness
-<<<<<<< HEAD
-from flatout.script.trial.answers import (
-    FEWEST_TO_PROVE,
-    Peak,
-    TrialEnded,
-    TrialHangs,
-    TrialStopped,
-    explain_end,
-    explain_stop,
-)
+from flatout.script.trial.answers import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome, Trial
-=======
-from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.search.search import Progress, Proposal, Search
-from flatout.search.trial import Measured, Outcome
->>>>>>> h-few
 from flatout.statistics import Comparison
 from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compare_whole_runs, few_steps
 from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
-<<<<<<< HEAD
 from flatout.tuning.history import History
 from flatout.tuning.proposals import Proposals
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
-=======
-from flatout.tuning.results import SearchState
-from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
-from flatout.tuning.trial_process import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
->>>>>>> h-few
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms

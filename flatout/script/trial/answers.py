@@ -51,6 +51,11 @@ class TrialEnded(TrialError):
         super().__init__(f"the script ended with code {status} after {steps} steps")
 
     @property
+    def leaves_enough_steps(self) -> bool:
+        """Can the script be tuned by starting it again?"""
+        return self.status == 0 and self.steps > FEWEST_TO_PROVE
+
+    @property
     def headline(self) -> str:
         """The exception in one line, without the rest of a long message; '' where there was none."""
         lines = [line for line in self.error.strip().splitlines() if line.strip()]
@@ -117,7 +122,7 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
             remedy="if it trains in processes that it starts, Flatout does not follow it there",
         )
     limit = "it had more in the run before: while it is tuned, their number has to stay the same"
-    if end.steps <= FEWEST_TO_PROVE:
+    if not end.leaves_enough_steps:
         limit = (
             f"flatout run turns levers on after a script's first step, and a proof needs {FEWEST_TO_PROVE} steps with "
             "them: one, and another that goes on from what the first has left"
