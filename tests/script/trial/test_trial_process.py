@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded, explain_end
-from flatout.script.trial.process import TrialProcess, TrialSetup
+from flatout.script.trial.process import Starts, TrialProcess, TrialSetup
 
 LOOP = """
 import os, sys, torch
@@ -129,3 +132,42 @@ def test_a_script_that_fails_for_want_of_the_network_is_told_how_to_have_it(tmp_
 )
 def test_a_long_message_has_a_headline(error: str, headline: str) -> None:
     assert TrialEnded(1, error, 0).headline == headline
+
+
+PLAIN = """
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cores", "fit"), [(6.0, 1.0, True), (6.0, 1.9, False), (0.4, 1.0, False), (None, None, False)]
+)
+def test_long_starts_that_leave_cores_idle_go_side_by_side(
+    seconds: float | None, cores: float | None, fit: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("flatout.script.trial.process.usable_cores", lambda: 2)
+    server: Any = SimpleNamespace(is_ready=lambda: True)
+    setup = TrialSetup(
+        target=Target(path="train.py"),
+        work_folder=tmp_path,
+        fork_server=server,
+        starts=Starts(seconds=seconds, cores=cores),
+    )
+    assert setup.starts_overlap is fit
+    assert not replace(setup, allow_network=True).starts_overlap
+    assert replace(setup, fork_server=None).starts_overlap
+
+
+def test_the_first_plain_start_is_timed_with_the_cores_that_it_kept_busy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(0.5)\n" + PLAIN)
+    setup = TrialSetup(target=Target(path=str(tmp_path / "train.py")), work_folder=tmp_path)
+    with setup.trial() as trial:
+        trial.start(120)
+        assert setup.starts.seconds == trial.start_seconds
+        assert 0 < (setup.starts.cores or 0.0) < 4
