@@ -257,12 +257,14 @@ class _Measuring:
         ordered = sorted(self.sizes, key=lambda one: one.batch_size)
         if side == "below":
             slowest = ordered[0]
-            far = slowest.rate < FAR_BELOW * best
-            return f"batch {slowest.batch_size} had less than {FAR_BELOW:.0%} of the best speed at first" if far else ""
+            if slowest.rate >= FAR_BELOW * best:
+                return ""
+            return f"batch {slowest.batch_size} had less than {FAR_BELOW:.0%} of the best speed in its first steps"
         last, before = ordered[-FLAT_SIZES:], ordered[:-FLAT_SIZES]
         if not before or self.share * max(one.rate for one in last) > max(one.rate for one in before):
             return ""
-        return f"the last {FLAT_SIZES} gained less than {1 / self.share - 1:.0%} on a smaller one"
+        sizes = f"{last[0].batch_size} to {last[-1].batch_size}"
+        return f"in their first steps batches of {sizes} gained less than {1 / self.share - 1:.0%} on a smaller one"
 
     # rounds
 
