@@ -25,7 +25,8 @@ from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.search.deadline import Deadline
-from flatout.tuning.search import SearchLimits, TrainingSearch
+from flatout.tuning.proposals import SearchLimits
+from flatout.tuning.search import TrainingSearch
 from flatout.tuning.windows import Arm, Pace, compare_arms
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -49,7 +49,8 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.script.trial.process import TrialSetup
     from flatout.search.deadline import Deadline
     from flatout.tuning import worth_trying
-    from flatout.tuning.search import SearchLimits, TrainingSearch
+    from flatout.tuning.proposals import SearchLimits
+    from flatout.tuning.search import TrainingSearch
 
     worth_trying.LEAST_GAIN = -math.inf
     machine = machine_with_ceilings(lambda text: None)

@@ -13,8 +13,9 @@ from flatout.plan_choices import Exactness
 from flatout.search.search import stopped_by_interrupt
 from flatout.timing import LoadWatch
 from flatout.tuning.history import load_history
+from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.results import Proof, SearchState
-from flatout.tuning.search import SearchLimits, TrainingSearch
+from flatout.tuning.search import TrainingSearch
 from flatout.tuning.trials import Trials
 from flatout.tuning.verifier import Verifier, busy, least_seconds
 from flatout.tuning.windows import Pairing

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flatout.levers.lever import Choice, Lever, Saving
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness
+from flatout.search.deadline import Deadline
 from flatout.search.search import Proposal
 from flatout.search.trial import Trial
 from flatout.tuning.history import History, Training
@@ -20,6 +22,20 @@ BUNDLE_SAVING = 0.03
 """Of a step, as predicted: what saves less waits for its own trial."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchLimits:
+    """What bounds a search."""
+
+    deadline: Deadline
+    exactness: Exactness = "reduced"
+    total_steps: int | None = None
+    """How many steps the script is going to run; None: unknown."""
+    only: tuple[tuple[str, Any], ...] | None = None
+    """Try just these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
+    fit_bytes: int | None = None
+    """What the tensors of a step may hold at the most; None: whatever they do."""
+
+
 class Proposals:
     """Of `levers`, as things stand in `state`."""
 
@@ -28,16 +44,14 @@ class Proposals:
         levers: Sequence[Lever],
         machine: Machine,
         state: SearchState,
-        *,
+        limits: SearchLimits,
         kind: str,
-        exactness: Exactness,
-        only: Sequence[tuple[str, Any]] | None,
         history: History,
     ) -> None:
-        """`only`: try just these (plan field, value) choices, whatever they are predicted to save."""
+        """kind: 'script' or 'step'."""
         self._levers = {lever.name: lever for lever in levers}
         self._machine, self._state, self._kind = machine, state, kind
-        self._exactness, self._only = exactness, None if only is None else dict(only)
+        self._exactness, self._only = limits.exactness, None if limits.only is None else dict(limits.only)
         self._history = history
 
     def names(self) -> list[str]:

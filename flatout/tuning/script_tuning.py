@@ -23,8 +23,8 @@ from flatout.script.work_folder import work_folder
 from flatout.search.deadline import Deadline
 from flatout.tuning.fitting import peak_afresh
 from flatout.tuning.outcome import plan_of, search_and_prove
+from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.results import Proof, SearchState
-from flatout.tuning.search import SearchLimits
 from flatout.tuning.whole_run import WholeRun
 from flatout.tuning.windows import Pairing
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.catalogue import in_order
 from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness
 from flatout.script.trial.answers import Peak, TrialEnded, TrialHangs, TrialStopped, explain_end, explain_stop
-from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.search.deadline import BudgetSpent
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome, Trial
 from flatout.statistics import Comparison
@@ -27,7 +25,7 @@ from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compa
 from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.history import History
-from flatout.tuning.proposals import Proposals
+from flatout.tuning.proposals import Proposals, SearchLimits
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials
@@ -44,6 +42,8 @@ OBSERVED_STEPS = 30
 COMPILED_AGAIN = 2.0
 """Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find kernels
 but no graphs."""
+FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
+"""Of the budget: what is spent to see how long a step takes, beyond two, before a budget is called too short."""
 OBSERVATION_SHARE = 0.1
 LEAST_PATIENCE_SECONDS = 60.0
 """With a script that shows no step: loading torch alone takes seconds, on a busy machine many."""
@@ -52,20 +52,6 @@ SLOWER_START = 3.0
 MOST_RESTARTS = 60
 ATTEMPTS = 6
 """So often a short script is started again within one comparison."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchLimits:
-    """What bounds a search."""
-
-    deadline: Deadline
-    exactness: Exactness = "reduced"
-    total_steps: int | None = None
-    """How many steps the script is going to run; None: unknown."""
-    only: tuple[tuple[str, Any], ...] | None = None
-    """Try just these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
-    fit_bytes: int | None = None
-    """What the tensors of a step may hold at the most; None: whatever they do."""
 
 
 class TrainingSearch(Search[Choice]):
@@ -85,15 +71,7 @@ class TrainingSearch(Search[Choice]):
         super().__init__(SearchState(total_steps=limits.total_steps), limits.deadline, progress)
         self.trials = trials
         self.machine, self.levers, self.limits = machine, levers, limits
-        self._proposals = Proposals(
-            levers,
-            machine,
-            self.state,
-            kind=trials.kind,
-            exactness=limits.exactness,
-            only=limits.only,
-            history=history or History(),
-        )
+        self._proposals = Proposals(levers, machine, self.state, limits, trials.kind, history or History())
         self._process: RunningTrial | None = None
         self._process_has: list[Choice] = []
         """What holds from the start of that process."""
@@ -271,13 +249,25 @@ class TrainingSearch(Search[Choice]):
             process, described = self._described()
             self._progress("timing the first plain steps")
             window = process.window([], settle=int(self._remaining() > 0), steps=1)
-            step_seconds = min(window.settle_seconds + window.seconds)
-            self._keep_back(step_seconds)
-            affordable = self._affordable_steps(step_seconds)
+            affordable = self._affordable_of_first(process, min(window.settle_seconds + window.seconds))
             steps = min(steps, OBSERVED_STEPS, affordable)
             self._progress(f"watching {steps} plain steps")
             seen = process.breakdown([], steps=steps)
             return replace(seen, **asdict(process.work())), described
+
+    def _affordable_of_first(self, process: RunningTrial, step_seconds: float) -> int:
+        """Where the budget is too short for steps as long as the first, a few more are looked at: first steps allocate,
+        and caches are cold."""
+        self._keep_back(step_seconds)
+        more = min(MOST_FIRST_STEPS, int(FIRST_STEPS_SHARE * self._deadline.budget_seconds / step_seconds))
+        try:
+            return self._affordable_steps(step_seconds)
+        except ScriptError:
+            if not more:
+                raise
+        step_seconds = min(process.window([], settle=0, steps=more).seconds)
+        self._keep_back(step_seconds)
+        return self._affordable_steps(step_seconds)
 
     @contextlib.contextmanager
     def _explaining_stops(self) -> Iterator[None]:

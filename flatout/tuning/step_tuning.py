@@ -32,8 +32,8 @@ from flatout.statistics import Comparison
 from flatout.train.ranks import ranks_of
 from flatout.train.step import TrainStep
 from flatout.tuning.outcome import plan_of, search_and_prove
+from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.results import Proof, SearchState, proof_lines
-from flatout.tuning.search import SearchLimits
 from flatout.tuning.step_trial import StepTrials
 from flatout.tuning.windows import Pairing
 from flatout.units import format_seconds, labelled

@@ -23,10 +23,11 @@ from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.few_steps import FewSteps, compare_whole_runs, few_steps
 from flatout.tuning.last_comparison import compare_in_fresh_processes
+from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import SearchState
 from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
-from flatout.tuning.search import SearchLimits, TrainingSearch
+from flatout.tuning.search import TrainingSearch
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import Arm, RolledBackInside
 from tests.levers.test_catalogue import CPU

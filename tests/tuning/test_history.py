@@ -27,7 +27,8 @@ from flatout.search.trial import Measured, Trial
 from flatout.statistics import Comparison
 from flatout.tuning import history, outcome
 from flatout.tuning.history import REPEAT_ERROR, Earlier, History, Training, corrected, forget_tunes, load_history
-from flatout.tuning.search import SearchLimits, TrainingSearch
+from flatout.tuning.proposals import SearchLimits
+from flatout.tuning.search import TrainingSearch
 from flatout.tuning.step_trial import StepTrials
 from tests.levers.test_catalogue import CPU
 from tests.tuning.test_worth_trying import STEP

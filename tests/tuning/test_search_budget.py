@@ -18,7 +18,8 @@ from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.tuning.search import SearchLimits, TrainingSearch
+from flatout.tuning.proposals import SearchLimits
+from flatout.tuning.search import TrainingSearch
 from flatout.tuning.short_budget import no_step
 from flatout.tuning.worth_trying import COMPILE_SECONDS
 from tests.levers.test_catalogue import AMX, CPU
