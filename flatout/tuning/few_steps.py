@@ -20,7 +20,7 @@ from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
 
 FEWEST_STEPS = 12
-"""A script with fewer has no room for windows of quick steps."""
+"""A script with fewer has no room for windows of quick steps, however short."""
 WANTED_PAIRS = 8
 """Of whole runs, where they take long: the first number whose interval is by ranks."""
 PROMISING_PAIRS = 6
@@ -54,13 +54,20 @@ class FewSteps:
 
 
 def few_steps(end: TrialEnded, step_seconds: float | None) -> FewSteps | None:
-    """The length of a script that came to its end; None where windows fit into it, if only of single long steps."""
-    if end.steps >= FEWEST_STEPS:
+    """The length of a script that came to its end; None where windows fit into it, if only of single long steps, or
+    where nobody knows yet."""
+    if step_seconds is None:
         return None
     few = FewSteps(steps=end.script_steps, compared=end.steps - 1)
-    pace = Pace.for_step(step_seconds or 0.0, seconds=0.0)
-    first_pair = pace.warm_steps + pace.first_window + 2 * pace.pair_steps
-    return None if first_pair <= few.compared else few
+    pace = Pace.for_step(step_seconds, seconds=0.0)
+    if end.steps >= FEWEST_STEPS:
+        pace = pace_within(pace, end.steps)
+    return None if pace.fits(few.compared) else few
+
+
+def pace_within(pace: Pace, total_steps: int) -> Pace:
+    """The same, with shorter windows where a script of so many steps does not give a single pair otherwise."""
+    return pace if pace.fits(total_steps - 1) else pace.within(total_steps)
 
 
 def compare_whole_runs(
