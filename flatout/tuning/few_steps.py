@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
-from flatout.sequential import LOOKS, is_decided, would_be_faster
+from flatout.sequential import LOOKS, is_decided
 from flatout.statistics import median
 from flatout.tuning.trial_process import TrialEnded
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
@@ -22,9 +22,8 @@ from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough,
 FEWEST_STEPS = 12
 """A script with fewer has no room for windows of quick steps, however short."""
 WANTED_PAIRS = 8
-"""Of whole runs, where they take long: the first number whose interval is by ranks."""
-PROMISING_PAIRS = 6
-"""A gain that so many would show is waited for."""
+"""Of whole runs, where they take long: the first number whose interval is by ranks, so that one disturbed run among
+them does not widen it without bounds."""
 
 Start = Callable[[], AbstractContextManager[Arm]]
 """Starts a run anew, waits until it has made its first step, and ends it."""
@@ -80,7 +79,7 @@ def compare_whole_runs(
 ) -> Pairing:
     """Pairs of runs, until the verdict is clear or `pace.seconds` or the pairs are used up. Seconds are a mean step's.
 
-    A few more are made where they will probably show a gain, as long as `has_time` says that there is time for one.
+    More are made, up to eight, while each of them shows a gain and `has_time` says that there is time for another.
 
     Raises RolledBackInside where `choice` was taken back in its run, TrialEnded where a run is shorter than `few` says.
     """
@@ -95,7 +94,7 @@ def _is_promising(pairs: Sequence[tuple[float, float]], pace: Pace) -> bool:
     """Of pairs that the time has ended and not the verdict: three are few where runs differ."""
     if len(pairs) >= WANTED_PAIRS or is_decided(pairs, least_gain=pace.least_gain):
         return False
-    return would_be_faster(pairs, PROMISING_PAIRS, least_gain=pace.least_gain)
+    return all(ours / theirs > 1 + pace.least_gain for ours, theirs in pairs)
 
 
 def pair_of_runs(
