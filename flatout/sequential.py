@@ -72,14 +72,6 @@ def is_decided(pairs: Pairs, *, least_gain: float, stop_if_futile: bool = True) 
     return stop_if_futile and (found.high < 1 + least_gain or is_futile(found, least_gain))
 
 
-def would_be_faster(pairs: Pairs, count: int, *, least_gain: float) -> bool:
-    """Would `count` pairs (3 to 7) that differ as these do show a gain? For whoever has to say whether more pairs are
-    worth their time; it decides nothing."""
-    logs = [math.log(ours / theirs) for ours, theirs in pairs]
-    half = STUDENT[count] * max(stdev(logs), LEAST_DEVIATION) / math.sqrt(count)
-    return mean(logs) - half > math.log(1 + least_gain)
-
-
 def pair_of_turns(turns: Pairs) -> tuple[float, float]:
     """One pair of (baseline, candidate) seconds from some short windows in turns: the median, and that over the median
     ratio.

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 from flatout.levers.lever import Choice
 from flatout.script.trial.answers import TrialEnded
-from flatout.sequential import LOOKS, is_decided, would_be_faster
+from flatout.sequential import LOOKS, is_decided
 from flatout.statistics import median
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
 
 FEWEST_STEPS = 12
-"""A script with fewer has no room for windows of quick steps."""
+"""A script with fewer has no room for windows of quick steps, however short."""
 WANTED_PAIRS = 8
-"""Of whole runs, where they take long: the first number whose interval is by ranks."""
-PROMISING_PAIRS = 6
-"""A gain that so many would show is waited for."""
+"""Of whole runs, where they take long: the first number whose interval is by ranks, so that one disturbed run among
+them does not widen it without bounds."""
 
 Start = Callable[[], AbstractContextManager[Arm]]
 """Starts a run anew, waits until it has made its first step, and ends it."""
@@ -54,13 +53,20 @@ class FewSteps:
 
 
 def few_steps(end: TrialEnded, step_seconds: float | None) -> FewSteps | None:
-    """The length of a script that came to its end; None where windows fit into it, if only of single long steps."""
-    if end.steps >= FEWEST_STEPS:
+    """The length of a script that came to its end; None where windows fit into it, if only of single long steps, or
+    where nobody knows yet."""
+    if step_seconds is None:
         return None
     few = FewSteps(steps=end.script_steps, compared=end.steps - 1)
-    pace = Pace.for_step(step_seconds or 0.0, seconds=0.0)
-    first_pair = pace.warm_steps + pace.first_window + 2 * pace.pair_steps
-    return None if first_pair <= few.compared else few
+    pace = Pace.for_step(step_seconds, seconds=0.0)
+    if end.steps >= FEWEST_STEPS:
+        pace = pace_within(pace, end.steps)
+    return None if pace.fits(few.compared) else few
+
+
+def pace_within(pace: Pace, total_steps: int) -> Pace:
+    """The same, with shorter windows where a script of so many steps does not give a single pair otherwise."""
+    return pace if pace.fits(total_steps - 1) else pace.within(total_steps)
 
 
 def compare_whole_runs(
@@ -73,7 +79,7 @@ def compare_whole_runs(
 ) -> Pairing:
     """Pairs of runs, until the verdict is clear or `pace.seconds` or the pairs are used up. Seconds are a mean step's.
 
-    A few more are made where they will probably show a gain, as long as `has_time` says that there is time for one.
+    More are made, up to eight, while each of them shows a gain and `has_time` says that there is time for another.
 
     Raises RolledBackInside where `choice` was taken back in its run, TrialEnded where a run is shorter than `few` says.
     """
@@ -88,7 +94,7 @@ def _is_promising(pairs: Sequence[tuple[float, float]], pace: Pace) -> bool:
     """Of pairs that the time has ended and not the verdict: three are few where runs differ."""
     if len(pairs) >= WANTED_PAIRS or is_decided(pairs, least_gain=pace.least_gain):
         return False
-    return would_be_faster(pairs, PROMISING_PAIRS, least_gain=pace.least_gain)
+    return all(ours / theirs > 1 + pace.least_gain for ours, theirs in pairs)
 
 
 def pair_of_runs(

@@ -21,7 +21,7 @@ from flatout.search.deadline import BudgetSpent
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Outcome, Trial
 from flatout.statistics import Comparison
-from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compare_whole_runs, few_steps
+from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compare_whole_runs, few_steps, pace_within
 from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.history import History
@@ -76,6 +76,8 @@ class TrainingSearch(Search[Choice]):
         self._process_has: list[Choice] = []
         """What holds from the start of that process."""
         self._restarts = 0
+        self._length: int | None = None
+        """Of a script that came to its end, in steps."""
 
     @property
     def total(self) -> int | None:
@@ -419,14 +421,15 @@ class TrainingSearch(Search[Choice]):
         return compare_whole_runs(*sides, few, pace, choice, lambda: self._remaining() > 2 * pair_seconds)
 
     def _pace(self, choice: Choice) -> Pace:
-        seconds = self._share(COMPARISON_SECONDS)
-        return Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=seconds)
+        pace = Pace.for_step(self.state.observed.step_seconds or 0.01, seconds=self._share(COMPARISON_SECONDS))
+        return pace if self._length is None else pace_within(pace, self._length)
 
     def _share(self, most_seconds: float) -> float:
         """How long one comparison may take, so that others have their turn."""
         return min(most_seconds, max(3.0, self._remaining() / (self._left + 2)))
 
     def _note_length(self, end: TrialEnded, step_seconds: float | None) -> None:
+        self._length = end.steps
         self.state.few_steps = self.few or few_steps(end, step_seconds)
         if self.state.total_steps is None:
             self.state.total_steps = end.steps if self.few is None else self.few.steps

@@ -92,6 +92,10 @@ class Pace:
         """Steps that tell what a usual step takes after a warm-up."""
         return max(2 if self.steps == 1 else 3, self.settle + 1)
 
+    def fits(self, steps: int) -> bool:
+        """Do so many steps of one process give a pair?"""
+        return self.warm_steps + self.first_window + 2 * self.pair_steps <= steps
+
     def within(self, total_steps: int | None) -> Pace:
         """Windows so short that a script of `total_steps` gives eight pairs when it is started, or at least two."""
         if total_steps is None:

@@ -168,7 +168,8 @@ def searched(script: Pretended, *levers: Lever, budget_seconds: float = 100.0, *
 @pytest.mark.parametrize(
     ("steps", "step_seconds", "whole"),
     [
-        *((3, 0.001, True), (11, 0.001, True), (11, 0.05, True), (12, 0.001, False)),
+        *((3, 0.001, True), (11, 0.001, True), (11, 0.05, True), (13, 0.001, True), (14, 0.001, False)),
+        (14, 0.055, False),
         *((8, 1.0, True), (9, 1.0, False)),  # one pair of single steps fits
         *((6, 2.0, True), (7, 2.0, False), (5, 60.0, True), (6, 60.0, False), (3, 60.0, True)),
     ],
@@ -322,6 +323,14 @@ def test_long_steps_of_which_windows_fit_are_compared_in_one_run(tmp_path: Path)
     assert (state.few_steps, state.total_steps) == (None, 9)
     assert [choice.label for choice in state.kept] == ["faster"]
     assert any(("faster", 2) in run and ("plain", 2) in run for run in script.runs)
+
+
+@pytest.mark.parametrize(("steps", "step_seconds"), [(14, 0.055), (14, 0.001), (100, 0.001)])
+def test_windows_are_as_short_as_the_script_wants_them(tmp_path: Path, steps: int, step_seconds: float) -> None:
+    script = Pretended(tmp_path, steps, step_seconds)
+    state = searched(script, Faster(), total_steps=100_000)
+    assert state.few_steps is None
+    assert [choice.label for choice in state.kept] == ["faster"]
 
 
 def test_a_choice_that_is_no_longer_needed_is_found_by_whole_runs(tmp_path: Path) -> None:
