@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from flatout import errors as errors
     from flatout import models as models
     from flatout import plan as plan
-    from flatout import sizing as sizing
     from flatout.checkpoint.capturing import capture
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from flatout.infer.prediction.predict import predict
     from flatout.machine.description import Machine
     from flatout.plan import Plan
+    from flatout.sizing.step_curve import batch_curve
     from flatout.train.evaluate import evaluate
     from flatout.train.fit import fit
     from flatout.train.fit_into import fit_into
@@ -45,6 +45,7 @@ __all__ = [
     "TrainStep",
     "UsageError",
     "__version__",
+    "batch_curve",
     "batches",
     "capture",
     "device",
@@ -72,6 +73,7 @@ _HOMES = {
     "TokenGenerator": "flatout.infer.generation.token_generator",
     "TrainStep": "flatout.train.step",
     "UsageError": "flatout.errors",
+    "batch_curve": "flatout.sizing.step_curve",
     "batches": "flatout.data.batches",
     "capture": "flatout.checkpoint.capturing",
     "device": "flatout.train.placement",
@@ -91,7 +93,7 @@ _HOMES = {
 }
 
 
-_MODULES = ("errors", "models", "plan", "sizing")
+_MODULES = ("errors", "models", "plan")
 """Modules that `import flatout` is enough for."""
 
 

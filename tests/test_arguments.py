@@ -136,6 +136,19 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "weigh": {"number": 3, "no argument": lambda: 1},
         },
     ),
+    "batch_curve": (
+        lambda **given: flatout.batch_curve(**({"step": step(), "batch": (X, Y)} | given)),
+        {
+            "step": {"model": MODEL, "None": None, "class": flatout.TrainStep},
+            "batch": EXAMPLES,
+            "at_least": {"0": 0, "float": 1.5},
+            "at_most": {"0": 0, "text": "4"},
+            "factor": {"1": 1.0, "text": "2"},
+            "share": {"0": 0, "2": 2, "text": "most"},
+            "limit_bytes": {"0": 0, "text": "lots"},
+            "budget_seconds": {"0": 0, "text": "5"},
+        },
+    ),
     "batches": (
         lambda **given: flatout.batches(**({"data": (X, Y), "batch_size": 4} | given)),
         {

@@ -1,8 +1,7 @@
 """What size a training should have: speed and memory against the batch size, measured.
 
->>> from flatout.sizing import batch_curve
->>> batch_curve.__name__
-'batch_curve'
+flatout.batch_curve(step, batch)        # of a TrainStep
+script_batch_curve(request)             # of an unmodified script: `flatout memory --batch-curve`
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ LEAST_BATCHES_AN_EPOCH = 4
 FIRST_STEPS = 3
 """That show what a size draws."""
 LEVERS = "flatout.script.loader_batches:LEVERS"
-REMEDY = "in code, with a step of your own: flatout.sizing.batch_curve(step, batch)"
+REMEDY = "in code, with a step of your own: flatout.batch_curve(step, batch)"
 
 T = TypeVar("T")
 

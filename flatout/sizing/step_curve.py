@@ -1,6 +1,6 @@
 """`batch_curve`: samples a second and peak memory of a TrainStep against the batch size.
 
-    curve = flatout.sizing.batch_curve(step, batch)
+    curve = flatout.batch_curve(step, batch)
     print(curve)
     curve.knee.batch_size, [(point.batch_size, point.samples_per_second, point.peak_bytes) for point in curve.points]
 

@@ -104,7 +104,7 @@ def test_a_size_at_which_the_script_fails_is_left_out(tmp_path: Path) -> None:
 def test_batches_that_cannot_be_varied_from_outside_are_refused(tmp_path: Path, loader: str, said: str) -> None:
     with pytest.raises(ScriptError, match=said) as caught:
         curve(write(tmp_path, loader=loader))
-    assert "flatout.sizing.batch_curve(step, batch)" in caught.value.remedy
+    assert "flatout.batch_curve(step, batch)" in caught.value.remedy
 
 
 def test_a_script_that_fails_by_itself_is_said_to(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def sizes(found: BatchCurve) -> list[int]:
 
 
 def test_it_is_reached_from_the_package() -> None:
-    assert flatout.sizing.batch_curve is batch_curve
+    assert flatout.batch_curve is batch_curve
 
 
 def test_nothing_of_the_users_is_changed() -> None:

@@ -73,14 +73,14 @@ def peak(plan: Plan, make: Any = training) -> int:
     return run.peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.85, 0.5])
-def test_the_plan_stays_under_the_budget(share: float) -> None:
-    model, optimizer, batch = training()
+@pytest.mark.parametrize(("share", "make"), [(0.85, training), (0.6, plain_training)])
+def test_the_plan_stays_under_the_budget(share: float, make: Any) -> None:
+    model, optimizer, batch = make()
     before = [one.clone() for one in model.parameters()]
-    budget = int(share * peak(Plan()))
+    budget = int(share * peak(Plan(), make))
     found = fit_into(budget, model, optimizer, LOSS, batch, progress=lambda line: None)
     assert found.plan.choices()
-    assert peak(found.plan) <= budget
+    assert peak(found.plan, make) <= budget
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not optimizer.state
     assert "chosen" in str(found)

@@ -20,3 +20,23 @@ def _nothing_wasted(subject: Subject) -> Iterator[None]:
 
 
 LEVERS = (Planted("planted", "bit-identical", _nothing_wasted),)
+
+
+@contextlib.contextmanager
+def _nothing(subject: Subject) -> Iterator[None]:
+    yield
+
+
+def _null(name: str, plan_field: str) -> Planted:
+    lever = Planted(name, "bit-identical", _nothing)
+    lever.plan_field = plan_field  # type: ignore[misc]
+    return lever
+
+
+NULL_LEVERS = tuple(
+    _null(f"nothing {number}", field)
+    for number, field in enumerate(
+        ("cudnn_benchmark", "flush_denormals", "pin_memory", "matmul_precision", "non_blocking")
+    )
+)
+"""They do nothing; each sets a field of its own, so that several may be kept together."""
