@@ -160,10 +160,10 @@ def compare_arms(
     Each pair goes into `collected` as well, so that a script which ends half-way can be started again and the
     comparison go on with what it has.
     """
-    began = time.monotonic()
     startup, _ = warm_up(candidate, pace, choice)
     if baseline.process is not candidate.process:
         warm_up(baseline, pace, None)
+    began = time.monotonic()  # what was paid for the start would be wasted, were there no time to compare then
     pairs = collected if collected is not None else []
     resident: list[tuple[int, int]] = []
     turn = 0
