@@ -33,8 +33,8 @@ from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
 from flatout.tuning.worth_trying import (
     COMPARISON_SECONDS,
-    COMPILE_SECONDS,
     least_trial_seconds,
+    usual_compile_seconds,
 )
 from flatout.units import format_bytes
 
@@ -340,8 +340,9 @@ class TrainingSearch(Search[Choice]):
         restart_seconds = self.state.restart_seconds if fresh else 0.0
         if self.limits.only is not None or not _compile(wanted) or _compile(self.state.kept):
             return restart_seconds
-        again = self._least_for_verifier(self.first_seconds or 0.0, COMPILE_SECONDS) - self._deadline.reserved_seconds
-        return restart_seconds + COMPILE_SECONDS + max(0.0, again)
+        first = usual_compile_seconds(self.state.first_observed)
+        again = self._least_for_verifier(self.first_seconds or 0.0, first) - self._deadline.reserved_seconds
+        return restart_seconds + first + max(0.0, again)
 
     def ordered(self, wanted: Sequence[Choice]) -> list[Choice]:
         return in_order(wanted)

@@ -13,8 +13,11 @@ from flatout.units import format_seconds
 
 COMPARISON_SECONDS = 25.0
 """One comparison takes so long at the most."""
-COMPILE_SECONDS = 15.0
-"""That a compilation takes, as a rule; what it really took is measured."""
+COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION = 10.0, 0.014
+"""What a first compilation takes, as a rule, with nothing in torch's caches: 12 s for steps of 200 operations, 19 to 24
+for a thousand, on two cores (`python -m benchmarks.search.short_and_long`). What it really took is measured."""
+USUAL_OPERATIONS = 500
+"""Of a step, where they were not counted."""
 
 
 def worth_trying(
@@ -37,8 +40,8 @@ def worth_trying(
         return verdict
     if few is not None and lever.compiles and observed.step_seconds is not None:
         seconds = few.compared * observed.step_seconds
-        if seconds < COMPILE_SECONDS:
-            usual = format_seconds(COMPILE_SECONDS)
+        if seconds < (compiling := usual_compile_seconds(observed)):
+            usual = format_seconds(compiling)
             return refuse(f"compiling usually takes {usual}, and all steps of a run with it {format_seconds(seconds)}")
     saving = lever.saving(machine, observed)
     if saving.most >= LEAST_GAIN:
@@ -53,11 +56,17 @@ def least_trial_seconds(observed: Observed) -> float:
     return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
 
 
+def usual_compile_seconds(observed: Observed) -> float:
+    """Expected of a first compilation."""
+    operations = USUAL_OPERATIONS if observed.operations_per_step is None else observed.operations_per_step
+    return COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
+
+
 def saving_per_second(lever: Lever, expected: float, observed: Observed, restart_seconds: float) -> float:
     """What is expected to be saved of a step, per second of the lever's trial. What is expected to cost time comes
     after all that saves some, and first what is soon tried."""
     seconds = least_trial_seconds(observed)
     if lever.switch != "live":
         seconds += restart_seconds
-    seconds += lever.compiles * COMPILE_SECONDS
+    seconds += lever.compiles * usual_compile_seconds(observed)
     return expected / seconds if expected > 0 else expected * seconds
