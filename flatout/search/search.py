@@ -68,6 +68,8 @@ class Search(ABC, Generic[C]):
         """Proposals that are open."""
         self._ended = False
         self._tried: list[tuple[Trial, tuple[C, ...]]] = []
+        self._found_needed: set[tuple[str, ...]] = set()
+        """A change that was kept, and those beside which it was compared with doing without it."""
 
     # what is searched
 
@@ -178,11 +180,12 @@ class Search(ABC, Generic[C]):
 
     def _bundled(self, names: list[str]) -> list[str]:
         """Try the bundle; the names that are left to be tried by themselves. The large gain is had early that way, and
-        a budget that runs out still gives a plan; what adds nothing to it is taken off at the end."""
+        a budget that runs out still gives a plan; what adds nothing to it, or takes from it, is taken off at once."""
         bundle = self.bundle()
         members = [name for name in names if any(one in bundle for one in self.proposal(name).candidates)]
         if len(bundle) < 2 or not self._try(*bundle):
             return names
+        self._drop_redundant()
         return [name for name in names if name not in members]
 
     def _propose(self, name: str) -> None:
@@ -308,6 +311,9 @@ class Search(ABC, Generic[C]):
             others = [other for other in self.state.kept if other is not choice]
             if self._remaining() <= 0 or not others:
                 return
+            beside = (choice.label, *sorted(other.label for other in others))
+            if beside in self._found_needed:
+                continue
             self._progress(f"is {choice.label} still needed?")
             found = self.without(choice, others)
             if found is not None and found.verdict == "faster":
@@ -315,6 +321,8 @@ class Search(ABC, Generic[C]):
                 self.state.take_back([choice], "dropped", reason)
                 self.state.kept = others
                 self.on_dropped(choice, others)
+            elif found is not None:
+                self._found_needed.add(beside)
 
     # the record
 

@@ -18,6 +18,9 @@ from flatout.tuning.worth_trying import saving_per_second, worth_trying
 
 TRIALS_COST = 2.0
 """Times the fewest steps that can decide: what a trial takes, as a rule."""
+A_FEW = 4
+"""Trials: where there is time for so many, the most promising are tried one by one, as one that harms may be among
+those that are predicted to help."""
 BUNDLE_SAVING = 0.03
 """Of a step, as predicted: what saves less waits for its own trial."""
 
@@ -89,9 +92,10 @@ class Proposals:
         return lever.comes_first, saving_per_second(lever, expected, state.observed, state.restart_seconds)
 
     def bundle(self, trial_seconds: float, seconds_left: float) -> tuple[Choice, ...]:
-        """Levers that are predicted to help, and quick to switch, where trying each would take longer than there is."""
+        """Levers that are predicted to help, and quick to switch, where trying even a few would take longer than there
+        is."""
         offered = [found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates]
-        if self._only is not None or TRIALS_COST * trial_seconds * len(offered) < seconds_left:
+        if self._only is not None or TRIALS_COST * trial_seconds * min(A_FEW, len(offered)) < seconds_left:
             return ()
         return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice))
 

@@ -223,6 +223,16 @@ def test_where_time_is_short_all_that_is_predicted_to_help_is_tried_at_once() ->
     assert outcomes(search)[0] == ("memory_format x + precision bf16 + optimizer fused", "kept")
 
 
+def test_what_takes_from_a_bundle_goes_before_anything_else_is_tried() -> None:
+    search = Scripted(by(precision_bf16=0.5, threads_1=1.5, optimizer_fused=0.9), THREADS, BF16, OPTIMIZER)
+    search.together = (THREADS, BF16)
+    asked: list[str] = []
+    search.during = lambda: asked.append(", ".join(one.label for one in search.state.kept))
+    search.run()
+    assert asked == ["", "precision bf16"]
+    assert {one.label for one in search.state.kept} == {"precision bf16", "optimizer fused"}
+
+
 def test_a_bundle_that_does_not_help_is_tried_piece_by_piece() -> None:
     search = Scripted(by(precision_bf16=0.8, memory_format_x=2.0), LAYOUT, BF16)
     search.together = (LAYOUT, BF16)
