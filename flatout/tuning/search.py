@@ -25,7 +25,7 @@ from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compa
 from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.history import History
-from flatout.tuning.proposals import TRIALS_COST, Proposals, SearchLimits
+from flatout.tuning.proposals import Proposals, SearchLimits
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials
@@ -117,21 +117,8 @@ class TrainingSearch(Search[Choice]):
     def proposal(self, name: str) -> Proposal[Choice]:
         return self._proposals.proposal(name)
 
-    def promise(self, name: str) -> tuple[bool, bool, float]:
-        comes_first, per_second = self._proposals.promise(name)
-        return comes_first, self._is_now_or_never(name), per_second
-
-    def _is_now_or_never(self, name: str) -> bool:
-        """Is it what is expected to save most of all, and would there be no time left for it after the others?"""
-        tried = {one.lever.name for _, choices in self._tried for one in choices}
-        offered = [found for other in self.names() if other not in tried and (found := self.proposal(other)).candidates]
-        mine = [found.candidates[0] for found in offered if found.label == name and found.candidates[0].lever.compiles]
-        if not mine:
-            return False
-        others = TRIALS_COST * self.usual_trial_seconds * len(offered)
-        needed, left = self.starting_seconds(self.combined(mine)), self._remaining()
-        best = max(offered, key=lambda found: self._proposals.saving(found.candidates[0]).expected)
-        return left - others < needed <= left and best.label == name
+    def promise(self, name: str) -> tuple[bool, float]:
+        return self._proposals.promise(name)
 
     def bundle(self) -> tuple[Choice, ...]:
         return self._proposals.bundle(self.usual_trial_seconds, self._remaining())

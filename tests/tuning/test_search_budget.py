@@ -13,9 +13,8 @@ from flatout.levers.allocator import PreloadedAllocator
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
 from flatout.levers.denormals import FlushDenormals
-from flatout.levers.lever import Choice, Lever, Saving, Verdict, offer
+from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
-from flatout.machine.description import Machine
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
@@ -199,36 +198,3 @@ def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(t
     clock.now = 55.0 - needed + 1
     asked._try(compiled)
     assert asked.state.not_tried[-1].for_lack_of_time
-
-
-def test_what_promises_most_but_is_slow_to_compile_comes_first_where_it_would_be_late(tmp_path: Path) -> None:
-    clock = Clock()
-    quick, slow = Predicted("quick", "flush_denormals", 0.2), Predicted("slow", "compile", 0.3)
-    asked = search(tmp_path, clock, quick, slow)
-    slow.compiles = True  # type: ignore[misc]
-    asked.state.observed = asked.state.first_observed = Observed(step_seconds=0.02)
-
-    def first(budget_seconds: float) -> str:
-        asked._deadline = Deadline(budget_seconds, clock=clock).reserving(0.4 * budget_seconds)
-        return max(asked.names(), key=asked.promise)
-
-    def has_time(budget_seconds: float) -> bool:
-        asked._deadline = Deadline(budget_seconds, clock=clock).reserving(0.4 * budget_seconds)
-        return asked._remaining() >= asked.starting_seconds([Choice(slow, True)])
-
-    just_enough = next(float(budget) for budget in range(10, 200) if has_time(float(budget)))
-    assert first(just_enough) == "slow"
-    assert first(just_enough - 5.0) == "quick"
-    assert first(600.0) == "quick"
-
-
-class Predicted(Lever):
-    def __init__(self, name: str, field: str, expected: float) -> None:
-        self.name, self.plan_field, self.exactness, self.aim = name, field, "rounding", "time"  # type: ignore[misc]
-        self.expected = expected
-
-    def saving(self, machine: Machine, observed: Observed) -> Saving:
-        return Saving(expected=self.expected, least=0.0, most=0.5)
-
-    def applies(self, machine: Machine, observed: Observed) -> Verdict:
-        return offer(True, reason="planted")
