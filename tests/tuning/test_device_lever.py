@@ -30,7 +30,7 @@ while True:
         optimizer.step()
         right += int((scores.argmax(1) == y).sum())
         if model[0].weight.is_cpu:
-            time.sleep(0.03)  # the CPU is so slow at this that a busy machine cannot hide it
+            time.sleep(0.015)  # the CPU is so slow at this that a busy machine cannot hide it
 """
 
 

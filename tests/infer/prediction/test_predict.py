@@ -295,7 +295,7 @@ def cpp_compiler_there() -> bool:
         (lambda: flatout.predict(bert(), torch.utils.data.DataLoader(ragged(3))), UsageError, "pass its dataset"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), [], {"precision": "bf16"}), UsageError, "flatout.Plan or None"),  # type: ignore[arg-type]
         (lambda: flatout.predict(bert(), [], batch_size=0), UsageError, "batch_size is 0"),
-        (lambda: flatout.predict(bert(), [], device="cuda:99"), UsageError, "CUDA devices?; see which"),
+        (lambda: flatout.predict(bert(), [], device="cuda:99"), UsageError, "torch sees cpu.*; see which"),
         (lambda: flatout.predict(bert(), [], device="gpu0"), UsageError, "device is 'gpu0'"),
         (lambda: flatout.predict(bert(), [], on_error="no"), UsageError, "'mark' or 'raise'"),
         (lambda: flatout.predict(bert(), [], Plan(activations="int8")), PlanError, "set weights = 'int8'"),
