@@ -46,8 +46,7 @@ class FusedAttention(Lever):
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
         def tell(why: str) -> None:
-            if (self.name, why) not in subject.incidents:
-                subject.incidents.append((self.name, why))
+            subject.note_incident(self.name, why)
 
         with versions_allowed(), subject.modules.each(lambda module: _fuse(subject, module, tell)):
             yield

@@ -51,7 +51,7 @@ class ChunkedLoss(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        layers = _Layers(lambda why: _tell(subject, self.name, why))
+        layers = _Layers(lambda why: subject.note_incident(self.name, why))
         with layers.in_place(), subject.optimizers.each(layers.watch_optimizer):
             yield
 
@@ -70,11 +70,6 @@ def widest_output(model: Any) -> int:
             if weight.ndim == 2:
                 widest = max(widest, weight.shape[0] if table else max(weight.shape))
     return widest
-
-
-def _tell(subject: Subject, name: str, why: str) -> None:
-    if (name, why) not in subject.incidents:
-        subject.incidents.append((name, why))
 
 
 class _Layer:

@@ -67,7 +67,7 @@ class GradientsToNone(Lever):
 
         from flatout.levers.freed_gradients import FreedGradients
 
-        freed = FreedGradients(lambda why: _tell(subject, self.name, why))
+        freed = FreedGradients(lambda why: subject.note_incident(self.name, why))
         with (
             freed.read_as_zeros(),
             replaced(torch.optim.Optimizer, "zero_grad", freed.of_optimizer),
@@ -78,11 +78,6 @@ class GradientsToNone(Lever):
 
     def label(self, value: Any) -> str:
         return self.name
-
-
-def _tell(subject: Subject, name: str, why: str) -> None:
-    if (name, why) not in subject.incidents:
-        subject.incidents.append((name, why))
 
 
 def _zeroing_seconds(machine: Machine, observed: Observed) -> float | None:

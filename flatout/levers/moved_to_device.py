@@ -48,8 +48,7 @@ class MovedToDevice(Lever):
         device = placement(value)
 
         def tell(why: str) -> None:
-            if (self.name, why) not in subject.incidents:
-                subject.incidents.append((self.name, why))
+            subject.note_incident(self.name, why)
 
         mode = MixedDevices(device, tell)
         mode.start()

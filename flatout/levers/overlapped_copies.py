@@ -55,7 +55,7 @@ class OverlappedCopies(Lever):
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
         import torch
 
-        copies = _Copies(lambda why: _tell(subject, self.name, why))
+        copies = _Copies(lambda why: subject.note_incident(self.name, why))
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what was copied from the GPU until now is there: no later copy need wait for it
         with (
@@ -65,11 +65,6 @@ class OverlappedCopies(Lever):
             replaced(torch.cuda, "set_stream", copies.stream_changed),
         ):
             yield
-
-
-def _tell(subject: Subject, name: str, why: str) -> None:
-    if (name, why) not in subject.incidents:
-        subject.incidents.append((name, why))
 
 
 class _Copies:

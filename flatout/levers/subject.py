@@ -104,6 +104,11 @@ class Subject:
         self.samples_drawn: int | None = None
         """By the loaders that feed training; None: nobody counts."""
 
+    def note_incident(self, lever: str, why: str) -> None:
+        """What a lever took back by itself; said once, however often it happens."""
+        if (lever, why) not in self.incidents:
+            self.incidents.append((lever, why))
+
     @property
     def in_use(self) -> bool:
         """Does any lever need to be called back?"""

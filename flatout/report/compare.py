@@ -54,7 +54,8 @@ def compare_documents(a: Mapping[str, Any], b: Mapping[str, Any]) -> DocumentCom
         comparison = replace(
             comparison,
             verdict="not significant",
-            reason=f"others competed for the processor in the {' and the '.join(contended)}: measure again in quiet",
+            reason=f"others competed for the processor in the {' and the '.join(contended)}: "
+            "measure again on an idle machine",
         )
     caveats = ["measured apart: a drift of the machine between the two is in the ratio"]
     torches = [(machine.get("versions") or {}).get("torch") for machine in machines]

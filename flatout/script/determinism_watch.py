@@ -28,8 +28,6 @@ class DeterminismWatch:
     def steps(self) -> int:
         return self.watch.finder.steps
 
-    script_steps = steps
-
     def install(self) -> None:
         if self._deterministic:
             make_deterministic()

@@ -42,14 +42,6 @@ class MemoryWatch:
         self.watch.at_boundary.append(child.guarded(self._boundary))
         self.watch.at_backward.append(lambda roots: self._training_begins())
 
-    @property
-    def steps(self) -> int:
-        return self.watch.steps
-
-    @property
-    def script_steps(self) -> int:
-        return self.watch.finder.steps
-
     def install(self) -> None:
         self._child.on_torch([self._torch_imported])
 

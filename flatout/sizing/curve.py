@@ -21,7 +21,7 @@ LEAST_ROUNDS = 3
 """Fewer give no interval."""
 BAR_WIDTH = 20
 EIGHTHS = " ▏▎▍▌▋▊▉"
-CAVEAT = "advice, applied nowhere: another batch size is another optimization, so choose learning rate and steps anew"
+CAVEAT = "advice only, nothing is changed: a different batch size trains differently, so retune learning rate and steps"
 
 Standing = Literal["within", "below", "unclear"]
 
@@ -194,15 +194,15 @@ def find_knee(points: Sequence[BatchPoint], share: float) -> tuple[BatchPoint | 
     best = fastest(points)
     rounds = len(best.window_seconds)
     if rounds < LEAST_ROUNDS:
-        return None, f"{rounds} round{'s' * (rounds != 1)} in turns, and {LEAST_ROUNDS} are the fewest that can tell"
+        return None, f"{rounds} round{'s' * (rounds != 1)}, and at least {LEAST_ROUNDS} are needed"
     if len(points) == 1:
         return None, "only one size was measured, so there is no curve"
     knee = _smallest_within(points)
     unclear = _unclear_below(points, knee)
     if knee is None or len(unclear) > 1:
         which = f"the smallest batch within {share:.0%} of the best may be {_any_of(unclear, knee)}"
-        return None, f"the rounds differ too much: {which}; measure again in quiet, or for longer"
-    return knee, _reason(points, knee, best, share) + "".join(f"; perhaps {_share_text(point)}" for point in unclear)
+        return None, f"the rounds differ too much: {which}; measure again on an idle machine, or with a larger budget"
+    return knee, _reason(points, knee, best, share) + "".join(f"; possibly {_share_text(point)}" for point in unclear)
 
 
 def _any_of(unclear: Sequence[BatchPoint], knee: BatchPoint | None) -> str:

@@ -235,7 +235,8 @@ class _Measuring:
         """Would this size, as slow as its neighbour by the sample, leave no time for enough rounds?"""
         spent = self.clock() - self.began
         if spent > SHARE_OF_BUDGET_TO_PREPARE * self.budget_seconds:
-            return f"half of the budget of {format_seconds(self.budget_seconds)} went on the other sizes' first steps"
+            budget = format_seconds(self.budget_seconds)
+            return f"half of the budget of {budget} was spent on the first steps of the other sizes"
         if not self.sizes:
             return None
         near = min(self.sizes, key=lambda one: abs(math.log(one.batch_size / batch_size)))
@@ -259,7 +260,7 @@ class _Measuring:
             slowest = ordered[0]
             if slowest.rate >= FAR_BELOW * best:
                 return ""
-            return f"batch {slowest.batch_size} had less than {FAR_BELOW:.0%} of the best speed in its first steps"
+            return f"batch {slowest.batch_size} ran at less than {FAR_BELOW:.0%} of the best speed in its first steps"
         last, before = ordered[-FLAT_SIZES:], ordered[:-FLAT_SIZES]
         if not before or self.share * max(one.rate for one in last) > max(one.rate for one in before):
             return ""

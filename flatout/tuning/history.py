@@ -159,7 +159,7 @@ class History:
             self._warn(f"cannot be kept in {self._path}: {error.strerror}")
 
     def _read(self) -> list[Earlier]:
-        """What the file holds. One that cannot be read is begun anew; one that may not be overwritten is left alone."""
+        """What the file holds. A corrupt one is overwritten; one of a newer version is left alone."""
         assert self._path is not None
         try:
             return _trials(self._path.read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ class History:
             self._warn(f"is not used: {self._path} {newer}")
             self._path = None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self._warn(f"is not used: {self._path} is damaged, and is begun anew")
+            self._warn(f"is not used: {self._path} is corrupt and will be overwritten")
         return []
 
     def _warn(self, why: str) -> None:

@@ -66,6 +66,7 @@ def compare_in_fresh_processes(
         pace,
         least_pairs=LEAST_WINDOWS,
         most_pairs=MOST_WINDOWS,
+        counts_warm_up=True,
         stops_when_decided=False,
     )
     least = 1 if few is None else few.pace.least_pairs

@@ -56,6 +56,8 @@ class Pace:
     seconds: float = 60.0
     """A comparison stops after this time, if it has its least number of pairs."""
     least_gain: float = LEAST_GAIN
+    counts_warm_up: bool = False
+    """Is warming up part of that time? In a search it is not: a compiled lever would have no time left to be compared."""
     stops_when_decided: bool = True
     """Otherwise all pairs are run that time allows: where the figure is wanted, and not only a decision."""
 
@@ -160,10 +162,12 @@ def compare_arms(
     Each pair goes into `collected` as well, so that a script which ends half-way can be started again and the
     comparison go on with what it has.
     """
+    began = time.monotonic()
     startup, _ = warm_up(candidate, pace, choice)
     if baseline.process is not candidate.process:
         warm_up(baseline, pace, None)
-    began = time.monotonic()  # what was paid for the start would be wasted, were there no time to compare then
+    if not pace.counts_warm_up:
+        began = time.monotonic()
     pairs = collected if collected is not None else []
     resident: list[tuple[int, int]] = []
     turn = 0

@@ -51,14 +51,14 @@ def test_one_undecided_size_below_the_knee_is_named() -> None:
     assert points[1].standing == "unclear"
     assert knee is not None
     assert knee.batch_size == 16
-    assert "; perhaps 8 at 9" in reason
+    assert "; possibly 8 at 9" in reason
 
 
 def test_a_machine_too_noisy_to_tell_has_no_knee() -> None:
     knee, reason = find_knee(curve_of({4: 400, 8: 930, 16: 950, 32: 1000}, {8: 30.0, 16: 30.0}), 0.95)
     assert knee is None
     assert reason.startswith("the rounds differ too much: the smallest batch within 95% of the best may be 8")
-    assert "or 32; measure again in quiet" in reason
+    assert "or 32; measure again on an idle machine" in reason
 
 
 def test_a_best_that_may_be_another_is_no_best() -> None:
@@ -70,7 +70,7 @@ def test_a_best_that_may_be_another_is_no_best() -> None:
     assert "8" in reason
 
 
-@pytest.mark.parametrize(("rounds", "said"), [(1, "1 round in turns, and 3 are the fewest"), (2, "2 rounds in turns")])
+@pytest.mark.parametrize(("rounds", "said"), [(1, "1 round, and at least 3 are needed"), (2, "2 rounds, and")])
 def test_too_few_rounds_tell_no_knee(rounds: int, said: str) -> None:
     points = curve_of({4: 400, 8: 1000}, rounds=rounds)
     knee, reason = find_knee(points, 0.95)
@@ -127,7 +127,7 @@ def test_an_unknown_peak_is_said_to_be_unknown() -> None:
     points = [BatchPoint(batch_size=8, samples_per_step=8, window_seconds=(0.1,), peak_bytes=None)]
     text = str(made(list(judged(points, 0.95))))
     assert text.splitlines()[2].split()[:5] == ["8", "80", "unknown", "100", "ms"]
-    assert "knee      unknown: 1 round in turns" in text
+    assert "knee      unknown: 1 round, and at least 3 are needed" in text
 
 
 def test_the_document_holds_every_figure() -> None:

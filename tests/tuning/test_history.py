@@ -298,7 +298,7 @@ def test_a_damaged_file_is_begun_anew_with_a_word(cache: Path, text: str) -> Non
     cache.parent.mkdir()
     cache.write_text(text, encoding="latin-1")
     assert one_tune({"fused optimizer": 1.3}).warning == (
-        f"what earlier tunes measured is not used: {cache} is damaged, and is begun anew"
+        f"what earlier tunes measured is not used: {cache} is corrupt and will be overwritten"
     )
     assert len(json.loads(cache.read_text())["trials"]) == 1
     assert load_history(CPU).warning == ""

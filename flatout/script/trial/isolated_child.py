@@ -19,12 +19,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from flatout.errors import FlatoutError
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.patches import ImportWatch
+
+if TYPE_CHECKING:
+    from flatout.script.watch import Watch
 
 _leave = os._exit
 INTERRUPTED = 128 + signal.SIGINT
@@ -36,13 +39,7 @@ Answer = dict[str, Any]
 class Observer(Protocol):
     """Looks at the script while it runs."""
 
-    @property
-    def steps(self) -> int:
-        """That the script has made since it was certain what a step is."""
-
-    @property
-    def script_steps(self) -> int:
-        """All that it has made."""
+    watch: Watch
 
     def install(self) -> None:
         """Called right before the script's first line."""
@@ -149,7 +146,9 @@ class IsolatedChild:
         if found is not None:
             self.write(found)
         told = {"status": status, "error": self._error[-MOST_ERROR_CHARACTERS:], "note": self._note}
-        self.finish({"event": "ended", **told, "steps": observer.steps, "script_steps": observer.script_steps})
+        self.finish(
+            {"event": "ended", **told, "steps": observer.watch.steps, "script_steps": observer.watch.finder.steps}
+        )
 
     def _failed(self, kind: Any, error: Any, trace: Any) -> None:
         self._note = explain_failure(error, self.isolation)

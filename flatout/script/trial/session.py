@@ -49,14 +49,6 @@ class Session:
         """Places in the script that drew a seed from the system or the clock, and got one of ours instead."""
         self.watch.at_boundary.append(child.guarded(self._boundary))
 
-    @property
-    def steps(self) -> int:
-        return self.watch.steps
-
-    @property
-    def script_steps(self) -> int:
-        return self.watch.finder.steps
-
     def install(self) -> None:
         seeds = TrialSeeds(self._seed, [self.watch.install, self._torch_imported, *self._child.torch_hooks])
         self._unseeded = seeds.unseeded
