@@ -57,7 +57,7 @@ class Pace:
     """A comparison stops after this time, if it has its least number of pairs."""
     least_gain: float = LEAST_GAIN
     counts_warm_up: bool = False
-    """Is warming up part of that time? In a search it is not: a compiled lever would have no time left to be compared."""
+    """Is warming up part of that time? Not in a search: a compiled lever would have no time left to be compared."""
     stops_when_decided: bool = True
     """Otherwise all pairs are run that time allows: where the figure is wanted, and not only a decision."""
 
