@@ -373,7 +373,7 @@ class TrainingSearch(Search[Choice]):
         if self.few is None:
             return self._main().peak(self._live(choices))
         with self._started(self._from_start(choices)) as fresh:
-            return fresh.peak(self._live(choices))
+            return fresh.peak(self._live(choices), steps=1)
 
     def _judge_memory(self, gain: MemoryGain, choice: Choice) -> tuple[Outcome, str]:
         asked = self.limits.only is not None

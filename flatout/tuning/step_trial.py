@@ -38,7 +38,7 @@ from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
-from flatout.script.trial.answers import Peak, TrialEnded, Window
+from flatout.script.trial.answers import PEAK_STEPS, Peak, TrialEnded, Window, most_of
 from flatout.script.trial.session import resident_bytes
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.train.placement import join_recurrent_weights
@@ -196,17 +196,18 @@ class StepTrial:
                 found = finish()
         return found
 
-    def peak(self, choices: Sequence[Choice]) -> Peak:
+    def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak:
+        peaks = []
         with self._running(choices) as take:
             take()
             self._device.reset_peak()
             followed = StepMemory(self._subject)
-            followed.begin(device_name(self._subject))
-            take()
-            sample = followed.end(self._steps)
-            held = sample.peak_bytes if sample is not None else None
-            if self._device.kind != "cpu":
-                held = self._device.memory_peak_bytes()
+            for _ in range(steps):
+                followed.begin(device_name(self._subject))
+                take()
+                sample = followed.end(self._steps)
+                peaks.append(sample.peak_bytes if sample is not None else None)
+            held = most_of(peaks) if self._device.kind == "cpu" else self._device.memory_peak_bytes()
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Peak(peak_bytes=held, resident_bytes=resident, incidents=self._rolled_back)
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.script.numerics import NumericsRequest
+from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
 from flatout.search.deadline import Deadline
-
-if TYPE_CHECKING:
-    from flatout.script.trial.answers import Peak, Window
 
 
 class RunningTrial(Protocol):
@@ -61,7 +59,7 @@ class RunningTrial(Protocol):
 
     def work(self) -> StepWork: ...
 
-    def peak(self, choices: Sequence[Choice]) -> Peak: ...
+    def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak: ...
 
     def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]: ...
 

@@ -116,7 +116,7 @@ class Run:
         self.take(1, "work")
         return StepWork(flops_per_step=None, operations_per_step=100, denormal_share=None, denormal_slowdown=None)
 
-    def peak(self, choices: Sequence[Choice]) -> Peak:
+    def peak(self, choices: Sequence[Choice], *, steps: int = 2) -> Peak:
         self.take(2, "peak")
         return Peak(peak_bytes=1 << 20, resident_bytes=1 << 30)
 

@@ -45,7 +45,7 @@ class Process:
     def close(self) -> None:
         self.closed += 1
 
-    def peak(self, choices: Sequence[Choice]) -> Any:
+    def peak(self, choices: Sequence[Choice], *, steps: int = 2) -> Any:
         self.asked.append("+".join(choice.field for choice in choices))
         for choice in choices:
             found = self.failing.get(choice.field)

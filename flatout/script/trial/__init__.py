@@ -22,7 +22,7 @@ Without one, the script runs until its first certain step, and then waits for co
     window  levers, settle, steps, resting -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps               -> where the time of each step went
     work                                   -> what one step computes (`StepWork`)
-    peak  levers                           -> the most that the tensors of one step hold at once
+    peak  levers, steps                    -> the most that the tensors of a step hold at once
     numerics  levers, request              -> losses, gradients and final weights of the next steps (`NumericsRequest`)
     stop                                   -> the process leaves at once
 """

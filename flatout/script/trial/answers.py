@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flatout.errors import ScriptError, TrialError
 
 FEWEST_TO_PROVE = 2
 """Steps with levers on: what a lever spoils in its first (a stale copy, a lost update) shows in a second."""
+
+PEAK_STEPS = 2
+"""Followed one after the other for a peak: the last step of an epoch, with a shorter batch, holds less than others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What one step held at the most."""
+    """The most that a few steps held."""
 
     peak_bytes: int | None
     """Of tensors (CPU) or of torch's allocator (CUDA); None: it could not be told."""
@@ -35,6 +39,12 @@ class Peak:
     """The most that the process ever had of the host's memory."""
     incidents: dict[str, str] = field(default_factory=dict)
     """Lever name -> what it took back by itself, and why."""
+
+
+def most_of(peaks: Sequence[int | None]) -> int | None:
+    """None where one of them could not be told."""
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) if len(known) == len(peaks) else None
 
 
 class TrialEnded(TrialError):

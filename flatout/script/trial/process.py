@@ -40,7 +40,16 @@ from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
 from flatout.script.numerics import NumericsRequest
-from flatout.script.trial.answers import Peak, TrialDied, TrialEnded, TrialFault, TrialHangs, TrialStopped, Window
+from flatout.script.trial.answers import (
+    PEAK_STEPS,
+    Peak,
+    TrialDied,
+    TrialEnded,
+    TrialFault,
+    TrialHangs,
+    TrialStopped,
+    Window,
+)
 from flatout.search.deadline import BudgetSpent, Deadline
 
 if TYPE_CHECKING:
@@ -310,9 +319,10 @@ class TrialProcess:
     def work(self) -> StepWork:
         return StepWork(**self._ask({"do": "work"}, self._patience(60, ()))["work"])
 
-    def peak(self, choices: Sequence[Choice]) -> Peak:
-        """Of one step under these levers; a step that is followed takes several times as long."""
-        answer = self._ask({"do": "peak", "levers": _json(choices)}, self._patience(20, choices))
+    def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak:
+        """The most of these steps; one that is followed takes several times as long."""
+        command = {"do": "peak", "levers": _json(choices), "steps": steps}
+        answer = self._ask(command, self._patience(20 * steps, choices))
         return Peak(
             peak_bytes=answer["peak_bytes"],
             resident_bytes=answer["peak_resident_bytes"],

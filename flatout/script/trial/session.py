@@ -27,6 +27,7 @@ from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
 from flatout.script.seeds import TrialSeeds
 from flatout.script.step_memory import StepMemory
+from flatout.script.trial.answers import most_of
 from flatout.script.trial.isolated_child import Answer, IsolatedChild
 from flatout.script.watch import Watch
 
@@ -171,24 +172,25 @@ class Session:
         return boundary
 
     def _peak(self, command: dict[str, Any]) -> Callable[[], bool]:
-        """Of the second step under these levers: the first may still hold what the one before it made."""
+        """Of the steps after the first under these levers, which may still hold what the one before it made."""
+        assert self._device is not None
+        device, subject = self._device, self.watch.subject
         self.applied.set(self._choices(command))
-        followed = StepMemory(self.watch.subject)
-        steps = itertools.count(1)
+        followed = StepMemory(subject)
+        peaks: list[int | None] = []
+        steps = itertools.count()
 
         def boundary() -> bool:
-            assert self._device is not None
-            if next(steps) == 1:
-                self._device.reset_peak()
-                followed.begin(device_name(self.watch.subject))
+            if next(steps) == 0:
+                device.reset_peak()
+            else:
+                sample = followed.end(self.watch.steps)
+                peaks.append(sample.peak_bytes if sample is not None else None)
+            if len(peaks) < command["steps"]:
+                followed.begin(device_name(subject))
                 return False
-            sample = followed.end(self.watch.steps)
-            peak = sample.peak_bytes if sample is not None else None
-            if self._device.kind != "cpu":
-                peak = self._device.memory_peak_bytes()
-            self._write(
-                {"event": "peak", "peak_bytes": peak, "incidents": self.watch.subject.incidents, **self._state()}
-            )
+            peak = most_of(peaks) if device.kind == "cpu" else device.memory_peak_bytes()
+            self._write({"event": "peak", "peak_bytes": peak, "incidents": subject.incidents, **self._state()})
             return True
 
         return boundary

@@ -171,3 +171,31 @@ def test_the_first_plain_start_is_timed_with_the_cores_that_it_kept_busy(tmp_pat
         trial.start(120)
         assert setup.starts.seconds == trial.start_seconds
         assert 0 < (setup.starts.cores or 0.0) < 4
+
+
+SHORT_LAST = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(4 * 64 + 4, 64)), 64)
+for epoch in range(1000):
+    for (inputs,) in loader:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_peak_is_never_that_of_an_epochs_short_last_batch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHORT_LAST)
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path, isolation="auto")
+    with TrialProcess(setup) as trial:
+        trial.start(120)
+        peaks = set()
+        for _ in range(5):  # epochs of five steps: one of them starts at each
+            peaks.add(trial.peak([]).peak_bytes)
+    assert len(peaks) == 1
