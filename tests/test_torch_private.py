@@ -61,6 +61,7 @@ LISTED = {
     "torch._functorch.partitioners.min_cut_rematerialization_partition",
     "torch._inductor.aoti_compile_and_package",
     "torch._inductor.aoti_load_package",
+    "torch._inductor.codecache",
     "torch._inductor.config",
     "torch._inductor.decomposition.select_decomp_table",
     "torch._inductor.exc.InductorError",

@@ -7,12 +7,14 @@ step by step, dropout included.
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from flatout.environment import cpp_compiler
+from flatout.environment import cpp_compiler, inductor_folder
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.model_call import ATTRIBUTE, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
@@ -75,11 +77,34 @@ def _as_eager() -> Iterator[None]:
     inductor.fallback_random, autograd.donated_buffer = True, False
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
     try:
-        yield
+        with _sooner_ready():
+            yield
     finally:
         inductor.fallback_random, autograd.donated_buffer = before
         # True is torch's default; what it was cannot be asked for.
         torch._C._dynamo.eval_frame._set_lru_cache(True)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _sooner_ready() -> Iterator[None]:
+    """What a first compilation on a CPU need not do, or not twice; each takes as long as several kernels.
+
+    Before its first kernel, inductor builds a library for each instruction set of the processor, to see whether
+    compiler and torch know it. It asks the processor in any case, and a torch of today knows them all. And its
+    precompiled headers lie in the folder for temporary files, where a trial leaves nothing.
+    """
+    from torch._inductor import codecache
+    from torch._inductor import config as inductor
+
+    folder = str(inductor_folder() / "precompiled_headers")
+    before = inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR
+    if before[0] is None and platform.machine() in ("x86_64", "AMD64"):
+        inductor.cpp.vec_isa_ok = True
+    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = folder, os.path.join(folder, "locks")
+    try:
+        yield
+    finally:
+        inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = before
 
 
 def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:

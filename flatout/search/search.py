@@ -1,9 +1,10 @@
 """Find the changes that help, one at a time, each beside what has been kept so far.
 
-What promises most comes first, judged anew whenever something was kept. Each is measured in turns with what is kept,
-and kept if it is significantly faster. What was refused or dropped may be tried again later, pairs that interact are
-tried together, and in the end each kept change is tested against the rest without it. A change that fails is dropped,
-and the search goes on; what there was no time for is listed, with a budget that would be enough.
+What promises most comes first, judged anew whenever something was kept, and of what has several values the best one of
+each before the others. Each is measured in turns with what is kept, and kept if it is significantly faster. What was
+refused or dropped may be tried again later, pairs that interact are tried together, and in the end each kept change is
+tested against the rest without it. A change that fails is dropped, and the search goes on; what there was no time for
+is listed, with a budget that would be enough.
 
 `Search` is the same for a script, a training step and a model with inputs: a subclass says what may be tried
 (`proposals`, `verdict`, `promise`) and what trying it gives (`measure`, `on_kept`). All time is read from the deadline,
@@ -68,6 +69,8 @@ class Search(ABC, Generic[C]):
         """Proposals that are open."""
         self._ended = False
         self._tried: list[tuple[Trial, tuple[C, ...]]] = []
+        self._begun: dict[str, set[str]] = {}
+        """Of each proposal the candidates that were tried by themselves, or would have been had there been time."""
         self._found_needed: set[tuple[str, ...]] = set()
         """A change that was kept, and those beside which it was compared with doing without it."""
 
@@ -153,14 +156,9 @@ class Search(ABC, Generic[C]):
         """Returns the record."""
         try:
             self.observe()
-            untried = self._bundled(list(self.names()))
-            while untried:
-                offered = [name for name in untried if self.proposal(name).candidates]
-                self._left = len(offered)
-                name = max(offered or untried, key=self.promise)
-                untried.remove(name)
-                self._propose(name)
-                self.after_proposal(name)
+            names = self._bundled(list(self.names()))
+            self._propose_all(names, most=1)
+            self._propose_all([name for name in names if self._open(name)])
             self._second_look()
             for pair in self._pairs():
                 self._try(*pair)
@@ -188,12 +186,29 @@ class Search(ABC, Generic[C]):
         self._drop_redundant()
         return [name for name in names if name not in members]
 
-    def _propose(self, name: str) -> None:
-        found = self.proposal(name)
-        if not found.candidates:
+    def _propose_all(self, names: Sequence[str], most: int | None = None) -> None:
+        """most: values of each; a second one waits until the best of every other was tried."""
+        untried = list(names)
+        while untried:
+            offered = [name for name in untried if self._open(name)]
+            self._left = len(offered)
+            name = max(offered or untried, key=self.promise)
+            untried.remove(name)
+            self._propose(name, most)
+            self.after_proposal(name)
+
+    def _propose(self, name: str, most: int | None = None) -> None:
+        found, begun = self.proposal(name), self._begun.setdefault(name, set())
+        if not found.candidates and not begun:
             self._skip(found.label, found.reason)
-        for candidate in found.candidates:
+        for candidate in self._open(name)[:most]:
+            begun.add(candidate.label)
             self._try(candidate)
+
+    def _open(self, name: str) -> list[C]:
+        """What is proposed of it now and was not tried by itself."""
+        begun = self._begun.get(name, ())
+        return [one for one in self.proposal(name).candidates if one.label not in begun]
 
     def _try(self, *tried: C) -> bool:
         """Try these together on top of what is kept; True if they were kept."""
@@ -254,6 +269,7 @@ class Search(ABC, Generic[C]):
             found = self.proposal(name)
             if found.label in refused and found.candidates:
                 self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != found.label]
+                self._begun.get(name, set()).discard(found.label)  # where one of its values is called like it
                 self._propose(name)
 
     def _retries(self) -> list[tuple[C, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -221,3 +222,17 @@ def test_compiled_dropout_equals_eager() -> None:
     torch.testing.assert_close(compiled, plain)
     assert model._compiled_call_impl is None
     assert config.fallback_random == before
+
+
+def test_what_a_first_compilation_builds_is_found_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import codecache, config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    before = codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR, config.cpp.vec_isa_ok
+    subject = Subject()
+    with lever("torch.compile").apply(subject, "default"):
+        assert Path(codecache._HEADER_DIR).parent == tmp_path
+        assert Path(codecache._HEADER_LOCK_DIR).parent == Path(codecache._HEADER_DIR)
+    assert (codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR, config.cpp.vec_isa_ok) == before

@@ -144,6 +144,24 @@ def test_of_two_values_the_better_one_stays_and_the_other_one_says_why_it_went()
     assert kept.label == "optimizer fused"
 
 
+def test_a_second_value_waits_until_the_best_of_every_other_was_tried() -> None:
+    foreach = Change("optimizer", "foreach")
+    search = Scripted(
+        by(optimizer_fused=0.8, threads_1=0.9), OPTIMIZER, foreach, THREADS, promises={"optimizer": 0.9, "threads": 0.1}
+    )
+    search.run()
+    assert search.measured[:3] == [["optimizer fused"], ["threads 1"], ["optimizer foreach"]]
+    assert outcomes(search) == [("optimizer fused", "kept"), ("threads 1", "kept"), ("optimizer foreach", "dropped")]
+
+
+def test_values_not_reached_are_listed_once_each() -> None:
+    foreach = Change("optimizer", "foreach")
+    search = Scripted(by(), OPTIMIZER, foreach, THREADS, budget_seconds=TRIAL_SECONDS, promises={"threads": 0.1})
+    search.run()
+    assert search.measured == [["threads 1"]]
+    assert [one.label for one in search.state.not_tried] == ["optimizer fused", "optimizer foreach"]
+
+
 def test_a_choice_that_does_the_work_of_another_replaces_it() -> None:
     search = Scripted(
         lambda on: 0.05 if "compile default" in on else 0.08 if "attention fused" in on else 0.1, ATTENTION, COMPILE
