@@ -110,11 +110,11 @@ class Choices:
     it changes while it trains (a numpy view of its data leaves no trace), or does in `__getitem__`, would go unnoticed.
     """
 
-    device: Literal["cuda"] | None = choice(
-        "where a script runs that names no device itself: cuda = its model is moved to the GPU, and what meets it",
+    device: Literal["cuda", "cpu"] | None = choice(
+        "where a script trains: cuda = its model is moved to the GPU, if it names no device; cpu = it sees no GPU",
         scopes=("script",),
         exactness="rounding",
-        levers=("moved_to_device:MovedToDevice",),
+        levers=("moved_to_device:MovedToDevice", "hidden_gpu:HiddenGpu"),
     )
     fetch: Literal["batched", "cached"] | None = choice(
         "in-memory data in the main process: batched = whole batches, made from the live data (cached: the same)",

@@ -224,7 +224,10 @@ class Run:
         if any(choice.lever.compiles for choice in choices):
             environment.use_inductor_cache()
         for choice in choices:
-            library = choice.lever.environment(choice.value).get("LD_PRELOAD")
+            needed = choice.lever.environment(choice.value)
+            if (visible := needed.get("CUDA_VISIBLE_DEVICES")) is not None:
+                environment.show_cuda_devices(visible)  # CUDA has not started
+            library = needed.get("LD_PRELOAD")
             if library and library not in environment.preloaded_libraries():
                 self._start_over(environment.with_preloaded(library))
 

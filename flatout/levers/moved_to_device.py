@@ -61,6 +61,9 @@ class MovedToDevice(Lever):
         finally:
             mode.stop()
 
+    def takes(self, value: Any) -> bool:
+        return bool(value != "cpu")
+
     def label(self, value: Any) -> str:
         return self.name
 

@@ -57,6 +57,8 @@ class ModuleSeen:
     recurrent: int = 0
     dtypes: tuple[str, ...] = ()
     repeated_block: str = ""
+    repeated_blocks: int = 0
+    """How many of it there are."""
     channels_last: bool = False
     compiled: bool = False
     attention_by_hand: str = ""

@@ -151,6 +151,7 @@ def _see_module(module: Any) -> ModuleSeen:
         recurrent=sum(isinstance(m, torch.nn.RNNBase) for m in inner),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})),
         repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
+        repeated_blocks=len(blocks),
         channels_last=any(_is_channels_last(m.weight) for m in convolutions),
         compiled=module._compiled_call_impl is not None,
         widest_output=widest_output(module),

@@ -87,9 +87,11 @@ class Proposals:
     def promise(self, name: str) -> tuple[bool, float]:
         """The greatest is tried next."""
         lever, state = self._levers[name], self._state
-        best = [self.saving(one).expected for one in self.proposal(name).candidates[:1]]
-        expected = best[0] if best else lever.saving(self._machine, state.observed).expected
-        return lever.comes_first, saving_per_second(lever, expected, state.observed, state.restart_seconds)
+        best = next(iter(self.proposal(name).candidates), None)
+        saving = lever.saving(self._machine, state.observed) if best is None else self.saving(best)
+        value = None if best is None else best.value
+        first = lever.comes_first and saving.expected > 0
+        return first, saving_per_second(lever, saving.expected, state.observed, state.restart_seconds, value)
 
     def bundle(self, trial_seconds: float, seconds_left: float) -> tuple[Choice, ...]:
         """Levers that are predicted to help, and quick to switch, where trying even a few would take longer than there

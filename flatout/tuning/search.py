@@ -325,9 +325,11 @@ class TrainingSearch(Search[Choice]):
             return self.usual_trial_seconds
         fresh = self._process is None or self._from_start(wanted) != self._from_start()
         restart_seconds = self.state.restart_seconds if fresh else 0.0
-        if self.limits.only is not None or not _compile(wanted) or _compile(self.state.kept):
+        compiled = next((one for one in wanted if one.lever.compiles), None)
+        new = [one for one in wanted if one not in self.state.kept]
+        if self.limits.only is not None or compiled is None or not any(one.lever.acts_on_forward for one in new):
             return restart_seconds
-        first = usual_compile_seconds(self.state.first_observed)
+        first = usual_compile_seconds(self.state.first_observed, compiled.value)
         again = self._least_for_verifier(self.first_seconds or 0.0, first) - self._deadline.reserved_seconds
         return restart_seconds + first + max(0.0, again)
 

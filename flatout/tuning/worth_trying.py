@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flatout.levers.lever import Lever, Verdict, refuse
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -40,7 +42,7 @@ def worth_trying(
         return verdict
     if few is not None and lever.compiles and observed.step_seconds is not None:
         seconds = few.compared * observed.step_seconds
-        if seconds < (compiling := usual_compile_seconds(observed)):
+        if seconds < (compiling := min(usual_compile_seconds(observed, value) for value in verdict.values)):
             usual = format_seconds(compiling)
             return refuse(f"compiling usually takes {usual}, and all steps of a run with it {format_seconds(seconds)}")
     saving = lever.saving(machine, observed)
@@ -56,17 +58,21 @@ def least_trial_seconds(observed: Observed) -> float:
     return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
 
 
-def usual_compile_seconds(observed: Observed) -> float:
-    """Expected of a first compilation."""
+def usual_compile_seconds(observed: Observed, value: str = "default") -> float:
+    """Expected of a first compilation, of the whole model or ('regional') of one of its repeated blocks."""
     operations = USUAL_OPERATIONS if observed.operations_per_step is None else observed.operations_per_step
+    if value == "regional":
+        operations //= max((module.repeated_blocks for module in observed.modules), default=1) or 1
     return COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
 
 
-def saving_per_second(lever: Lever, expected: float, observed: Observed, restart_seconds: float) -> float:
+def saving_per_second(
+    lever: Lever, expected: float, observed: Observed, restart_seconds: float, value: Any = None
+) -> float:
     """What is expected to be saved of a step, per second of the lever's trial. What is expected to cost time comes
     after all that saves some, and first what is soon tried."""
     seconds = least_trial_seconds(observed)
     if lever.switch != "live":
         seconds += restart_seconds
-    seconds += lever.compiles * usual_compile_seconds(observed)
+    seconds += lever.compiles * usual_compile_seconds(observed, value)
     return expected / seconds if expected > 0 else expected * seconds

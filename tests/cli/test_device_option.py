@@ -12,6 +12,7 @@ import pytest
 from flatout.__main__ import main
 from flatout.script.entry import Target
 from tests.cli.in_process import said_by
+from tests.processes import Python
 
 NET = "import torch\n\ndef model():\n    return torch.nn.Linear(4, 2)\n"
 SCRIPT = ["train.py", "--device", "cuda:3"]
@@ -67,3 +68,13 @@ def test_a_script_sees_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "train.py").write_text("import os\nraise ValueError(os.environ['CUDA_VISIBLE_DEVICES'] or 'none')\n")
     assert "ValueError: none" in said_by(tmp_path, "memory", "--device", "cpu", "train.py").stderr
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_plan_for_the_cpu_shows_the_script_no_gpu(tmp_path: Path, python: Python) -> None:
+    (tmp_path / "plan.toml").write_text('schema = 2\n[plan]\ndevice = "cpu"\n')
+    (tmp_path / "train.py").write_text("import os\nprint(repr(os.environ['CUDA_VISIBLE_DEVICES']))\n")
+    ran = python(
+        "-m", "flatout", "run", "--quiet", "--plan", "plan.toml", "--trust-plan", "train.py",
+        cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+    )  # fmt: skip
+    assert ran.stdout == "''\n"

@@ -79,13 +79,14 @@ def test_the_list_is_sound() -> None:
     assert [one.plan_field for one in live[-2:]] == list(late)
     order = [EXACTNESS_ORDER.index(one.exactness) for one in live if one.plan_field not in late]
     assert order == sorted(order)  # compile alone comes after what it builds on
-    assert [one.switch for one in LEVERS[1:]] == sorted(
-        (one.switch for one in LEVERS[1:]), key=("live", "start", "loader", "process").index
+    assert [one.switch for one in LEVERS[2:]] == sorted(
+        (one.switch for one in LEVERS[2:]), key=("live", "start", "loader", "process").index
     )
 
 
 OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("moved to the GPU", WITH_GPU, SEEN, ("cuda",)),
+    ("trained on the CPU", WITH_GPU, ON_GPU, ("cpu",)),
     ("batched fetch", CPU, SEEN, ("batched",)),
     ("batched fetch", AMPERE, ON_GPU, ("batched",)),
     ("memory kept by malloc", CPU, SEEN, ("retain",)),
@@ -131,6 +132,9 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("moved to the GPU", WITH_GPU, ON_GPU, "on the GPU"),
     ("moved to the GPU", WITH_GPU, replace(SEEN, names_device=True), "itself"),
     ("moved to the GPU", WITH_GPU, replace(SEEN, modules=()), "no module"),
+    ("trained on the CPU", WITH_GPU, SEEN, "on the CPU"),
+    ("trained on the CPU", WITH_GPU, replace(ON_GPU, autocast_in_script=True), "mixed precision"),
+    ("trained on the CPU", WITH_GPU, replace(ON_GPU, captures_graphs="it speaks of graphs"), "graphs"),
     ("batched fetch", CPU, replace(SEEN, loaders=()), "no DataLoader"),
     ("batched fetch", CPU, replace(SEEN, loaders=(WORKED,)), "set by the script"),
     ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="", fetch_obstacle="why"),)), "why"),

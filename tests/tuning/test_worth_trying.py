@@ -75,8 +75,18 @@ def test_page_faults_cost_what_they_cost_here(monkeypatch: pytest.MonkeyPatch) -
     assert found.most == pytest.approx(0.6)
 
 
+def test_a_gpu_is_left_alone_where_the_processor_cannot_be_faster() -> None:
+    hidden = lever("trained on the CPU")
+    on_gpu = replace(STEP, device="cuda:0", step_seconds=1e-3, operations_per_step=100)
+    small, large = replace(on_gpu, flops_per_step=1e6), replace(on_gpu, flops_per_step=1e12)
+    assert hidden.saving(CPU, small).expected > 0.3
+    assert not worth_trying(hidden, CPU, large, "reduced")
+    assert "at most 0.0%" in worth_trying(hidden, CPU, large, "reduced").reason
+    assert worth_trying(hidden, CPU, small, "reduced").values == ("cpu",)
+
+
 def test_the_device_is_decided_first_and_then_by_what_is_saved_per_second() -> None:
-    assert [one.name for one in LEVERS if one.comes_first] == ["moved to the GPU"]
+    assert [one.name for one in LEVERS if one.comes_first] == ["moved to the GPU", "trained on the CPU"]
     quick = promised("optimizer", STEP)
     assert quick > promised("torch.compile", STEP) > 0
     more = {**STEP.breakdown_seconds, "optimizer": 0.004}

@@ -1,0 +1,63 @@
+"""A script that trains on the GPU what its processor would train faster: it gets to see no GPU.
+
+A GPU starts each operation for some microseconds, whatever its size, so a small model can be quicker on the CPU. A
+script that asks whether there is a GPU then trains on the CPU by its own means; one that does not ask fails in its
+trial, and stays where it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.machine.description import Machine
+
+OPERATION_SECONDS = 5e-6
+"""That an operation takes on a CPU beside its arithmetic, with its part of the backward pass."""
+MOST_FLOPS, USUAL_FLOPS = 200e9, 30e9
+"""A second, in fp32 on one core: more than any core of today does, and what small products reach."""
+
+
+class HiddenGpu(Lever):
+    """The same script in a process in which CUDA has no device."""
+
+    name = "trained on the CPU"
+    plan_field = "device"
+    switch = "process"
+    comes_first = True
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        flops, step_seconds = observed.flops_per_step, observed.step_seconds
+        if not flops or not step_seconds:
+            return Saving(expected=-0.5, least=-50.0, most=0.5)
+        cores = machine.cpu.available_cores
+        operations = (observed.operations_per_step or 0) * OPERATION_SECONDS
+
+        def saved(flops_per_second: float, operations_seconds: float) -> float:
+            return 1 - (flops / (cores * flops_per_second) + operations_seconds) / step_seconds
+
+        return Saving(
+            expected=saved(USUAL_FLOPS, operations),
+            least=saved(USUAL_FLOPS / 10, 3 * operations),
+            most=saved(MOST_FLOPS, operations / 5),
+            why="its products alone take about as long on this processor",
+        )
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if not observed.device.startswith("cuda"):
+            return refuse("the script trains on the CPU")
+        if observed.autocast_in_script or observed.scaler_in_script:
+            return refuse("the script's mixed precision is for the GPU: on the CPU its numbers would be others")
+        if observed.orders_device_work or observed.captures_graphs:
+            return refuse(observed.orders_device_work or observed.captures_graphs)
+        return offer("cpu", reason="its steps are too small for the GPU to pay")
+
+    def environment(self, value: Any) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+
+    def takes(self, value: Any) -> bool:
+        return bool(value == "cpu")
+
+    def label(self, value: Any) -> str:
+        return self.name
