@@ -70,7 +70,7 @@ class Deadline:
         self._stages = _Stages(counted_until=self._began + budget_seconds)
 
     def reserving(self, seconds: float) -> Deadline:
-        """The same budget, with this much (more) of its end kept back for what comes later."""
+        """The same budget, with this much more (or less) of its end kept back for what comes later."""
         earlier = Deadline.__new__(Deadline)
         vars(earlier).update(vars(self))
         earlier._reserved_seconds = self._reserved_seconds + seconds

@@ -42,6 +42,8 @@ OBSERVED_STEPS = 30
 COMPILED_AGAIN = 1.0
 """Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find the
 kernels in the cache (of a small model: 0.15 of it each)."""
+SCARCE = 1.5
+"""Times the least that a verifier needs: what is kept back for it while nothing is kept."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
 """Of the budget: what is spent to see how long a step takes, beyond two, before a budget is called too short."""
 OBSERVATION_SHARE = 0.1
@@ -76,6 +78,8 @@ class TrainingSearch(Search[Choice]):
         self._process_has: list[Choice] = []
         """What holds from the start of that process."""
         self._restarts = 0
+        self._compile_seconds = 0.0
+        """That compiling took, of what is kept."""
         self._length: int | None = None
         """Of a script that came to its end, in steps."""
 
@@ -201,6 +205,7 @@ class TrainingSearch(Search[Choice]):
         self.state.trials += [trial for trial in found.trials if trial.outcome == "kept"]
         self.state.kept, self.state.for_memory = list(found.choices), list(found.choices)
         if found.choices:
+            self._keep_back(seen.step_seconds or 0.0)
             self._look_again()
 
     def _watch_short(self, end: TrialEnded) -> tuple[Observed, Observed]:
@@ -278,15 +283,18 @@ class TrainingSearch(Search[Choice]):
         except TrialStopped as stop:
             raise explain_stop(stop, self.trials.name, str(self.state.isolation.get("reason", ""))) from None
 
-    def _keep_back(self, step_seconds: float, compile_seconds: float = 0.0) -> None:
+    def _keep_back(self, step_seconds: float) -> None:
         """More for the verifier, where slow starts or long steps make it take long: a search that leaves no time for it
-        is for nothing."""
-        missing = self._least_for_verifier(step_seconds, compile_seconds) - self.limits.deadline.reserved_seconds
-        self._deadline = self.limits.deadline.reserving(max(0.0, missing))
+        is for nothing. And less as long as there is nothing to verify: its share is then of no use to anybody."""
+        usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
+        least = max(least, usual) if self.state.kept else max(least, min(usual, SCARCE * least))
+        self._deadline = self.limits.deadline.reserving(least - usual)
         if self._process is not None:
             self._process.deadline = self._deadline
 
-    def _least_for_verifier(self, step_seconds: float, compile_seconds: float = 0.0) -> float:
+    def _least_for_verifier(self, step_seconds: float, compile_seconds: float | None = None) -> float:
+        """compile_seconds: None = of what is kept."""
+        compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
         budget_seconds, restart_seconds = self._deadline.budget_seconds, self.state.restart_seconds
         needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds, self.few)
         return needed + COMPILED_AGAIN * compile_seconds
@@ -464,7 +472,8 @@ class TrainingSearch(Search[Choice]):
 
     def on_kept(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> None:
         if _compile(tried):
-            self._keep_back(self.first_seconds or 0.0, self.state.trials[-1].startup_seconds or 0.0)
+            self._compile_seconds = self.state.trials[-1].startup_seconds or 0.0
+        self._keep_back(self.first_seconds or 0.0)
         if self._from_start(wanted) != self._process_has:
             self.close()
         self._look_again()

@@ -167,6 +167,17 @@ def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> Non
         late.start(120)
 
 
+def test_while_nothing_is_kept_little_time_is_kept_back_for_a_proof(tmp_path: Path) -> None:
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    asked = TrainingSearch(setup, AMX, LEVERS, SearchLimits(deadline=Deadline(60.0, clock=Clock()).reserving(24.0)))
+    asked.state.restart_seconds = 0.1
+    asked._keep_back(0.001)
+    assert 0.5 < asked._deadline.reserved_seconds < 12.0
+    asked.state.kept = [Choice(FlushDenormals(), True)]
+    asked._keep_back(0.001)
+    assert asked._deadline.reserved_seconds == pytest.approx(24.0)
+
+
 def test_levers_that_are_predicted_to_help_are_tried_at_once_where_there_is_no_time_for_a_few(tmp_path: Path) -> None:
     clock = Clock()
     setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
@@ -194,6 +205,7 @@ def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(t
     assert asked.starting_seconds([other]) == 0.5
     asked.state.kept = [compiled]
     assert asked.starting_seconds([compiled, other]) == 0.5
+    assert asked.starting_seconds([Choice(Compile(), "regional")]) > 5.0  # that is compiled too
     asked.state.kept = []
     clock.now = 55.0 - needed + 1
     asked._try(compiled)
