@@ -15,10 +15,15 @@ from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, Isolatio
 if TYPE_CHECKING:
     from flatout.script.entry import Target
 
+STEPS = 8
+"""That are watched where nobody says how many."""
+
 
 def memory(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
-    steps: Annotated[int, typer.Option(metavar="N", help="How many steps to watch, after 2 that warm up.")] = 8,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="How many steps to watch, after 2 that warm up; 8 if not said.")
+    ] = None,
     patience: Annotated[
         str,
         typer.Option(
@@ -30,7 +35,9 @@ def memory(
         bool,
         typer.Option("--batch-curve", help="Instead: speed and peak memory against the batch size, and the knee."),
     ] = False,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="How long --batch-curve may take: 60s, 5m.")] = "60s",
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long --batch-curve may take: 5m, 300s; 60s if not said.")
+    ] = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -51,17 +58,25 @@ def memory(
     from flatout.script.memory_trial import MemoryRequest, watch_memory
     from flatout.units import parse_seconds
 
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise UsageError(f"--steps is {steps}", limit="it is at least 1")
+    if steps is not None and batch_curve:
+        raise UsageError("--steps beside --batch-curve", limit="steps are taken until --budget is spent")
+    if budget is not None and not batch_curve:
+        raise UsageError("--budget without --batch-curve", limit="--patience bounds a watched run")
     if isolation not in ("auto", "overlay", "guard"):
         raise UsageError(f"--isolation is {isolation!r}", limit="it is one of auto, overlay, guard")
     kept = cast("Literal['auto', 'overlay', 'guard']", isolation)
     script, patience_seconds = Target.from_command(target), parse_seconds(patience)
     show_only(device)
     if batch_curve:
-        return _batch_curve(script, parse_seconds(budget), patience_seconds, kept, allow_network, json)
+        return _batch_curve(script, parse_seconds(budget or "60s"), patience_seconds, kept, allow_network, json)
     request = MemoryRequest(
-        target=script, steps=steps, patience_seconds=patience_seconds, isolation=kept, allow_network=allow_network
+        target=script,
+        steps=steps or STEPS,
+        patience_seconds=patience_seconds,
+        isolation=kept,
+        allow_network=allow_network,
     )
     with signals_as_exits():
         watched = watch_memory(request)

@@ -138,6 +138,19 @@ def test_a_refusal_ends_the_verb_with_its_exit_code(tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--batch-curve", "--steps", "5"), "--steps beside --batch-curve; steps are taken until --budget is spent"),
+        (("--budget", "5m"), "--budget without --batch-curve; --patience bounds a watched run"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    result = said_by(tmp_path, "memory", *words, "train.py")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
 def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     result = said_by(tmp_path, "memory", "--batch-curve", "--budget", "0s", "train.py")
