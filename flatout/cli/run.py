@@ -47,6 +47,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="--check-deterministic", meaning="Only check that: two runs of 40 steps as trials, compared; and the cost."
     ),
+    Option(name="--allow-network", meaning="Of those two runs, which have only a loopback interface otherwise."),
     Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; otherwise {REPORT_NAME}."),
     Option(name="--no-report", meaning="Write no document."),
     Option(name="--quiet", meaning="No status line and no summary, on a terminal either."),
@@ -64,7 +65,11 @@ def main(arguments: list[str]) -> int:
 
         show_only(options["--device"])
     if "--check-deterministic" in options:
-        return _check_determinism(target)
+        from flatout.cli.check_deterministic import check_deterministic
+
+        return check_deterministic(target, allow_network="--allow-network" in options)
+    if "--allow-network" in options:
+        raise UsageError("--allow-network without --check-deterministic", limit="a run has the network in any case")
     run = Run(target, options, _report_path(options))
     run.visible_before = visible
     try:
@@ -396,22 +401,6 @@ class Run:
             findings=tuple(check_run(facts)),
             death=death,
         )
-
-
-def _check_determinism(target: Target) -> int:
-    """Exit code 0: bit-identical; 1: not."""
-    from flatout.cli.stdin_copy import stdin_copy
-    from flatout.report.deterministic_text import determinism_text
-    from flatout.script.deterministic_check import check_determinism
-
-    try:
-        with signals_as_exits(), stdin_copy() as stdin_file:
-            found = check_determinism(target, stdin_file)
-    except KeyboardInterrupt:  # its script runs in trials: the interrupt is not the script's own end
-        sys.stderr.write("interrupted\n")
-        return 128 + signal.SIGINT
-    print(determinism_text(found))
-    return 0 if found.equal else 1
 
 
 def _report_path(options: dict[str, str]) -> Path | None:

@@ -43,17 +43,26 @@ class DeterminismCheck:
     """torch's own words, which name an operation that cannot be deterministic."""
 
 
-def check_determinism(target: Target, stdin_file: Path | None = None, *, steps: int = STEPS) -> DeterminismCheck:
-    """stdin_file: what each of the runs reads. Raises ScriptError where the script fails without the switches too, or
-    trains nothing that could be compared."""
+def check_determinism(
+    target: Target, stdin_file: Path | None = None, *, steps: int = STEPS, allow_network: bool = False
+) -> DeterminismCheck:
+    """stdin_file: what each of the runs reads. allow_network: they have only a loopback interface otherwise.
+
+    Raises ScriptError where the script fails without the switches too, or trains nothing that could be compared.
+    """
     target.check()
     with work_folder() as folder:
-        as_is = TrialSetup(target=target, work_folder=folder, stdin_file=stdin_file, terminal_size=terminal_size())
+        as_is = TrialSetup(
+            target=target,
+            work_folder=folder,
+            stdin_file=stdin_file,
+            allow_network=allow_network,
+            terminal_size=terminal_size(),
+        )
         setup = replace(as_is, environment=deterministic_variables())
         plain = _run(as_is, steps, deterministic=False)
         if plain["error"] is not None:
-            limit = "a trial has no network, only a loopback interface of its own" if plain["note"] else ""
-            raise ScriptError(f"the script fails by itself: {plain['error']}", limit=limit)
+            raise ScriptError(f"the script fails by itself: {plain['error']}", remedy=plain["note"])
         first = _run(setup, steps, deterministic=True)
         if first["error"] is not None:
             return _failed(first)

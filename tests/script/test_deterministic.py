@@ -17,6 +17,11 @@ from flatout.script.deterministic import weights_digests
 from flatout.script.deterministic_check import DeterminismCheck
 from tests.cli.in_process import said_by
 
+ASKS_OUTSIDE = """
+import socket
+socket.create_connection(("192.0.2.1", 80), timeout=5)
+"""
+
 SCRIPT = """
 import random, numpy, torch
 from torch import nn
@@ -119,3 +124,19 @@ def test_two_models_of_one_class_are_told_apart() -> None:
 def test_a_cost_that_is_not_known_is_said_to_be() -> None:
     found = DeterminismCheck(equal=True, steps=40, tensors=3, differing=(), cost=None, error=None)
     assert "cost: not known" in determinism_text(found)
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_script_that_needs_the_network_is_told_how_to_have_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ASKS_OUTSIDE)
+    refused = said_by(tmp_path, "run", "--check-deterministic", "train.py")
+    assert refused.returncode == 1
+    assert "the script fails by itself: OSError" in refused.stderr
+    assert "--allow-network" in refused.stderr
+
+
+def test_a_plain_run_needs_no_leave_for_the_network(tmp_path: Path) -> None:
+    done = flatout_run(tmp_path, "--allow-network", "open('ran.txt', 'w').close()")
+    assert done.returncode == 2
+    assert "--allow-network without --check-deterministic; a run has the network in any case" in done.stderr
+    assert not (tmp_path / "ran.txt").exists()
