@@ -50,7 +50,6 @@ def memory(
     the script's own, after its own traceback, where it fails;
     128 + the signal's number where a signal kills it; 1 where it makes too few steps within --patience.
     """
-    from flatout.errors import UsageError
     from flatout.machine.visible_devices import show_only
     from flatout.report.document import to_text
     from flatout.report.memory_text import memory_document, memory_text
@@ -58,14 +57,7 @@ def memory(
     from flatout.script.memory_trial import MemoryRequest, watch_memory
     from flatout.units import parse_seconds
 
-    if steps is not None and steps < 1:
-        raise UsageError(f"--steps is {steps}", limit="it is at least 1")
-    if steps is not None and batch_curve:
-        raise UsageError("--steps beside --batch-curve", limit="steps are taken until --budget is spent")
-    if budget is not None and not batch_curve:
-        raise UsageError("--budget without --batch-curve", limit="--patience bounds a watched run")
-    if isolation not in ("auto", "overlay", "guard"):
-        raise UsageError(f"--isolation is {isolation!r}", limit="it is one of auto, overlay, guard")
+    _check_options(steps, batch_curve, budget, isolation)
     kept = cast("Literal['auto', 'overlay', 'guard']", isolation)
     script, patience_seconds = Target.from_command(target), parse_seconds(patience)
     show_only(device)
@@ -84,6 +76,19 @@ def memory(
     if not watched.status or watched.steps:  # a script that fails at once has shown why: there is nothing to add
         print(to_text(memory_document(watched)) if json else memory_text(watched))
     return watched.status or 0
+
+
+def _check_options(steps: int | None, batch_curve: bool, budget: str | None, isolation: str) -> None:
+    from flatout.errors import UsageError
+
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps is {steps}", limit="it is at least 1")
+    if steps is not None and batch_curve:
+        raise UsageError("--steps beside --batch-curve", limit="steps are taken until --budget is spent")
+    if budget is not None and not batch_curve:
+        raise UsageError("--budget without --batch-curve", limit="--patience bounds a watched run")
+    if isolation not in ("auto", "overlay", "guard"):
+        raise UsageError(f"--isolation is {isolation!r}", limit="it is one of auto, overlay, guard")
 
 
 def _batch_curve(
