@@ -267,11 +267,11 @@ class _Problem:
         for number in range(ROUNDS):
             for index, choices in enumerate(all_choices):
                 self.tell(f"timing {label_of(choices)}, round {number + 1} of {ROUNDS}")
-                seconds = self._seconds(choices, size)
+                seconds = self._seconds(choices, size, timed_seconds=TIMED_SECONDS)
                 taken[index].append(seconds if seconds is not None else float("inf"))
         return [min(one) for one in taken]
 
-    def _seconds(self, choices: Choices, size: int, *, timed_seconds: float = TIMED_SECONDS) -> float | None:
+    def _seconds(self, choices: Choices, size: int, *, timed_seconds: float) -> float | None:
         """Median of real steps after a first; None where they do not fit. The user's state is put back."""
         import torch
 
