@@ -151,7 +151,9 @@ def fit_into(
             considered=(as_given,),
             timed_by="nothing: it fits",
         )
-    problem.find_ratios(kinds)
+    problem.keep_what_runs(kinds)
+    problem.refuse_the_impossible()
+    problem.find_ratios()
     fitting = problem.cheapest_that_fit()
     best = problem.run_against_each_other(fitting)
     chosen = plan
@@ -210,12 +212,26 @@ class _Problem:
             self.tell(f"left out {label_of(choices)}: {type(error).__name__}")
             return None
 
+    def keep_what_runs(self, kinds: list[list[Choices]]) -> None:
+        """Those are weighed."""
+        self._kinds = [[one for one in kind if self._runs(one)] for kind in kinds]
+
+    def refuse_the_impossible(self) -> None:
+        """Look first whether the strongest measures together are enough: to time them all may be long."""
+        seen: list[MemoryForecast] = []
+        for choices in strongest(self._kinds, self.training.plan):
+            made = self._forecast_or_none(choices)
+            if made is not None:
+                seen.append(made)
+                if made.peak_bytes <= self.budget:
+                    return
+        self._refuse(min(seen, key=lambda one: one.peak_bytes, default=None))
+
     # time
 
-    def find_ratios(self, kinds: list[list[Choices]]) -> None:
+    def find_ratios(self) -> None:
         """The time of each measure alone over the time without any."""
-        kinds = self._kinds = [[one for one in kind if self._runs(one)] for kind in kinds]
-        alone = [choices for kind in kinds for choices in kind]
+        alone = [choices for kind in self._kinds for choices in kind]
         size = self._size_to_time()
         if size is None:
             self.timed_by = "operations counted in a fake run"
@@ -314,7 +330,6 @@ class _Problem:
         return sorted(ranked, key=lambda pair: pair[0])
 
     def cheapest_that_fit(self) -> list[Choices]:
-        self._refuse_the_impossible()
         fitting: list[Choices] = []
         least: MemoryForecast | None = None
         first, looked = None, 0
@@ -342,17 +357,6 @@ class _Problem:
         if not fitting:
             self._refuse(least)
         return fitting
-
-    def _refuse_the_impossible(self) -> None:
-        """Look first whether the strongest measures together are enough: the search for the fastest may be long."""
-        seen: list[MemoryForecast] = []
-        for choices in strongest(self._kinds, self.training.plan):
-            made = self._forecast_or_none(choices)
-            if made is not None:
-                seen.append(made)
-                if made.peak_bytes <= self.budget:
-                    return
-        self._refuse(min(seen, key=lambda one: one.peak_bytes, default=None))
 
     def _refuse(self, least: MemoryForecast | None) -> NoReturn:
         lowest = f"{format_bytes(least.peak_bytes)} is the least" if least else "no measure applies to this model"
