@@ -1,4 +1,4 @@
-"""A test that hangs must say so, not stop everything: each has an alarm. Workers side by side use one thread each."""
+"""A test that hangs must say so, not stop everything: each has an alarm. Tests use one thread: their tensors are small."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ pytest_plugins = ["tests.processes"]
 TEST_SECONDS = 600
 """Many times what the slowest takes, for a machine that others keep busy."""
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # torch is not imported yet: this holds for it and for processes of tests
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads that wait for each other on a busy machine take many times as long, and workers run side by side. torch is not
+# imported yet: this holds for it and for processes of tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests measure and build is kept for the next run of tests, and never for the user's own runs.
 os.environ["FLATOUT_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout")
 os.environ["FLATOUT_NO_HISTORY"] = "1"  # a tune of one test would change the order of trials in another
