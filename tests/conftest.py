@@ -1,4 +1,4 @@
-"""A test that hangs must say so, not stop everything: each has an alarm. Tests use one thread: their tensors are small."""
+"""A test that hangs must say so, not stop everything: each has an alarm. Tests compute in one thread."""
 
 from __future__ import annotations
 

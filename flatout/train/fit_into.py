@@ -137,14 +137,13 @@ def fit_into(
     tell = progress or tell_terminal
     target = find_target(device, model)
     problem = _Problem(training, target, batch_size or training.samples, budget_bytes, tell)
-    plan = training.plan
     given = problem.forecast({})
     kinds = measures_of(training, target, problem.samples, exactness)
     _check_budget(budget_bytes, given, lower_state=any("optimizer_state" in kind[0] for kind in kinds))
     if given.peak_bytes <= budget_bytes:
         as_given = Considered(choices={}, peak_bytes=given.peak_bytes, fits=True, predicted_ratio=1.0)
         return FitInto(
-            plan=plan,
+            plan=training.plan,
             loss_fn=loss_fn,
             forecast=given,
             budget_bytes=budget_bytes,
@@ -154,9 +153,8 @@ def fit_into(
     problem.keep_what_runs(kinds)
     problem.refuse_the_impossible()
     problem.find_ratios()
-    fitting = problem.cheapest_that_fit()
-    best = problem.run_against_each_other(fitting)
-    chosen = plan
+    best = problem.run_against_each_other(problem.cheapest_that_fit())
+    chosen = training.plan
     for name, value in of_plan(best).items():
         chosen = chosen.with_choice(name, value, f"to stay under {format_bytes(budget_bytes)}")
     return FitInto(

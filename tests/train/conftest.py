@@ -50,7 +50,7 @@ def run_ranks(python: Python) -> RunRanks:
 
 @pytest.fixture
 def uncompiled_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchao compiles its step anew for each shape and each set of hyperparameters; as it stands it computes the same."""
+    """torchao compiles its step anew for each shape and set of hyperparameters; uncompiled it computes the same."""
     import torchao.optim.adam
 
     monkeypatch.setattr(torchao.optim.adam, "torch", _Uncompiled())
