@@ -14,3 +14,4 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.sizing.measuring.FLAT_SIZES", 99)
     monkeypatch.setattr("flatout.sizing.measuring.MOST_LOOKS", 2)  # the second sets its steps by the first
     monkeypatch.setattr("flatout.tuning.windows.PAIR_SECONDS", 0.01)
+    monkeypatch.setattr("flatout.tuning.windows.MOST_WINDOW_STEPS", 10)
