@@ -1,4 +1,4 @@
-"""A test that hangs must say so, not stop everything: each has an alarm. Workers side by side use one thread each."""
+"""A test that hangs must say so, not stop everything: each has an alarm. Tests compute in one thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.busy_ceilings import keep_busy_ceilings
+
 pytest_plugins = ["tests.processes"]
 
 TEST_SECONDS = 600
 """Many times what the slowest takes, for a machine that others keep busy."""
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # torch is not imported yet: this holds for it and for processes of tests
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads that wait for each other on a busy machine take many times as long, and workers run side by side. torch is not
+# imported yet: this holds for it and for processes of tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests measure and build is kept for the next run of tests, and never for the user's own runs.
 os.environ["FLATOUT_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout")
 os.environ["FLATOUT_NO_HISTORY"] = "1"  # a tune of one test would change the order of trials in another
@@ -36,3 +39,9 @@ def _alarm() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True)
+def busy_ceilings_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests side by side make every minute a busy one, and each tune would measure the machine for seconds."""
+    keep_busy_ceilings(monkeypatch.setattr)

@@ -29,7 +29,7 @@ from flatout.script.child_command import child_command
 from flatout.script.trial import fork_server
 from flatout.script.trial import process as trial_process
 from flatout.script.trial.fork_server import Forked
-from flatout.tuning import last_comparison, prover, search
+from flatout.tuning import last_comparison, prover, search, windows
 from tests.fork_server import MESSAGE_BYTES, next_process
 from tests.new_process import become
 
@@ -216,9 +216,11 @@ def brief_comparisons(replace: Callable[[Any, str, Any], None]) -> None:
     replace(search, "COMPARISON_SECONDS", 6.0)
     # As many pairs of processes as are wanted, and more where a busy machine made those contradict each other.
     replace(last_comparison, "NARROW_ENOUGH", 0.5)
-    replace(last_comparison, "MOST_SECONDS", 1.0)
+    replace(last_comparison, "LEAST_SECONDS", 0.5)
+    replace(last_comparison, "MOST_SECONDS", 0.5)
     replace(last_comparison, "WANTED_PROCESS_PAIRS", 2)
-    replace(prover, "WANTED_STEPS", dict.fromkeys(prover.WANTED_STEPS, 100))
+    replace(prover, "WANTED_STEPS", dict.fromkeys(prover.WANTED_STEPS, 60))
+    replace(windows, "PAIR_SECONDS", 0.06)  # two turns of each arm
 
 
 @pytest.fixture(scope="session")

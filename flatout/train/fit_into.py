@@ -137,24 +137,24 @@ def fit_into(
     tell = progress or tell_terminal
     target = find_target(device, model)
     problem = _Problem(training, target, batch_size or training.samples, budget_bytes, tell)
-    plan = training.plan
     given = problem.forecast({})
     kinds = measures_of(training, target, problem.samples, exactness)
     _check_budget(budget_bytes, given, lower_state=any("optimizer_state" in kind[0] for kind in kinds))
     if given.peak_bytes <= budget_bytes:
         as_given = Considered(choices={}, peak_bytes=given.peak_bytes, fits=True, predicted_ratio=1.0)
         return FitInto(
-            plan=plan,
+            plan=training.plan,
             loss_fn=loss_fn,
             forecast=given,
             budget_bytes=budget_bytes,
             considered=(as_given,),
             timed_by="nothing: it fits",
         )
-    problem.find_ratios(kinds)
-    fitting = problem.cheapest_that_fit()
-    best = problem.run_against_each_other(fitting)
-    chosen = plan
+    problem.keep_what_runs(kinds)
+    problem.refuse_the_impossible()
+    problem.find_ratios()
+    best = problem.run_against_each_other(problem.cheapest_that_fit())
+    chosen = training.plan
     for name, value in of_plan(best).items():
         chosen = chosen.with_choice(name, value, f"to stay under {format_bytes(budget_bytes)}")
     return FitInto(
@@ -210,12 +210,26 @@ class _Problem:
             self.tell(f"left out {label_of(choices)}: {type(error).__name__}")
             return None
 
+    def keep_what_runs(self, kinds: list[list[Choices]]) -> None:
+        """Those are weighed."""
+        self._kinds = [[one for one in kind if self._runs(one)] for kind in kinds]
+
+    def refuse_the_impossible(self) -> None:
+        """Look first whether the strongest measures together are enough: to time them all may be long."""
+        seen: list[MemoryForecast] = []
+        for choices in strongest(self._kinds, self.training.plan):
+            made = self._forecast_or_none(choices)
+            if made is not None:
+                seen.append(made)
+                if made.peak_bytes <= self.budget:
+                    return
+        self._refuse(min(seen, key=lambda one: one.peak_bytes, default=None))
+
     # time
 
-    def find_ratios(self, kinds: list[list[Choices]]) -> None:
+    def find_ratios(self) -> None:
         """The time of each measure alone over the time without any."""
-        kinds = self._kinds = [[one for one in kind if self._runs(one)] for kind in kinds]
-        alone = [choices for kind in kinds for choices in kind]
+        alone = [choices for kind in self._kinds for choices in kind]
         size = self._size_to_time()
         if size is None:
             self.timed_by = "operations counted in a fake run"
@@ -267,11 +281,11 @@ class _Problem:
         for number in range(ROUNDS):
             for index, choices in enumerate(all_choices):
                 self.tell(f"timing {label_of(choices)}, round {number + 1} of {ROUNDS}")
-                seconds = self._seconds(choices, size)
+                seconds = self._seconds(choices, size, timed_seconds=TIMED_SECONDS)
                 taken[index].append(seconds if seconds is not None else float("inf"))
         return [min(one) for one in taken]
 
-    def _seconds(self, choices: Choices, size: int, *, timed_seconds: float = TIMED_SECONDS) -> float | None:
+    def _seconds(self, choices: Choices, size: int, *, timed_seconds: float) -> float | None:
         """Median of real steps after a first; None where they do not fit. The user's state is put back."""
         import torch
 
@@ -314,7 +328,6 @@ class _Problem:
         return sorted(ranked, key=lambda pair: pair[0])
 
     def cheapest_that_fit(self) -> list[Choices]:
-        self._refuse_the_impossible()
         fitting: list[Choices] = []
         least: MemoryForecast | None = None
         first, looked = None, 0
@@ -342,17 +355,6 @@ class _Problem:
         if not fitting:
             self._refuse(least)
         return fitting
-
-    def _refuse_the_impossible(self) -> None:
-        """Look first whether the strongest measures together are enough: the search for the fastest may be long."""
-        seen: list[MemoryForecast] = []
-        for choices in strongest(self._kinds, self.training.plan):
-            made = self._forecast_or_none(choices)
-            if made is not None:
-                seen.append(made)
-                if made.peak_bytes <= self.budget:
-                    return
-        self._refuse(min(seen, key=lambda one: one.peak_bytes, default=None))
 
     def _refuse(self, least: MemoryForecast | None) -> NoReturn:
         lowest = f"{format_bytes(least.peak_bytes)} is the least" if least else "no measure applies to this model"

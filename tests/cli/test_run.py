@@ -250,25 +250,26 @@ SAVING = """
 """
 LOADING = """
     import sys, torch
-    model, average, copied, optimizer, state = torch.load("saved.pt", weights_only=False)
-    assert "flatout" not in sys.modules
-    torch.optim.AdamW(model.parameters()).load_state_dict(state)
-    with torch.no_grad():
-        assert model(torch.ones(1, 3)).equal(copied(torch.ones(1, 3)))
-    print("as saved", *vars(model).keys())
+    for name in ("plain.pt", "saved.pt"):
+        model, average, copied, optimizer, state = torch.load(name, weights_only=False)
+        assert "flatout" not in sys.modules
+        torch.optim.AdamW(model.parameters()).load_state_dict(state)
+        with torch.no_grad():
+            assert model(torch.ones(1, 3)).equal(copied(torch.ones(1, 3)))
+        print("as saved", *vars(model).keys())
 """
 
 
 def test_what_a_planned_run_saves_is_what_a_plain_one_saves(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     plain = run(SAVING, flatout=False)
-    loaded = run(LOADING, flatout=False, forked=False)  # which has not loaded Flatout
-    assert loaded.returncode == 0
+    (tmp_path / "saved.pt").rename(tmp_path / "plain.pt")
     (tmp_path / "flatout.toml").write_text(Plan(compile="default", optimizer="fused").to_toml())
     planned = run(SAVING, "--trust-plan")
     assert (planned.returncode, planned.stdout) == (0, plain.stdout)
     assert document(tmp_path)["applied"] == ["fused optimizer", "torch.compile"]
-    assert run(LOADING, flatout=False, forked=False).stdout == loaded.stdout
+    as_plain, as_planned = run(LOADING, flatout=False, forked=False).stdout.splitlines()  # Flatout is not loaded
+    assert as_planned == as_plain
 
 
 def test_a_plan_for_another_script_is_left_alone(run: Run, tmp_path: Path) -> None:

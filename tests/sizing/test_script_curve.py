@@ -9,6 +9,7 @@ import pytest
 
 from flatout.errors import ScriptError
 from flatout.script.entry import Target
+from flatout.script.trial.process import TrialProcess
 from flatout.sizing.curve import BatchCurve
 from flatout.sizing.script_curve import CurveRequest, script_batch_curve
 from tests.cli.in_process import said_by
@@ -65,9 +66,17 @@ def test_a_loader_that_drops_its_last_batch_is_varied_too(tmp_path: Path) -> Non
     assert [point.batch_size for point in found.points] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
-def test_a_script_that_ends_is_started_again(tmp_path: Path) -> None:
-    found = curve(write(tmp_path, epochs=3, samples=4000))
-    assert len(found.points) > 1
+def test_a_script_that_ends_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], TrialProcess.start
+
+    def counted(trial: TrialProcess, patience_seconds: float) -> None:
+        started.append(trial)
+        start(trial, patience_seconds)
+
+    monkeypatch.setattr(TrialProcess, "start", counted)
+    found = curve(write(tmp_path, epochs=1, samples=2000))
+    assert len(started) > 1
+    assert {1, 2, 4, 8, 16, 32, 64} <= {point.batch_size for point in found.points}  # a start has steps enough for each
 
 
 def test_accumulated_batches_count_all_their_samples(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Encoder(nn.Module):
 def training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     model = Encoder()
-    return model, torch.optim.AdamW(model.parameters()), (torch.randn(8, 16, 32), torch.randint(0, 5, (8,)))
+    return model, torch.optim.AdamW(model.parameters()), (torch.randn(4, 16, 32), torch.randint(0, 5, (4,)))
 
 
 class Block(nn.Module):
@@ -99,7 +99,7 @@ def test_no_precision_is_lost_where_none_may_be() -> None:
 
 
 def test_another_gpu_is_timed_by_operations() -> None:
-    model, optimizer, batch = training()
+    model, optimizer, batch = plain_training()
     given = flatout.forecast(model, optimizer, LOSS, batch, device="rtx-4090", batch_size=4096)
     found = fit_into(
         given.peak_bytes * 2 // 3,
@@ -160,6 +160,7 @@ def wide_training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tenso
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.usefixtures("uncompiled_torchao")
 def test_moments_in_8_bits_are_weighed_where_they_may_be() -> None:
     model, optimizer, batch = wide_training()
     given = flatout.forecast(model, optimizer, LOSS, batch)

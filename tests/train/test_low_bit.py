@@ -69,6 +69,7 @@ def test_the_course_is_nearly_that_of_full_moments(make: Any) -> None:
         assert state["step"] == 12
 
 
+@pytest.mark.usefixtures("uncompiled_torchao")
 def test_every_option_of_the_groups_counts() -> None:
     """Against the same run with other options, the weights differ as those of full moments do."""
     changes: list[dict[str, Any]] = [{"lr": 1e-2}, {"betas": (0.5, 0.9)}, {"weight_decay": 5.0}]
@@ -98,6 +99,7 @@ def test_a_state_that_was_there_is_taken_over() -> None:
     assert type(state["exp_avg"]) is torch.Tensor
 
 
+@pytest.mark.usefixtures("uncompiled_torchao")
 def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
     def begin() -> tuple[nn.Sequential, Any, TrainStep]:
         net = model()
@@ -147,6 +149,7 @@ def test_the_forecast_is_what_torch_then_records(plan: Plan) -> None:
     assert found.categories["optimizer"] < 0.3 * full.categories["optimizer"]
 
 
+@pytest.mark.usefixtures("uncompiled_torchao")
 def test_accumulation_clipping_and_scaling_go_with_it() -> None:
     for choices in ({"micro_batches": 2}, {"nonfinite": "skip"}, {"precision": "bf16"}, {"optimizer": "fused"}):
         net = model()

@@ -108,7 +108,7 @@ from flatout.train.step import TrainStep
 torch.set_num_threads(1)
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)])
+    return nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(4)])
 x = torch.randn(72_000, 128)  # each activation is more than the 32 MiB up to which malloc may keep what is freed
 y = torch.randn(72_000, 128)
 def train(model):

@@ -93,7 +93,12 @@ def test_the_length_may_vary_within_the_positions(name: str, tmp_path: Path) -> 
         loaded(**{**example, "tokens": tokens(3, 17)}) if name == "Bert" else loaded(tokens(2, 17))
 
 
-def test_compiled_ahead_of_time(tmp_path: Path) -> None:
+def test_compiled_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config
+
+    ahead = torch._inductor.config.aot_inductor
+    monkeypatch.setattr(ahead, "compile_wrapper_opt_level", "O0")  # what surrounds the kernels takes g++ the longest
+    monkeypatch.setattr(ahead, "precompile_headers", False)  # for one file
     model, example = Outputs("dict"), {"x": torch.randn(3, 4), "scale": 3.0, "mask": torch.tensor([1.0, 0.0, 1.0])}
     report = export(model, example, tmp_path / "net.pt2", format="aoti")
     (file,) = report.files

@@ -80,7 +80,27 @@ def use_surroundings():
 """
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_what_scripts_ask_of_their_surroundings_works_in_two_trials_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    body = LOOP.format(before="use_surroundings()").replace("\n", "\n    ")
+    script.write_text(f"import os, sys, torch\n{SURROUNDINGS}\nif __name__ == '__main__':\n    {body}")
+    work = tmp_path / "work"
+    work.mkdir()
+    setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=work)
+    with TrialProcess(setup) as first, TrialProcess(setup) as second:
+        for trial in (first, second):
+            trial.start(120)
+        seen = ["Network is unreachable", "from the fork server", "28.0", "28.0"]
+        assert [line for line in first.log_tail().splitlines() if line in seen] == seen
+        assert first.isolation["network"] == "loopback"
+    assert second.log_tail() == first.log_tail()
+    assert [path.name for path in tmp_path.iterdir() if path != work] == ["train.py"]
+    assert not Path("/dev/shm/flatout-test-left").exists()
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_an_end_without_pythons_own_is_told(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP.format(before="") + "    if step == 4: os._exit(3)\n")
     setup = TrialSetup(target=Target.from_command([str(script)]), work_folder=tmp_path)
