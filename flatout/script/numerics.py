@@ -77,6 +77,9 @@ class NumericsRecorder:
         watch.at_backward.append(self._backward)
         watch.before_optimizer.append(self._optimizer)
         watch.at_iterator.append(self._iterator)
+        watch.subject.before_update.append(self._update)
+        self._early: dict[int, Any] = {}
+        """By identity of their parameter, gradients that a backward pass has used already for its update."""
         if request.nudge == "16-bit":
             nudge_weights(watch.subject, BITS_OF_16)
         self._step_begins()
@@ -101,6 +104,7 @@ class NumericsRecorder:
         self._watch.at_backward.remove(self._backward)
         self._watch.before_optimizer.remove(self._optimizer)
         self._watch.at_iterator.remove(self._iterator)
+        self._watch.subject.before_update.remove(self._update)
         weights = named_weights(self._watch.subject)
         reader = self._reference if isinstance(self._reference, ReferenceReader) else None
         return {
@@ -135,7 +139,14 @@ class NumericsRecorder:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._take_gradients(parameters)
         if self._reference is not None:
-            self._reference.optimizer(parameters)
+            self._reference.optimizer(parameters, self._early)
+        for parameter in parameters:
+            self._early.pop(id(parameter), None)
+
+    def _update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
+        self._early[id(parameter)] = parameter.grad.detach().clone()
+        if self._reference is not None:
+            self._reference.update(parameters, parameter, ahead)
 
     def _iterator(self, loader: Any, began: float) -> None:
         self._epochs.append(self.steps)
@@ -143,7 +154,8 @@ class NumericsRecorder:
     def _take_gradients(self, parameters: list[Any]) -> None:
         import torch
 
-        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        found = [self._early.get(id(p), p.grad) for p in parameters]
+        gradients = [gradient.detach() for gradient in found if gradient is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         if gradients:
             norms = torch._foreach_norm([g.float() for g in gradients])

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import flatout
 from flatout.errors import MachineError, UsageError
+from flatout.levers import low_bit
+from flatout.levers.low_bit import is_in_codes, low_bit_obstacle
 from flatout.plan import Plan
-from flatout.train import low_bit
-from flatout.train.low_bit import is_in_codes, low_bit_obstacle
 from flatout.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
