@@ -59,20 +59,24 @@ def before_step(frame: FrameType | None) -> FoundSite:
     return _found(frame, ("/torch/optim/optimizer.py", "/torch/optim/lr_scheduler.py"), "step")
 
 
-def _found(frame: FrameType | None, files: Sequence[str], method: str) -> FoundSite:
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+def _found(frame: FrameType | None, files: tuple[str, ...], method: str) -> FoundSite:
+    while frame is not None and not frame.f_code.co_filename.endswith(files):
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename.endswith(tuple(files)):
+    while frame is not None and (frame.f_code.co_filename.endswith(files) or _is_ours(frame)):
         frame = frame.f_back
     if frame is None:
         return FoundSite(obstacle="the call stands in no code of Python's")
-    site = _site(frame.f_code, frame.f_lasti, method)
+    site = _site(frame.f_code, frame.f_code.co_filename, frame.f_lasti, method)
     if site.obstacle:
         return FoundSite(obstacle=site.obstacle)
     caught = _caught(frame)
     if caught:
         return FoundSite(obstacle=caught)
     return _resolved(frame, site)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _resolved(frame: FrameType, site: Site) -> FoundSite:
@@ -103,7 +107,7 @@ def _caught(frame: FrameType) -> str:
     where nothing would, up to the script's first line."""
     at: FrameType | None = frame
     while at is not None:
-        caught = _handler(at.f_code, at.f_lasti)
+        caught = _handler(at.f_code, at.f_code.co_filename, at.f_lasti)
         if caught:
             return caught
         if at.f_code.co_name == "<module>" and at.f_globals.get("__name__") == "__main__":
@@ -113,8 +117,9 @@ def _caught(frame: FrameType) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _site(code: CodeType, instruction: int, method: str) -> Site:
-    where, place, tree = f"{Path(code.co_filename).name}", _place(code, instruction), _tree(code)
+def _site(code: CodeType, file: str, instruction: int, method: str) -> Site:
+    """file: that of the code, by which alone Python does not tell two codes apart."""
+    where, place, tree = Path(file).name, _place(code, instruction), _tree(code)
     if tree is None or place is None:
         return Site(obstacle=f"the source of {where} cannot be read, or is not what runs")
     where = f"{where}:{place[0]}"
@@ -173,8 +178,8 @@ def _path(node: ast.expr) -> Names:
 
 
 @functools.lru_cache(maxsize=1024)
-def _handler(code: CodeType, instruction: int) -> str:
-    where, place, tree = Path(code.co_filename).name, _place(code, instruction), _tree(code)
+def _handler(code: CodeType, file: str, instruction: int) -> str:
+    where, place, tree = Path(file).name, _place(code, instruction), _tree(code)
     if tree is None or place is None:
         return f"the source of {where} cannot be read, or is not what runs"
     for node in ast.walk(tree):
@@ -220,12 +225,16 @@ def _place(code: CodeType, instruction: int) -> Place | None:
 
 def _tree(code: CodeType) -> ast.Module | None:
     """Of the file that the code is from, if that still says what runs."""
-    tree, codes = _file(code.co_filename)
+    try:
+        written = os.stat(code.co_filename).st_mtime_ns
+    except OSError:
+        return None
+    tree, codes = _file(code.co_filename, written)
     return tree if code in codes else None
 
 
 @functools.lru_cache(maxsize=64)
-def _file(name: str) -> tuple[ast.Module | None, frozenset[CodeType]]:
+def _file(name: str, written: int) -> tuple[ast.Module | None, frozenset[CodeType]]:
     try:
         source = Path(name).read_bytes()
         return ast.parse(source), frozenset(_codes(compile(source, name, "exec", dont_inherit=True)))

@@ -36,7 +36,8 @@ class ConsumedGradients:
 
     def add(self, parameter: Any) -> None:
         """Its gradient was used, and is gone."""
-        self._gone[id(parameter)] = weakref.ref(parameter)
+        key = id(parameter)
+        self._gone[key] = weakref.ref(parameter, lambda _: self._forget(key))
         self._freed.pop(id(parameter), None)
 
     def __contains__(self, parameter: Any) -> bool:
@@ -86,11 +87,11 @@ class ConsumedGradients:
 
         def write(parameter: Any, gradient: Any) -> None:
             _put(parameter, gradient)
-            self._forget(parameter)
+            self._forget(id(parameter))
 
         def delete(parameter: Any) -> None:
             _drop(parameter)
-            self._forget(parameter)
+            self._forget(id(parameter))
 
         ours = property(read, write, delete)
         torch.nn.Parameter.grad = ours  # type: ignore[assignment]
@@ -105,7 +106,7 @@ class ConsumedGradients:
     def _free(self, parameters: Iterable[Any], to_none: bool) -> None:
         for parameter in parameters:
             if parameter in self:
-                self._forget(parameter)
+                self._forget(id(parameter))
                 if not to_none:
                     _put(parameter, torch.zeros_like(parameter, requires_grad=False))
             if to_none:
@@ -113,8 +114,8 @@ class ConsumedGradients:
             else:
                 self._freed.pop(id(parameter), None)
 
-    def _forget(self, parameter: Any) -> None:
-        if self._gone.pop(id(parameter), None) is not None:
+    def _forget(self, key: int) -> None:
+        if self._gone.pop(key, None) is not None:
             self._end_if_done()
 
     def _end_if_done(self) -> None:
