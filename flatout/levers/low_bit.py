@@ -151,6 +151,7 @@ class LowBitOptimizer:
                 for name in _MOMENTS.keys() & state.keys():
                     if not is_in_codes(state[name]):
                         state[name] = _in_codes(state[name], self._codes._new_buffer(parameter, _MOMENTS[name]))
+                        _keep_above_zero(state)
 
 
 def is_in_codes(value: Any) -> bool:
@@ -259,7 +260,8 @@ def _keep_above_zero(state: dict[str, Any]) -> None:
     Divided by the root of next to nothing, such an element moves hundreds of learning rates in one step. One code up,
     it moves less than its due instead.
     """
-    state["exp_avg_sq"].codes.clamp_(min=1)
+    if is_in_codes(state["exp_avg_sq"]):
+        state["exp_avg_sq"].codes.clamp_(min=1)
 
 
 def _as_long_as_a_kernel_holds_them(parameter: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from flatout.levers.low_bit import is_in_codes
 from flatout.levers.subject import Subject
 from flatout.script.reference import (
     Reference,
@@ -120,6 +121,7 @@ class NumericsRecorder:
             "finite": all(bool(tensor.isfinite().all()) for tensor in weights.values()),
             "epochs": self._epochs,
             "checks": reader.found if reader else [],
+            "in_codes": _in_codes(self._watch.subject, weights),
             "compared": "every element" if reader is None or reader.whole else "samples",
         }
 
@@ -160,6 +162,17 @@ class NumericsRecorder:
         if gradients:
             norms = torch._foreach_norm([g.float() for g in gradients])
             self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
+
+
+def _in_codes(subject: Subject, weights: Mapping[str, Any]) -> list[str]:
+    """Names of the parameters for which an optimizer holds something in codes of few bits."""
+    names = {tensor.data_ptr(): name for name, tensor in weights.items()}
+    return [
+        names[parameter.data_ptr()]
+        for optimizer in subject.optimizers
+        for parameter, state in optimizer.state.items()
+        if parameter.data_ptr() in names and any(is_in_codes(value) for value in state.values())
+    ]
 
 
 def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
