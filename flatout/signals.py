@@ -32,7 +32,7 @@ def held_back() -> Iterator[None]:
     For work that nobody may see half done. In the main thread; elsewhere Python calls no handler.
     """
     wanted: list[tuple[int, FrameType | None]] = []
-    before: dict[int, Callable[[int, FrameType | None], object]] = {}
+    before: dict[signal.Signals | int, Callable[[int, FrameType | None], object]] = {}
     if threading.current_thread() is threading.main_thread():
         for one in signal.valid_signals():
             if callable(handler := signal.getsignal(one)):
@@ -41,7 +41,7 @@ def held_back() -> Iterator[None]:
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
         for number, frame in wanted:
             before[number](number, frame)

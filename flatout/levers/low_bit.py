@@ -150,8 +150,7 @@ class LowBitOptimizer:
                 state = self._optimizer.state[parameter]
                 for name in _MOMENTS.keys() & state.keys():
                     if not is_in_codes(state[name]):
-                        state[name] = _in_codes(state[name], self._codes._new_buffer(parameter, _MOMENTS[name]))
-                        _keep_above_zero(state)
+                        state[name] = write_codes(state[name], self._codes._new_buffer(parameter, _MOMENTS[name]))
 
 
 def is_in_codes(value: Any) -> bool:
@@ -172,8 +171,8 @@ def without_codes(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": plain}
 
 
-def _in_codes(plain: Any, made: Any) -> Any:
-    """`plain` written into a new state of codes, a stretch at a time."""
+def write_codes(plain: Any, made: Any) -> Any:
+    """`plain` written into a state of codes, a stretch at a time."""
     codes, values = made.codes.view(-1), plain.reshape(-1)
     chunk = max(_CHUNK, values.numel() // _CHUNKS // BLOCK * BLOCK)
     for start in range(0, values.numel(), chunk):
@@ -184,6 +183,7 @@ def _in_codes(plain: Any, made: Any) -> Any:
         part.copy_(values[start:end].float())
         if made.signed:
             _find_scales_again(part, values[start:end].float().view(-1, BLOCK))
+    _keep_above_zero(made)
     return made
 
 
@@ -242,7 +242,7 @@ def _optimizer_class(decoupled: bool) -> Any:
                 with unseen(), _kernels_compile():
                     super().step()
                 for parameter in stepped:
-                    _keep_above_zero(self.state[parameter])
+                    _keep_above_zero(self.state[parameter]["exp_avg_sq"])
 
         def _make_state(self, parameter: Any) -> None:
             state = self.state[parameter]
@@ -254,14 +254,14 @@ def _optimizer_class(decoupled: bool) -> Any:
     return Codes
 
 
-def _keep_above_zero(state: dict[str, Any]) -> None:
+def _keep_above_zero(moment: Any) -> None:
     """A second moment under a millionth of its block's largest has the code of zero, but its first moment has not.
 
     Divided by the root of next to nothing, such an element moves hundreds of learning rates in one step. One code up,
     it moves less than its due instead.
     """
-    if is_in_codes(state["exp_avg_sq"]):
-        state["exp_avg_sq"].codes.clamp_(min=1)
+    if not moment.signed:
+        moment.codes.clamp_(min=1)
 
 
 def _as_long_as_a_kernel_holds_them(parameter: Any) -> None:

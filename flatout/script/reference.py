@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flatout.generators import generator_states
+from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
 
 LARGEST_STATE_BYTES = 1 << 30
@@ -198,7 +199,8 @@ class ReferenceReader:
                     tensor.copy_(theirs[name])
             if same_layout:
                 for name, tensor in state.items():
-                    tensor.copy_(entry["optimizers"][name])
+                    write = write_codes if is_in_codes(tensor) else _copied
+                    write(entry["optimizers"][name], tensor)
 
     def backward(self, inside_optimizer: bool) -> None:
         """Nothing to do: whether gradients are formed inside the optimizer stands in the reference."""
@@ -290,6 +292,10 @@ def _kept(tensors: dict[str, Any], whole: bool) -> dict[str, Any]:
         name: (tensor.detach().to("cpu", copy=True) if whole else sample(tensor, i))
         for i, (name, tensor) in enumerate(tensors.items())
     }
+
+
+def _copied(values: Any, tensor: Any) -> None:
+    tensor.copy_(values)
 
 
 def _replace(parameter: Any, gradient: Any) -> None:

@@ -102,9 +102,9 @@ NOT_FOLLOWED = {
     "loss().backward()\nlambda: optimizer\n[optimizer][0].step()\n": "followed by `lambda: optimizer`",
     "loss().backward()\n[optimizer][0].step()\n": "followed by `[optimizer][0].step()`",
     "loss().backward(), optimizer.step()\n": "backward() is no statement of its own",
-    "def go():\n    it = loss()\n    it.backward()\n    return it\noptimizer.step(go)\n": "`return it`",
+    "def go():\n    it = loss()\n    it.backward()\n    return it\noptimizer.step(go)\n": "by `return",
     "try:\n    loss().backward()\n    optimizer.step()\nexcept RuntimeError:\n    pass\n": "train.py:9: what a",
-    "def go():\n    loss().backward()\n    optimizer.step()\ntry:\n    go()\nexcept:\n    pass\n": "train.py:12: what a",
+    "def go():\n    loss().backward()\n    optimizer.step()\ntry:\n    go()\nexcept:\n    pass\n": "py:12: what a",
     "try:\n    loss().backward()\n    optimizer.step()\nfinally:\n    pass\n": "is handled there",
     "with contextlib.suppress(ValueError):\n    loss().backward()\n    optimizer.step()\n": "suppressed there",
 }

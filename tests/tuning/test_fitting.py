@@ -186,17 +186,22 @@ while True:
     loss.backward()
     optimizer.step()
 """
+WIDE = DEEP.replace(
+    "*[part for _ in range(8) for part in (nn.Linear(256, 256), nn.ReLU())], nn.Linear(256, 10)",
+    "nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 10)",
+).replace("x[:, :10].argmax(1)", "torch.randint(0, 10, (16,))")
 BYTES_A_COPY = 8 * 256 * 256 * 4
 """Of the weights: a step holds them, their gradients and two moments."""
 
 
 @pytest.mark.parametrize(
-    ("lever", "limit_copies", "chosen"),
+    ("script", "lever", "limit_copies", "chosen"),
     [
-        ("optimizer_in_backward:OptimizerInBackward", 3.6, {"optimizer_in_backward": True}),
+        (DEEP, "optimizer_in_backward:OptimizerInBackward", 3.6, {"optimizer_in_backward": True}),
         pytest.param(
+            WIDE,
             "optimizer_state:LowBitState",
-            3.0,
+            5.0,
             {"optimizer_state": "8bit"},
             marks=pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao"),
         ),
@@ -204,10 +209,15 @@ BYTES_A_COPY = 8 * 256 * 256 * 4
 )
 @pytest.mark.usefixtures("forked_trials", "brief")
 def test_gradients_and_moments_are_made_to_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lever: str, limit_copies: float, chosen: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    lever: str,
+    limit_copies: float,
+    chosen: dict[str, Any],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(DEEP)
+    (tmp_path / "train.py").write_text(script)
     module, name = lever.split(":")
     levers = tmp_path.parent / f"{module}_alone.py"
     levers.write_text(f"from flatout.levers.{module} import {name}\nFOR_MEMORY = ({name}(),)\n")
