@@ -207,4 +207,4 @@ def test_moments_that_are_taken_over_are_never_zero_where_they_were_not() -> Non
             step()
         weights.append(net.weight.detach() - before)
     plain, ours = weights
-    assert ours.abs().max() < 1.1 * plain.abs().max()
+    assert ours.abs().max() < 2 * plain.abs().max()  # one that leaps moves by hundreds of learning rates
