@@ -299,20 +299,23 @@ class Choices:
     )
     optimizer_in_backward: bool | None = choice(
         "update each parameter as soon as its gradient is there, and free it: gradients are never held together",
-        scopes=("step",),
+        scopes=("script", "step"),
         exactness="bit-identical",
         aim="memory",
+        levers=("optimizer_in_backward:OptimizerInBackward",),
         requires=(
             Requirement(other="micro_batches", allows=lambda parts: parts in (None, 1), why=_ALL_GRADIENTS),
             Requirement(other="nonfinite", allows=lambda kind: kind is None, why=_ALL_GRADIENTS),
             Requirement(other="precision", allows=lambda kind: kind != "fp16", why=_ALL_GRADIENTS),
+            Requirement(other="zero_grad", allows=lambda kind: kind is None, why="that reads freed gradients as zeros"),
         ),
     )
     optimizer_state: Literal["8bit"] | None = choice(
         "Adam's two moments: 8bit = one byte an element, with a scale for each 256 (needs torchao)",
-        scopes=("step",),
+        scopes=("script", "step"),
         exactness="reduced",
         aim="memory",
+        levers=("optimizer_state:LowBitState",),
     )
     out_of_memory: Literal["split", "exact", "raise"] | None = choice(
         "a batch that does not fit: split it and go on; exact = only where no layer mixes samples; raise = end the run",

@@ -23,3 +23,25 @@ def told_of(handle: Callable[[int, FrameType | None], None], *signals: signal.Si
     finally:
         for one, handler in before.items():
             signal.signal(one, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Within, the program's own handlers of signals wait; each that was wanted is called at the end.
+
+    For work that nobody may see half done. In the main thread; elsewhere Python calls no handler.
+    """
+    wanted: list[tuple[int, FrameType | None]] = []
+    before: dict[signal.Signals | int, Callable[[int, FrameType | None], object]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for one in signal.valid_signals():
+            if callable(handler := signal.getsignal(one)):
+                before[one] = handler
+                signal.signal(one, lambda number, frame: wanted.append((number, frame)))
+    try:
+        yield
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+        for number, frame in wanted:
+            before[number](number, frame)

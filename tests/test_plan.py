@@ -84,7 +84,8 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
         fields |= {"data_device": None}
     if fields["activation_checkpointing"] is None:
         fields |= {"checkpointed_blocks": None}
-    if (fields["micro_batches"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16":
+    all_gradients = (fields["micro_batches"] or 1) > 1 or fields["nonfinite"] or fields["precision"] == "fp16"
+    if all_gradients or fields["zero_grad"]:
         fields |= {"optimizer_in_backward": None}
     if fields["weights"] != "int8":
         fields |= {"activations": None}

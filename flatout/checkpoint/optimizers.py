@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatout.checkpoint.differences import Findings
 from flatout.errors import UsageError
+from flatout.levers.low_bit import without_codes
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, not what: the optimizer here keeps its own."""
@@ -22,23 +22,8 @@ _SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max
 
 
 def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """state_dict, in which moments that are held in codes (optimizer_state = '8bit') stand as the values they mean.
-
-    Turned into codes again, these give the same codes: whoever resumes may hold them in 8 bits, or not.
-    """
-    state = optimizer.state_dict()
-    state["state"] = {
-        number: {key: _values(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
-        for number, entry in state["state"].items()
-    }
-    return state
-
-
-def _values(value: Any) -> Any:
-    if not (is_traceable_wrapper_subclass(value) and hasattr(value, "codes")):
-        return value
-    in_codes: Any = value
-    return in_codes.dequantize()
+    """state_dict without codes: whoever resumes may hold the moments in 8 bits, or not."""
+    return without_codes(optimizer.state_dict())
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: Any, found: Findings) -> None:

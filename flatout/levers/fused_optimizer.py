@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.low_bit import low_bit_obstacle
 from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
@@ -227,6 +228,7 @@ def see_optimizer(optimizer: Any) -> OptimizerSeen:
         and not any(_holds_tensor(value) for group in groups for name, value in group.items() if name != "params"),
         sparse_gradients=sparse,
         obstacle=obstacle,
+        low_bit_obstacle=low_bit_obstacle(optimizer) or "",
     )
 
 

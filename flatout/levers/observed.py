@@ -29,6 +29,8 @@ class OptimizerSeen:
     can_foreach: bool = False
     sparse_gradients: bool = False
     obstacle: str = ""
+    low_bit_obstacle: str | None = None
+    """Why its state cannot be held in 8 bits; '' where it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,12 @@ class Observed:
     """Does zero_grad fill gradients with zeros, or free them? None: no call of it was seen."""
     orders_device_work: str = ""
     """Where the script speaks of streams, of copies that nobody waits for, or of addresses; '' where it does not."""
+    reads_gradients: str | None = None
+    """Where the script speaks of gradients by themselves (clips, logs or writes them); '' where it does not."""
+    reads_optimizer_state: str | None = None
+    """Where the script speaks of what its optimizer holds for each weight; '' where it does not."""
+    update_obstacle: str | None = None
+    """Why a backward pass cannot update the weights by itself; '' where nothing speaks against it."""
     captures_graphs: str = ""
     """Where the script speaks of CUDA graphs; '' where nothing speaks for it."""
     seeded_by_script: bool = False

@@ -101,6 +101,11 @@ class Subject:
         self.incidents: list[tuple[str, str]] = []
         """(lever, what it took back by itself while it was on and why), for the summary."""
         self.iterator_hooks: list[Callable[[Any], None]] = []
+        self.before_update: list[Callable[[list[Any], Any, int], None]] = []
+        """Called where a backward pass is about to update a parameter by itself: with all that its optimizer holds, the
+        parameter, and how many other optimizers' steps will come before that optimizer's."""
+        self.updating = False
+        """Is such an update under way? Its optimizer's step is none of the script's."""
         self.samples_drawn: int | None = None
         """By the loaders that feed training; None: nobody counts."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from flatout.data.fetch import strategy
 from flatout.levers.attention import attention_by_hand
+from flatout.levers.call_site import before_step
 from flatout.levers.chunked_loss import widest_output
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.fused_optimizer import see_optimizer
@@ -29,6 +31,8 @@ ORDERS = (
     b"graphed_callables", b"data_ptr", b"cuda_array_interface", b"dlpack", b"cupy", b"numba", b"ctypes",
     b"cpp_extension", b"load_inline",
 )  # fmt: skip
+GRADIENTS = re.compile(rb"\.grad\b|clip_grad|get_total_norm|'grad'|\"grad\"")
+OPTIMIZER_STATE = re.compile(rb"exp_avg|\.state\[|\.state\.(?:items|values|get)\b")
 GRAPHS = (b"CUDAGraph", b"cuda.graph", b"cuda import graph", b"graphed_callables")
 
 
@@ -92,6 +96,9 @@ def observe(
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         differentiates_twice=_differentiates_twice(watch),
         gradients_zeroed=watch.gradients_zeroed,
+        reads_gradients=_matched(GRADIENTS),
+        reads_optimizer_state=_matched(OPTIMIZER_STATE),
+        update_obstacle=_update_obstacle(watch),
         captures_graphs=_spoken(GRAPHS),
         orders_device_work=_spoken(ORDERS),
         seeded_by_script=torch.initial_seed() != UNSEEDED,
@@ -166,14 +173,33 @@ def _differentiates_twice(watch: WatchedLoop) -> str:
     return _spoken(GRADIENTS_OF_GRADIENTS)
 
 
+def _update_obstacle(watch: WatchedLoop) -> str:
+    """Asked within the script's optimizer step, whose backward pass came before."""
+    site = before_step(sys._getframe())
+    if site.obstacle:
+        return site.obstacle
+    from flatout.levers.updating_passes import pass_obstacle
+
+    return pass_obstacle(site.optimizers, watch.subject)
+
+
 def _spoken(words: Sequence[bytes]) -> str:
     """'train.py speaks of' one of these words; '' where no file of the script's does."""
+    return _found(lambda source: next((one for one in words if one in source), None))
+
+
+def _matched(pattern: re.Pattern[bytes]) -> str:
+    """The same of what matches."""
+    return _found(lambda source: found.group() if (found := pattern.search(source)) else None)
+
+
+def _found(look: Callable[[bytes], bytes | None]) -> str:
     for file in _own_files():
         try:
             source = Path(file).read_bytes()
         except OSError:
             continue
-        word = next((one for one in words if one in source), None)
+        word = look(source)
         if word is not None:
             return f"{Path(file).name} speaks of {word.decode().split()[-1]}"
     return ""

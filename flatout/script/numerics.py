@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from flatout.levers.low_bit import is_in_codes
 from flatout.levers.subject import Subject
 from flatout.script.reference import (
     Reference,
@@ -77,6 +78,9 @@ class NumericsRecorder:
         watch.at_backward.append(self._backward)
         watch.before_optimizer.append(self._optimizer)
         watch.at_iterator.append(self._iterator)
+        watch.subject.before_update.append(self._update)
+        self._early: dict[int, Any] = {}
+        """By identity of their parameter, gradients that a backward pass has used already for its update."""
         if request.nudge == "16-bit":
             nudge_weights(watch.subject, BITS_OF_16)
         self._step_begins()
@@ -101,6 +105,7 @@ class NumericsRecorder:
         self._watch.at_backward.remove(self._backward)
         self._watch.before_optimizer.remove(self._optimizer)
         self._watch.at_iterator.remove(self._iterator)
+        self._watch.subject.before_update.remove(self._update)
         weights = named_weights(self._watch.subject)
         reader = self._reference if isinstance(self._reference, ReferenceReader) else None
         return {
@@ -116,6 +121,7 @@ class NumericsRecorder:
             "finite": all(bool(tensor.isfinite().all()) for tensor in weights.values()),
             "epochs": self._epochs,
             "checks": reader.found if reader else [],
+            "in_codes": _in_codes(self._watch.subject, weights),
             "compared": "every element" if reader is None or reader.whole else "samples",
         }
 
@@ -135,7 +141,14 @@ class NumericsRecorder:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._take_gradients(parameters)
         if self._reference is not None:
-            self._reference.optimizer(parameters)
+            self._reference.optimizer(parameters, self._early)
+        for parameter in parameters:
+            self._early.pop(id(parameter), None)
+
+    def _update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
+        self._early[id(parameter)] = parameter.grad.detach().clone()
+        if self._reference is not None:
+            self._reference.update(parameters, parameter, ahead)
 
     def _iterator(self, loader: Any, began: float) -> None:
         self._epochs.append(self.steps)
@@ -143,11 +156,23 @@ class NumericsRecorder:
     def _take_gradients(self, parameters: list[Any]) -> None:
         import torch
 
-        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        found = [self._early.get(id(p), p.grad) for p in parameters]
+        gradients = [gradient.detach() for gradient in found if gradient is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         if gradients:
             norms = torch._foreach_norm([g.float() for g in gradients])
             self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
+
+
+def _in_codes(subject: Subject, weights: Mapping[str, Any]) -> list[str]:
+    """Names of the parameters for which an optimizer holds something in codes of few bits."""
+    names = {tensor.data_ptr(): name for name, tensor in weights.items()}
+    return [
+        names[parameter.data_ptr()]
+        for optimizer in subject.optimizers
+        for parameter, state in optimizer.state.items()
+        if parameter.data_ptr() in names and any(is_in_codes(value) for value in state.values())
+    ]
 
 
 def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:

@@ -20,11 +20,13 @@ instead, and the optimizer gets the run's own gradients.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flatout.generators import generator_states
+from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
 
 LARGEST_STATE_BYTES = 1 << 30
@@ -119,9 +121,13 @@ class ReferenceWriter:
     def backward(self, inside_optimizer: bool) -> None:
         self._closure |= inside_optimizer
 
-    def optimizer(self, parameters: list[Any]) -> None:
+    def update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
+        """Nothing to do: no lever updates within the plain run's backward passes."""
+
+    def optimizer(self, parameters: list[Any], early: Mapping[int, Any]) -> None:
+        """Before a step of one that has these parameters. early: by identity, gradients that it has used already."""
         if self._entry is not None and len(self._calls) < MOST_CALLS:
-            self._calls.append([_gradient(p, self._whole, i) for i, p in enumerate(parameters)])
+            self._calls.append([_gradient(p, self._whole, i, early) for i, p in enumerate(parameters)])
 
     def after_step(self, losses: list[float]) -> None:
         if self._entry is None:
@@ -193,24 +199,39 @@ class ReferenceReader:
                     tensor.copy_(theirs[name])
             if same_layout:
                 for name, tensor in state.items():
-                    tensor.copy_(entry["optimizers"][name])
+                    write = write_codes if is_in_codes(tensor) else _copied
+                    write(entry["optimizers"][name], tensor)
 
     def backward(self, inside_optimizer: bool) -> None:
         """Nothing to do: whether gradients are formed inside the optimizer stands in the reference."""
 
-    def optimizer(self, parameters: list[Any]) -> None:
+    def update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
+        """A parameter is about to be updated by itself, of an optimizer that has all these: by the plain gradient.
+
+        ahead: so many optimizer steps will come before that one's.
+        """
+        if (theirs := self._to_replace(parameters, self._call + ahead)) is not None:
+            _replace(parameter, theirs[next(i for i, one in enumerate(parameters) if one is parameter)])
+
+    def optimizer(self, parameters: list[Any], early: Mapping[int, Any]) -> None:
         entry = self._entry
         if entry is None or entry["closure"] or self._call >= len(entry["gradients"]):
             return
         theirs = entry["gradients"][self._call]
+        self._compare_gradients(parameters, theirs, entry["whole"], early)
+        if self._to_replace(parameters, self._call) is not None:
+            for parameter, gradient in zip(parameters, theirs, strict=True):
+                _replace(parameter, gradient)
+            self.found[-1]["replaced"] = True
         self._call += 1
-        self._compare_gradients(parameters, theirs, entry["whole"])
-        if not entry["whole"] or self._own_gradients or len(theirs) != len(parameters):
-            return
-        for parameter, gradient in zip(parameters, theirs, strict=True):
-            if gradient is not None and parameter.grad is not None and parameter.grad.layout is gradient.layout:
-                parameter.grad.detach().copy_(gradient)
-        self.found[-1]["replaced"] = True
+
+    def _to_replace(self, parameters: list[Any], call: int) -> list[Any] | None:
+        """The plain run's gradients of that optimizer step, where they take the place of this run's."""
+        entry = self._entry
+        if entry is None or entry["closure"] or call >= len(entry["gradients"]):
+            return None
+        theirs: list[Any] = entry["gradients"][call]
+        return None if not entry["whole"] or self._own_gradients or len(theirs) != len(parameters) else theirs
 
     def after_step(self, losses: list[float]) -> None:
         entry = self._entry
@@ -228,7 +249,9 @@ class ReferenceReader:
         self._last_after = entry["after"]
         self._entry = None
 
-    def _compare_gradients(self, parameters: list[Any], theirs: list[Any], whole: bool) -> None:
+    def _compare_gradients(
+        self, parameters: list[Any], theirs: list[Any], whole: bool, early: Mapping[int, Any] = MappingProxyType({})
+    ) -> None:
         found = self.found[-1]
         if len(parameters) != len(theirs):
             found["unlike"] = f"{len(parameters)} parameters got to the optimizer; plainly {len(theirs)}"
@@ -236,7 +259,7 @@ class ReferenceReader:
         names = {tensor.data_ptr(): name for name, tensor in named_weights(self._subject).items()}
         for index, (parameter, reference) in enumerate(zip(parameters, theirs, strict=True)):
             name = names.get(parameter.data_ptr(), f"parameter {index}")
-            mine = _gradient(parameter, whole, index)
+            mine = _gradient(parameter, whole, index, early)
             if (mine is None) != (reference is None):
                 found["unlike"] = f"{name} has {'no' if mine is None else 'a'} gradient, unlike the plain run"
             elif mine is not None:
@@ -271,10 +294,20 @@ def _kept(tensors: dict[str, Any], whole: bool) -> dict[str, Any]:
     }
 
 
-def _gradient(parameter: Any, whole: bool, index: int) -> Any:
-    if parameter.grad is None:
+def _copied(values: Any, tensor: Any) -> None:
+    tensor.copy_(values)
+
+
+def _replace(parameter: Any, gradient: Any) -> None:
+    if gradient is not None and parameter.grad is not None and parameter.grad.layout is gradient.layout:
+        parameter.grad.detach().copy_(gradient)
+
+
+def _gradient(parameter: Any, whole: bool, index: int, early: Mapping[int, Any] = MappingProxyType({})) -> Any:
+    gradient = early.get(id(parameter), parameter.grad)
+    if gradient is None:
         return None
-    gradient = parameter.grad.detach()
+    gradient = gradient.detach()
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     return gradient.to("cpu", copy=True) if whole else sample(gradient, index)
 

@@ -245,7 +245,7 @@ class Watch:
         return self.enabled and threading.get_ident() == self._main_thread
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._compiling() or not self._here():  # torch.compile traces this call: it must see nothing but torch
+        if self._compiling() or not self._here() or self.subject.updating:  # torch.compile must see nothing but torch
             return
         if self._optimizers_open:  # an exception may have left some of them
             del self._optimizers_open[steps_around(sys._getframe(1)) :]
@@ -257,7 +257,7 @@ class Watch:
         self._optimizers_open.append(OpenStep(id(optimizer), span))
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._here():
+        if not self._here() or self.subject.updating:
             return
         if self.resting:
             self._count_resting(optimizer)

@@ -8,10 +8,10 @@ from typing import Any
 
 from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
 from flatout.levers.compile import repeated_blocks
+from flatout.levers.low_bit import REMEDY, low_bit_obstacle
 from flatout.memory.forecast import Target
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, allowed, contradiction, declared, worst
-from flatout.train.low_bit import REMEDY, low_bit_obstacle
 from flatout.train.training import Training
 
 Choices = dict[str, Any]

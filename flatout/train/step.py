@@ -29,18 +29,18 @@ from flatout.errors import MachineError, UsageError
 from flatout.levers.activation_checkpointing import ActivationCheckpointing
 from flatout.levers.applied import Applied
 from flatout.levers.catalogue import levers_of
+from flatout.levers.in_backward import UpdatesInBackward, check_in_backward
 from flatout.levers.lever import choices_of_plan
+from flatout.levers.low_bit import LowBitOptimizer
 from flatout.levers.model_call import calls_wrapped
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
-from flatout.train.in_backward import UpdatesInBackward, check_in_backward
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import LossFn, Weigh
 from flatout.train.loss_parts import LossParts, figures_of
-from flatout.train.low_bit import LowBitOptimizer
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
 from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
@@ -216,6 +216,8 @@ class TrainStep:
 
     def _apply_levers(self) -> None:
         wanted = self.plan.part_for("step").choices()
+        for whole_step in ("optimizer_in_backward", "optimizer_state"):  # as levers they follow somebody else's loop
+            wanted.pop(whole_step, None)
         if wanted.get("precision") == "fp32":
             del wanted["precision"]
         if wanted.get("precision") == "fp16":

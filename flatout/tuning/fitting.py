@@ -7,14 +7,15 @@ that fit the fastest is kept, and what makes steps faster is searched on top of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness, allowed, worst
+from flatout.plan_choices import Exactness, allowed, contradiction, worst
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.trial import Trial
 from flatout.statistics import median
@@ -56,16 +57,20 @@ class Fit:
 def combinations(
     levers: Sequence[Lever], machine: Machine, observed: Observed, exactness: Exactness
 ) -> list[tuple[Choice, ...]]:
-    """Of levers that save memory here, one value of each: the fewest first. A GPU's activations are either moved to the
-    host or computed again."""
+    """Of levers that save memory here, one value of each: the fewest first, and of as many those last that have to
+    compile. A GPU's activations are either moved to the host or computed again."""
     offered: list[list[tuple[Choice, ...]]] = []
     for lever in levers:
         if lever.switch == "live" and saves_memory(lever) and allowed(lever.exactness, exactness):
             values = lever.applies(machine, observed).values
             offered.append([(), *((Choice(lever, value),) for value in values)])
     found = [tuple(itertools.chain(*parts)) for parts in itertools.product(*offered)]
-    both = {"activation_checkpointing", "activation_offload"}
-    return sorted((one for one in found if one and not both <= {choice.field for choice in one}), key=len)
+    together = (one for one in found if one and _go_together({choice.field: choice.value for choice in one}))
+    return sorted(together, key=lambda one: (len(one), any(choice.lever.compiles for choice in one)))
+
+
+def _go_together(choices: Mapping[str, Any]) -> bool:
+    return not {"activation_checkpointing", "activation_offload"} <= choices.keys() and contradiction(choices) is None
 
 
 def saves_memory(lever: Lever) -> bool:

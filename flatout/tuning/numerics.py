@@ -91,6 +91,8 @@ class Numerics:
     """True: the model is so large that evenly drawn elements of each tensor were compared."""
     ended: bool = False
     """True: the script ended before all steps that were asked for."""
+    in_codes: tuple[str, ...] = ()
+    """Parameters for which an optimizer held its state in codes of 8 bits."""
     unseeded: tuple[str, ...] = ()
 
     @classmethod
@@ -108,6 +110,7 @@ class Numerics:
             checks=tuple(Check.from_json(one) for one in answer["checks"]),
             sampled=answer["compared"] == "samples",
             ended=answer["ended"],
+            in_codes=tuple(answer["in_codes"]),
             unseeded=tuple(answer["unseeded"]),
         )
 

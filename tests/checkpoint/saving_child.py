@@ -12,6 +12,7 @@ import os
 import random
 import sys
 
+import numpy.random  # noqa: F401  (whose state a first capture asks for: loaded once, not in each child)
 import torch
 
 from flatout.checkpoint.capturing import capture

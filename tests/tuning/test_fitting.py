@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,11 @@ def test_what_is_combined() -> None:
     }
     exact = combinations(LEVERS, machine, seen, "bit-identical")
     assert {choice.field for one in exact for choice in one} == {"activation_checkpointing"}
+    open_ones = replace(adam, low_bit_obstacle="")
+    zeroed = replace(seen, optimizers=(open_ones,), reads_optimizer_state="", reads_gradients="", update_obstacle="")
+    more = combinations(LEVERS, machine, zeroed, "reduced")
+    assert len(more) == 4 * (len(found) + 1) - 1
+    assert [one[0].field for one in more if len(one) == 1][-1] == "optimizer_state"  # it compiles: last of its kind
     on_gpu = combinations(LEVERS, machine, replace(seen, device="cuda:0"), "rounding")
     assert any({choice.field for choice in one} == {"activation_offload", "loss"} for one in on_gpu)
     assert not any({"activation_offload", "activation_checkpointing"} <= {c.field for c in one} for one in on_gpu)
@@ -163,6 +169,69 @@ def test_a_script_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     told = tune_text(found)
     assert "within 10 MiB" in told
     assert told.count("the fastest that fits") == 1
+
+
+DEEP = """
+import torch
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(256, 256), nn.ReLU())], nn.Linear(256, 10))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+while True:
+    x = torch.randn(16, 256)
+    y = x[:, :10].argmax(1)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+WIDE = DEEP.replace(
+    "*[part for _ in range(8) for part in (nn.Linear(256, 256), nn.ReLU())], nn.Linear(256, 10)",
+    "nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 10)",
+).replace("x[:, :10].argmax(1)", "torch.randint(0, 10, (16,))")
+BYTES_A_COPY = 8 * 256 * 256 * 4
+"""Of the weights: a step holds them, their gradients and two moments."""
+
+
+@pytest.mark.parametrize(
+    ("script", "lever", "limit_copies", "chosen"),
+    [
+        (DEEP, "optimizer_in_backward:OptimizerInBackward", 3.6, {"optimizer_in_backward": True}),
+        pytest.param(
+            WIDE,
+            "optimizer_state:LowBitState",
+            5.0,
+            {"optimizer_state": "8bit"},
+            marks=pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao"),
+        ),
+    ],
+)
+@pytest.mark.usefixtures("forked_trials", "brief")
+def test_gradients_and_moments_are_made_to_fit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    lever: str,
+    limit_copies: float,
+    chosen: dict[str, Any],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(script)
+    module, name = lever.split(":")
+    levers = tmp_path.parent / f"{module}_alone.py"
+    levers.write_text(f"from flatout.levers.{module} import {name}\nFOR_MEMORY = ({name}(),)\n")
+    limit = int(limit_copies * BYTES_A_COPY)
+    request = TuneRequest(
+        target=Target(path="train.py"), budget_seconds=200, levers=f"{levers}:FOR_MEMORY", fit_bytes=limit
+    )
+    found = tune_script(request, detect())
+    assert found.plan.choices() == chosen
+    assert found.state.fit is not None
+    assert found.state.fit.plain_bytes > 3.9 * BYTES_A_COPY
+    assert found.state.fit.holds
+    assert found.proof is not None
+    assert found.proof.verdict == ("bit-identical" if chosen.get("optimizer_in_backward") else "reduced")
 
 
 @pytest.mark.parametrize(("planned", "code"), [(9 * MIB, 0), (11 * MIB, 1), (None, 1)])

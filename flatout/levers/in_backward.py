@@ -18,7 +18,7 @@ class UpdatesInBackward:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._update, group))
+            parameter.register_post_accumulate_grad_hook(functools.partial(self.update, group))
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
@@ -28,7 +28,8 @@ class UpdatesInBackward:
         for handle in self._handles:
             handle.remove()
 
-    def _update(self, group: dict[str, Any], parameter: Any) -> None:
+    def update(self, group: dict[str, Any], parameter: Any) -> None:
+        """One step of this parameter alone, which is in `group`; its gradient is gone then."""
         groups = self._optimizer.param_groups
         alone = {**group, "params": [parameter]}
         self._optimizer.param_groups = [alone]

@@ -16,7 +16,7 @@ import functools
 import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flatout.errors import MachineError, UsageError
@@ -85,12 +85,22 @@ class LowBitOptimizer:
 
     def step(self) -> None:
         """One step of all parameters that have a gradient, with the groups' hyperparameters of this moment."""
-        groups = self._optimizer.param_groups
+        self.step_large()
+        self._step_small(self._optimizer.param_groups)
+
+    def step_large(self) -> None:
+        """The same of those alone whose moments are in codes."""
         self._adopt()
-        self._step_small(groups)
         self._codes.state = self._optimizer.state
-        self._codes.param_groups = [self._large_group(group) for group in groups]
+        self._codes.param_groups = [self._large_group(group) for group in self._optimizer.param_groups]
         self._codes.step()
+
+    def small_groups(self) -> list[dict[str, Any]]:
+        """The groups with the other parameters alone."""
+        return [
+            {**group, "params": [one for one in group["params"] if id(one) not in self._large]}
+            for group in self._optimizer.param_groups
+        ]
 
     def close(self) -> None:
         """Give the user's optimizer its state back as it keeps it by itself."""
@@ -109,9 +119,7 @@ class LowBitOptimizer:
 
     def _step_small(self, groups: Any) -> None:
         """Also where there are none: schedulers and hooks look out for the optimizer's own step."""
-        alone = [
-            {**group, "params": [one for one in group["params"] if id(one) not in self._large]} for group in groups
-        ]
+        alone = self.small_groups()
         self._optimizer.param_groups = alone
         try:
             self._optimizer.step()
@@ -142,15 +150,29 @@ class LowBitOptimizer:
                 state = self._optimizer.state[parameter]
                 for name in _MOMENTS.keys() & state.keys():
                     if not is_in_codes(state[name]):
-                        state[name] = _in_codes(state[name], self._codes._new_buffer(parameter, _MOMENTS[name]))
+                        state[name] = write_codes(state[name], self._codes._new_buffer(parameter, _MOMENTS[name]))
 
 
 def is_in_codes(value: Any) -> bool:
     return hasattr(value, "codes") and hasattr(value, "dequantize")
 
 
-def _in_codes(plain: Any, made: Any) -> Any:
-    """`plain` written into a new state of codes, a stretch at a time."""
+def without_codes(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict in which moments that are held in codes stand as the values they mean.
+
+    Turned into codes again, these give the same codes: whoever resumes may hold them in 8 bits, or not.
+    """
+    plain = {
+        number: {key: one.dequantize() if is_in_codes(one) else one for key, one in entry.items()}
+        if isinstance(entry, Mapping)
+        else entry
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": plain}
+
+
+def write_codes(plain: Any, made: Any) -> Any:
+    """`plain` written into a state of codes, a stretch at a time."""
     codes, values = made.codes.view(-1), plain.reshape(-1)
     chunk = max(_CHUNK, values.numel() // _CHUNKS // BLOCK * BLOCK)
     for start in range(0, values.numel(), chunk):
@@ -161,6 +183,7 @@ def _in_codes(plain: Any, made: Any) -> Any:
         part.copy_(values[start:end].float())
         if made.signed:
             _find_scales_again(part, values[start:end].float().view(-1, BLOCK))
+    _keep_above_zero(made)
     return made
 
 
@@ -188,17 +211,23 @@ def _decoupled(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
 
 
+def import_torchao() -> Any:
+    """torchao.optim."""
+    with _torchao_keeps_quiet():
+        import torchao.optim
+    return torchao.optim
+
+
 @functools.cache
 def _optimizer_class(decoupled: bool) -> Any:
     """torchao's optimizer, whose step is a compiled kernel a parameter, with its memory told to who follows it."""
     import torch
 
-    with _torchao_keeps_quiet():
-        import torchao.optim
+    optimizers = import_torchao()
     from flatout.memory.fake_run import is_fake
     from flatout.memory.tracking import unseen
 
-    base: Any = torchao.optim.AdamW8bit if decoupled else torchao.optim.Adam8bit
+    base: Any = optimizers.AdamW8bit if decoupled else optimizers.Adam8bit
     with unseen():  # torchao keeps the values of its codes from their first use on: on fake tensors they would be wrong
         for signed in (True, False):
             base._subclass_zeros(torch.empty(BLOCK), signed, BLOCK)
@@ -213,7 +242,7 @@ def _optimizer_class(decoupled: bool) -> Any:
                 with unseen(), _kernels_compile():
                     super().step()
                 for parameter in stepped:
-                    _keep_above_zero(self.state[parameter])
+                    _keep_above_zero(self.state[parameter]["exp_avg_sq"])
 
         def _make_state(self, parameter: Any) -> None:
             state = self.state[parameter]
@@ -225,13 +254,14 @@ def _optimizer_class(decoupled: bool) -> Any:
     return Codes
 
 
-def _keep_above_zero(state: dict[str, Any]) -> None:
+def _keep_above_zero(moment: Any) -> None:
     """A second moment under a millionth of its block's largest has the code of zero, but its first moment has not.
 
     Divided by the root of next to nothing, such an element moves hundreds of learning rates in one step. One code up,
     it moves less than its due instead.
     """
-    state["exp_avg_sq"].codes.clamp_(min=1)
+    if not moment.signed:
+        moment.codes.clamp_(min=1)
 
 
 def _as_long_as_a_kernel_holds_them(parameter: Any) -> None:
@@ -249,8 +279,10 @@ def _as_long_as_a_kernel_holds_them(parameter: Any) -> None:
 @contextlib.contextmanager
 def _kernels_compile() -> Iterator[None]:
     """torchao's step calls torch.compile; say so where this machine cannot."""
-    import torch
+    import torch._dynamo.utils
 
+    frames = torch._dynamo.utils.counters["frames"]
+    before = dict(frames)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of what compiling imports and caches
         try:
@@ -262,6 +294,9 @@ def _kernels_compile() -> Iterator[None]:
                 limit="torchao's step is compiled: it needs a C++ compiler on the CPU, Triton on CUDA",
                 remedy="install one, or drop optimizer_state",
             ) from error
+        finally:  # they tell whether a script compiles
+            frames.clear()
+            frames.update(before)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import flatout
 from flatout.errors import MachineError, UsageError
+from flatout.levers import low_bit
+from flatout.levers.low_bit import LowBitOptimizer, is_in_codes, low_bit_obstacle
 from flatout.plan import Plan
-from flatout.train import low_bit
-from flatout.train.low_bit import is_in_codes, low_bit_obstacle
 from flatout.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -193,3 +193,21 @@ def test_a_kernel_that_does_not_compile_is_told_of(monkeypatch: pytest.MonkeyPat
     step = TrainStep(net, torch.optim.Adam(net.parameters()), LOSS, PLAN)
     with pytest.raises(MachineError, match="does not compile"):
         step(batch())
+
+
+def test_moments_that_are_taken_over_are_never_zero_where_they_were_not() -> None:
+    """A few large gradients beside many small ones: divided by a second moment of zero, these would leap."""
+    weights = []
+    for held_in_codes in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(WIDTH, WIDTH, bias=False)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        gradient = torch.randn(WIDTH, WIDTH) * torch.logspace(-5, 0, WIDTH)
+        for number in range(6):
+            step = LowBitOptimizer(optimizer).step if number == 5 and held_in_codes else optimizer.step
+            before = net.weight.detach().clone()
+            net.weight.grad = gradient * (1 + 0.1 * number)
+            step()
+        weights.append(net.weight.detach() - before)
+    plain, ours = weights
+    assert ours.abs().max() < 2 * plain.abs().max()  # one that leaps moves by hundreds of learning rates

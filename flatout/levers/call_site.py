@@ -1,0 +1,262 @@
+"""What a script does right after a backward pass, read from the source of the code that runs.
+
+Whether a step takes place as soon as the gradients are there, with nothing between that could look at gradients or
+weights, cannot be seen from calls: what is between may be done once in a thousand steps. But the source says it, where
+
+    loss.backward()
+    optimizer.step()
+
+stand directly after one another, and no handler around them would go on after half a backward pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+HARMLESS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
+"""Exceptions that no backward pass raises by itself; signals wait until it is over."""
+
+Names = tuple[str, ...]
+"""'self.optimizer' as its parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A statement `loss.backward()` and what follows it in the same block."""
+
+    steps: tuple[Names, ...] = ()
+    """The objects whose `step()` is called next, one statement after the other."""
+    zeroed: tuple[Names, ...] = ()
+    """Those whose `zero_grad()` follows directly on that."""
+    obstacle: str = ""
+    """Why it is none; '' where at least one step follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundSite:
+    """A Site with the live objects that its names stand for."""
+
+    optimizers: tuple[Any, ...] = ()
+    zeroed: tuple[Any, ...] = ()
+    obstacle: str = ""
+
+
+def after_backward(frame: FrameType | None) -> FoundSite:
+    """Of the script's call of `backward` in which `frame` runs. `frame`: of whoever asks, inside the call."""
+    return _found(frame, ("/torch/_tensor.py", "/torch/autograd/__init__.py"), "backward")
+
+
+def before_step(frame: FrameType | None) -> FoundSite:
+    """The same of the script's call of an optimizer's `step` in which `frame` runs: of the backward pass before it."""
+    return _found(frame, ("/torch/optim/optimizer.py", "/torch/optim/lr_scheduler.py"), "step")
+
+
+def _found(frame: FrameType | None, files: tuple[str, ...], method: str) -> FoundSite:
+    while frame is not None and not frame.f_code.co_filename.endswith(files):
+        frame = frame.f_back
+    while frame is not None and (frame.f_code.co_filename.endswith(files) or _is_ours(frame)):
+        frame = frame.f_back
+    if frame is None:
+        return FoundSite(obstacle="the call stands in no code of Python's")
+    site = _site(frame.f_code, frame.f_code.co_filename, frame.f_lasti, method)
+    if site.obstacle:
+        return FoundSite(obstacle=site.obstacle)
+    caught = _caught(frame)
+    if caught:
+        return FoundSite(obstacle=caught)
+    return _resolved(frame, site)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def _resolved(frame: FrameType, site: Site) -> FoundSite:
+    import torch
+
+    optimizers = []
+    for path in site.steps:
+        one = _object(frame, path)
+        if not isinstance(one, torch.optim.Optimizer):
+            break
+        optimizers.append(one)
+    if not optimizers:
+        return FoundSite(obstacle=f"{'.'.join(site.steps[0])}.step() follows backward, and that is no optimizer")
+    zeroed = [one for path in site.zeroed if (one := _object(frame, path)) is not None]
+    return FoundSite(optimizers=tuple(optimizers), zeroed=tuple(zeroed))
+
+
+def _object(frame: FrameType, path: Names) -> Any:
+    """What these names stand for, without running any code of the script's; None where that would be needed."""
+    found = frame.f_locals.get(path[0], frame.f_globals.get(path[0]))
+    for name in path[1:]:
+        found = getattr(found, "__dict__", {}).get(name)
+    return found
+
+
+def _caught(frame: FrameType) -> str:
+    """Where an exception of the backward pass would be handled, so that the script may go on after half of it; ''
+    where nothing would, up to the script's first line."""
+    at: FrameType | None = frame
+    while at is not None:
+        caught = _handler(at.f_code, at.f_code.co_filename, at.f_lasti)
+        if caught:
+            return caught
+        if at.f_code.co_name == "<module>" and at.f_globals.get("__name__") == "__main__":
+            return ""
+        at = at.f_back
+    return "it does not run in the script's own thread"
+
+
+@functools.lru_cache(maxsize=1024)
+def _site(code: CodeType, file: str, instruction: int, method: str) -> Site:
+    """file: that of the code, by which alone Python does not tell two codes apart."""
+    where, place, tree = Path(file).name, _place(code, instruction), _tree(code)
+    if tree is None or place is None:
+        return Site(obstacle=f"the source of {where} cannot be read, or is not what runs")
+    where = f"{where}:{place[0]}"
+    for block in _blocks(tree):
+        for index, statement in enumerate(block):
+            if _call(statement, method) is not None and _range(statement) == place:
+                return _site_in(block, index, where) if method == "backward" else _site_before(block, index, where)
+    return Site(obstacle=f"{where}: {method}() is no statement of its own")
+
+
+def _site_before(block: Sequence[ast.stmt], index: int, where: str) -> Site:
+    while index > 0 and _call(block[index], "step") is not None:
+        index -= 1
+    if _call(block[index], "backward") is None:
+        said = "nothing" if _call(block[index], "step") is not None else _short(block[index])
+        return Site(obstacle=f"{where}: {said} stands before the optimizer's step, and no backward()")
+    return _site_in(block, index, where)
+
+
+def _site_in(block: Sequence[ast.stmt], index: int, where: str) -> Site:
+    steps, zeroed, at = [], [], index + 1
+    while at < len(block) and (path := _call(block[at], "step")) is not None:
+        steps.append(path)
+        at += 1
+    while at < len(block) and (path := _call(block[at], "zero_grad")) is not None:
+        zeroed.append(path)
+        at += 1
+    if not steps:
+        next_one = _short(block[index + 1]) if index + 1 < len(block) else "the end of its block"
+        return Site(obstacle=f"{where}: backward() is followed by {next_one}, not by the optimizer's step()")
+    return Site(steps=tuple(steps), zeroed=tuple(zeroed))
+
+
+def _call(statement: ast.stmt, method: str) -> Names | None:
+    """The parts of `a.b` in the statement `a.b.method()`; () where that is no plain name. None: another statement.
+
+    Of `backward` the arguments do not matter; others have none.
+    """
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return None
+    call = statement.value
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != method:
+        return None
+    if method == "backward":
+        return ()
+    path = _path(call.func.value)
+    return None if call.args or call.keywords or not path else path
+
+
+def _path(node: ast.expr) -> Names:
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute) and (before := _path(node.value)):
+        return (*before, node.attr)
+    return ()
+
+
+@functools.lru_cache(maxsize=1024)
+def _handler(code: CodeType, file: str, instruction: int) -> str:
+    where, place, tree = Path(file).name, _place(code, instruction), _tree(code)
+    if tree is None or place is None:
+        return f"the source of {where} cannot be read, or is not what runs"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try | ast.TryStar):
+            handled = not all(_is_harmless(one.type) for one in node.handlers) and _holds(node.body, place)
+            if handled or (node.finalbody and _holds([*node.body, *node.handlers, *node.orelse], place)):
+                return f"{where}:{node.lineno}: what a backward pass raises is handled there"
+        elif isinstance(node, ast.With | ast.AsyncWith) and _suppresses(node) and _holds(node.body, place):
+            return f"{where}:{node.lineno}: what a backward pass raises is suppressed there"
+    return ""
+
+
+def _suppresses(node: ast.With | ast.AsyncWith) -> bool:
+    return any("suppress" in ast.unparse(item.context_expr) for item in node.items)
+
+
+def _is_harmless(kind: ast.expr | None) -> bool:
+    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    return all(isinstance(one, ast.Name) and one.id in HARMLESS for one in kinds)
+
+
+Place = tuple[int, int, int, int]
+"""First line, its column, last line, its column (in bytes)."""
+
+
+def _range(statement: ast.stmt) -> Place:
+    value = statement.value if isinstance(statement, ast.Expr) else statement
+    return value.lineno, value.col_offset, value.end_lineno or 0, value.end_col_offset or 0
+
+
+def _holds(block: Sequence[ast.stmt | ast.ExceptHandler], place: Place) -> bool:
+    first, last = block[0], block[-1]
+    begins, ends = (first.lineno, first.col_offset), (last.end_lineno or 0, last.end_col_offset or 0)
+    return begins <= place[:2] and place[2:] <= ends
+
+
+def _place(code: CodeType, instruction: int) -> Place | None:
+    for index, (first, last, column, end) in enumerate(code.co_positions()):
+        if 2 * index == instruction:
+            return None if None in (first, last, column, end) else (first, column, last, end)  # type: ignore[return-value]
+    return None
+
+
+def _tree(code: CodeType) -> ast.Module | None:
+    """Of the file that the code is from, if that still says what runs."""
+    try:
+        written = os.stat(code.co_filename).st_mtime_ns
+    except OSError:
+        return None
+    tree, codes = _file(code.co_filename, written)
+    return tree if code in codes else None
+
+
+@functools.lru_cache(maxsize=64)
+def _file(name: str, written: int) -> tuple[ast.Module | None, frozenset[CodeType]]:
+    try:
+        source = Path(name).read_bytes()
+        return ast.parse(source), frozenset(_codes(compile(source, name, "exec", dont_inherit=True)))
+    except (OSError, SyntaxError, ValueError):
+        return None, frozenset()
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes(one)
+
+
+def _blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                yield block
+
+
+def _short(statement: ast.stmt) -> str:
+    line = ast.unparse(statement).splitlines()[0]
+    return f"`{line if len(line) <= 60 else line[:57] + '...'}`"

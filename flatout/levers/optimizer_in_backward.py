@@ -1,0 +1,76 @@
+"""Updates in backward for an unmodified script: each weight is updated as soon as its gradient is there, and the
+gradient is freed, so that never all gradients are held at once.
+
+    loss.backward()         # updates by the script's own optimizer, one weight at a time
+    optimizer.step()        # finds no gradient left
+
+The weights keep their bits where nothing could look at weights or gradients in between. So it acts only on a backward
+pass that the source shows to be followed by the step and nothing else (`flatout.levers.call_site`), into gradients that
+were freed before, of optimizers that treat each parameter by itself. Every other pass runs as the script has it.
+Whoever asks for a gradient that was freed after its update gets an error, never None.
+
+It saves memory, not time, so `flatout tune` tries it only where steps have to fit (--fit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flatout.levers.autocast import Autocast
+from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refuse
+from flatout.levers.observed import Observed
+from flatout.levers.subject import Subject
+from flatout.machine.description import Machine
+from flatout.replaced import replaced
+
+
+class OptimizerInBackward(Lever):
+    """For a loop that steps right after backward, and whose files never speak of gradients."""
+
+    name = "updates in backward"
+    plan_field = "optimizer_in_backward"
+
+    def saving(self, machine: Machine, observed: Observed) -> Saving:
+        return COSTS_TIME
+
+    def applies(self, machine: Machine, observed: Observed) -> Verdict:
+        if not observed.optimizers:
+            return refuse("the script has no optimizer object")
+        for told in (observed.differentiates_twice, observed.captures_graphs):
+            if told:
+                return refuse(told)
+        if observed.compiled_in_script:
+            return refuse("the script compiles, and compiled code makes all gradients at once")
+        if observed.scaler_in_script or "fp16" in Autocast().applies(machine, observed).values:
+            return refuse("fp16 scales the loss, and needs all gradients before the first update")
+        if observed.gradients_zeroed:
+            return refuse("the script's zero_grad fills gradients with zeros, and does not free them")
+        unknown = "nobody looked at what the script does between backward and the optimizer's step"
+        for obstacle in (observed.reads_gradients, observed.update_obstacle):
+            if obstacle is None or obstacle:
+                return refuse(unknown if obstacle is None else obstacle)
+        return offer(True, reason="saves memory: gradients are never held together")
+
+    @contextlib.contextmanager
+    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+        import torch
+
+        from flatout.levers.consumed_gradients import ConsumedGradients
+        from flatout.levers.updating_passes import UpdatingPasses
+
+        if not value:
+            yield
+            return
+        guards = contextlib.ExitStack()
+        consumed = ConsumedGradients(guards.close)
+        guards.enter_context(consumed.guarded())
+        guards.enter_context(replaced(torch.optim.Optimizer, "zero_grad", consumed.of_optimizer))
+        guards.enter_context(replaced(torch.nn.Module, "zero_grad", consumed.of_module))
+        passes = UpdatingPasses(subject, consumed, lambda why: subject.note_incident(self.name, why))
+        try:
+            with subject.around_backward(passes.around):
+                yield
+        finally:
+            consumed.close()

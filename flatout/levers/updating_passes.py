@@ -1,0 +1,161 @@
+"""Backward passes that update, for a script: which of them may, and what is watched while one does.
+
+Imported when the lever is on, after the script has imported torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flatout.errors import ScriptError
+from flatout.levers.call_site import FoundSite, after_backward
+from flatout.levers.consumed_gradients import REMEDY, ConsumedGradients
+from flatout.levers.in_backward import UpdatesInBackward
+from flatout.levers.subject import Subject
+from flatout.signals import held_back
+
+_NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+BY_PARAMETER = tuple(getattr(torch.optim, name) for name in (*_NAMES, "Adafactor"))
+"""Whose update of a parameter depends on that, on its gradient and state, and on its group alone."""
+
+
+class UpdatingPasses:
+    """`tell` is called with why a pass did not update."""
+
+    def __init__(self, subject: Subject, consumed: ConsumedGradients, tell: Callable[[str], None]) -> None:
+        self._subject, self._consumed, self._tell = subject, consumed, tell
+
+    def around(self, tensors: Any, run: Callable[[Any], Any]) -> Any:
+        """Put around each backward pass of the script's."""
+        site = after_backward(sys._getframe(1))
+        obstacle = self._obstacle(site)
+        with contextlib.ExitStack() as stack:
+            for parameter in self._consumed.parameters():
+                stack.callback(parameter.register_post_accumulate_grad_hook(_already_updated).remove)
+            if obstacle:
+                self._tell(obstacle)
+                return run(tensors)
+            stack.enter_context(held_back())
+            for ahead, optimizer in enumerate(site.optimizers):
+                stack.callback(_Told(optimizer, ahead, self._subject, self._consumed).close)
+            return run(tensors)
+
+    def _obstacle(self, site: FoundSite) -> str:
+        if site.obstacle:
+            return site.obstacle
+        found = pass_obstacle(site.optimizers, self._subject)
+        if found:
+            return found
+        freed_next = {id(one) for owner in site.zeroed for one in _parameters_of(owner)}
+        for parameter in _trained(site.optimizers):
+            if parameter in self._consumed:  # the hook that raises will tell, should this pass reach it
+                continue
+            if parameter.grad is not None:
+                return "gradients of an earlier backward pass are there still"
+            if id(parameter) not in freed_next and not self._consumed.was_freed(parameter):
+                return "zero_grad did not free the gradients before the backward pass"
+        return ""
+
+
+class _Told(UpdatesInBackward):
+    """The updates of one pass, told to whoever listens."""
+
+    def __init__(self, optimizer: Any, ahead: int, subject: Subject, consumed: ConsumedGradients) -> None:
+        self._ahead, self._subject, self._consumed = ahead, subject, consumed
+        self._all = [one for group in optimizer.param_groups for one in group["params"]]
+        super().__init__(optimizer)
+
+    def update(self, group: dict[str, Any], parameter: Any) -> None:
+        if parameter in self._consumed:
+            _already_updated(parameter)
+        for listener in self._subject.before_update:
+            listener(self._all, parameter, self._ahead)
+        self._subject.updating = True
+        try:
+            super().update(group, parameter)
+        finally:
+            self._subject.updating = False
+        self._consumed.add(parameter)
+
+
+def _already_updated(parameter: Any) -> None:
+    raise ScriptError(
+        "a parameter that was updated got another gradient before zero_grad",
+        limit="its first one was used and freed within the backward pass",
+        remedy=REMEDY,
+    )
+
+
+def pass_obstacle(optimizers: Sequence[Any], subject: Subject) -> str:
+    """Why a backward pass cannot update what these optimizers hold; '' if it can."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "gradients are averaged over ranks after they are there"
+    for optimizer in optimizers:
+        found = _optimizer_obstacle(optimizer)
+        if found:
+            return found
+    others = [one for one in subject.optimizers if all(one is not mine for mine in optimizers)]
+    theirs = {id(parameter) for optimizer in others for parameter in _parameters_of(optimizer)}
+    held = [id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)]
+    if theirs.intersection(held) or len(set(held)) < len(held):
+        return "two optimizers share parameters"
+    for module in subject.modules:
+        for part in module.modules():
+            if part._backward_hooks or part._backward_pre_hooks:
+                return f"{type(part).__name__} has a backward hook of the script's"
+    return ""
+
+
+def _optimizer_obstacle(optimizer: Any) -> str:
+    kind = type(optimizer)
+    if kind not in BY_PARAMETER:
+        return f"{kind.__name__} is not known to update each parameter by itself"
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return "the script has put a step of its own into the optimizer"
+    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+        return "the optimizer is differentiable or capturable"
+    if _foreign_hooks(optimizer):
+        return "the script has hooks around the optimizer's step"
+    parameters = list(_parameters_of(optimizer))
+    if any(type(one) is not torch.nn.Parameter or one.layout is not torch.strided for one in parameters):
+        return "its parameters are not plain ones"
+    if any(one._post_accumulate_grad_hooks for one in parameters):
+        return "the script has hooks on gradients that are complete"
+    if _overlap(parameters):
+        return "parameters share memory"
+    return ""
+
+
+def _foreign_hooks(optimizer: Any) -> bool:
+    from torch.optim import optimizer as optimizers
+
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *optimizers._global_optimizer_pre_hooks.values(),
+        *optimizers._global_optimizer_post_hooks.values(),
+    )
+    return any(not (getattr(one, "__module__", None) or "").startswith("flatout.") for one in hooks)
+
+
+def _overlap(parameters: Sequence[Any]) -> bool:
+    """Would the update of one parameter change another's values?"""
+    ranges = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in parameters if one.nbytes)
+    return any(after < end for (_, end), (after, _) in itertools.pairwise(ranges))
+
+
+def _parameters_of(owner: Any) -> Iterator[Any]:
+    if isinstance(owner, torch.optim.Optimizer):
+        return (one for group in owner.param_groups for one in group["params"])
+    return iter(owner.parameters()) if isinstance(owner, torch.nn.Module) else iter(())
+
+
+def _trained(optimizers: Sequence[Any]) -> Iterator[Any]:
+    return (one for optimizer in optimizers for one in _parameters_of(optimizer) if one.requires_grad)
