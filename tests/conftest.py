@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,23 @@ def _alarm() -> Iterator[None]:
 def busy_ceilings_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests side by side make every minute a busy one, and each tune would measure the machine for seconds."""
     keep_busy_ceilings(monkeypatch.setattr)
+
+
+@pytest.fixture
+def uncompiled_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao compiles its step anew for each shape and set of hyperparameters; uncompiled it computes the same."""
+    import torchao.optim.adam
+
+    monkeypatch.setattr(torchao.optim.adam, "torch", _Uncompiled())
+
+
+class _Uncompiled:
+    """The module `torch`, in which to compile changes nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    def compile(self, function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        return function

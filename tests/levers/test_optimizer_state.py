@@ -70,6 +70,8 @@ class Loop:
 
 @needs_torchao
 def test_the_course_is_nearly_the_same_and_undone_the_script_is_plain(watch: Watch) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of what other tests have compiled
     plain, ours = Loop(), Loop()
     expected = plain.steps(9)
     with LEVER.apply(watch.subject, "8bit"):

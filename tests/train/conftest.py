@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 
 from tests.processes import Python
 
@@ -46,21 +44,3 @@ def run_ranks(python: Python) -> RunRanks:
         return [(ended.returncode, ended.stdout, ended.stderr) for ended in python.together(*commands)]
 
     return run
-
-
-@pytest.fixture
-def uncompiled_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchao compiles its step anew for each shape and set of hyperparameters; uncompiled it computes the same."""
-    import torchao.optim.adam
-
-    monkeypatch.setattr(torchao.optim.adam, "torch", _Uncompiled())
-
-
-class _Uncompiled:
-    """The module `torch`, in which to compile changes nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def compile(self, function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        return function
