@@ -135,6 +135,11 @@ def inductor_folder() -> Path:
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir() / "inductor")
 
 
+def compiled_headers() -> Path:
+    """Where torch.compile keeps the headers of its kernels, compiled once for all of them."""
+    return inductor_folder() / "precompiled_headers"
+
+
 def inductor_cache() -> dict[str, str]:
     """The variable that tells torch.compile so."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(inductor_folder())}

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from flatout.environment import cpp_compiler, inductor_folder
+from flatout.environment import compiled_headers, cpp_compiler
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.model_call import ATTRIBUTE, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
@@ -96,7 +96,7 @@ def _sooner_ready() -> Iterator[None]:
     from torch._inductor import codecache
     from torch._inductor import config as inductor
 
-    folder = str(inductor_folder() / "precompiled_headers")
+    folder = str(compiled_headers())
     before = inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR
     if before[0] is None and platform.machine() in ("x86_64", "AMD64"):
         inductor.cpp.vec_isa_ok = True

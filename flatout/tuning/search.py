@@ -39,9 +39,9 @@ from flatout.tuning.worth_trying import (
 from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
-COMPILED_AGAIN = 1.0
+COMPILED_AGAIN = 0.4
 """Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find the
-kernels in the cache (of a small model: 0.15 of it each)."""
+kernels in the cache (0.05 to 0.1 of it each: `python -m benchmarks.search.compiling`)."""
 SCARCE = 1.5
 """Times the least that a verifier needs: what is kept back for it while nothing is kept."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4

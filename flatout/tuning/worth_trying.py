@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.environment import compiled_headers
 from flatout.levers.lever import Lever, Verdict, refuse
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -15,9 +16,9 @@ from flatout.units import format_seconds
 
 COMPARISON_SECONDS = 25.0
 """One comparison takes so long at the most."""
-COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION = 10.0, 0.014
-"""What a first compilation takes, as a rule, with nothing in torch's caches: 12 s for steps of 200 operations, 19 to 24
-for a thousand, on two cores (`python -m benchmarks.search.short_and_long`). What it really took is measured."""
+COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION, HEADERS_SECONDS = 6.0, 0.012, 8.0
+"""What a first compilation takes, as a rule, on two cores, and what its headers take where they were never compiled on
+this machine (`python -m benchmarks.search.compiling`). What it really took is measured."""
 USUAL_OPERATIONS = 500
 """Of a step, where they were not counted."""
 
@@ -63,7 +64,9 @@ def usual_compile_seconds(observed: Observed, value: str = "default") -> float:
     operations = USUAL_OPERATIONS if observed.operations_per_step is None else observed.operations_per_step
     if value == "regional":
         operations //= max((module.repeated_blocks for module in observed.modules), default=1) or 1
-    return COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
+    seconds = COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
+    on_cpu = not observed.device.startswith("cuda")
+    return seconds + HEADERS_SECONDS * (on_cpu and not compiled_headers().exists())
 
 
 def saving_per_second(
