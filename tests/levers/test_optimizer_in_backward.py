@@ -414,7 +414,8 @@ def test_it_is_offered_for_memory_alone() -> None:
     assert LEVER.saving(CPU, OPEN).most == 0.0
 
 
-def recorded(script: Script, role: str, folder: Path, *, on: bool) -> dict[str, Any]:
+def recorded(script: Script, role: str, folder: Path, *, on: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was recorded, and the script's names."""
     recorders: list[NumericsRecorder] = []
     turns: list[None] = []
 
@@ -428,18 +429,19 @@ def recorded(script: Script, role: str, folder: Path, *, on: bool) -> dict[str, 
 
     script.watch.at_boundary.append(boundary)
     try:
-        script.run(TWO, on=on)
+        space = script.run(TWO, on=on)
     finally:
         script.watch.at_boundary.remove(boundary)
-    return recorders[0].finish()
+    return recorders[0].finish(), space
 
 
 def test_the_proof_sees_the_gradients_that_were_used(tmp_path: Path, script: Script) -> None:
     (tmp_path / "reference").mkdir()
-    plain = recorded(script, "reference", tmp_path / "reference", on=False)
+    plain, held = recorded(script, "reference", tmp_path / "reference", on=False)
     script.watch.subject.optimizers = type(script.watch.subject.optimizers)()
     script.watch.subject.modules = type(script.watch.subject.modules)()
-    ours = recorded(script, "checked", tmp_path / "reference", on=True)
+    ours, _ = recorded(script, "checked", tmp_path / "reference", on=True)
+    assert held["second"] is not None  # until here: the watch would take an optimizer at its address for it
     assert script.incidents == []
     assert ours["gradient_norms"] == plain["gradient_norms"]
     assert ours["weight_digest"] == plain["weight_digest"]
