@@ -42,7 +42,7 @@ OBSERVED_STEPS = 30
 COMPILED_AGAIN = 0.4
 """Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find the
 kernels in the cache (0.05 to 0.1 of it each: `python -m benchmarks.search.compiling`)."""
-SCARCE = 1.5
+WHILE_NOTHING_IS_KEPT = 1.5
 """Times the least that a verifier needs: what is kept back for it while nothing is kept."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
 """Of the budget: what is spent to see how long a step takes, beyond two, before a budget is called too short."""
@@ -287,7 +287,7 @@ class TrainingSearch(Search[Choice]):
         """More for the verifier, where slow starts or long steps make it take long: a search that leaves no time for it
         is for nothing. And less as long as there is nothing to verify: its share is then of no use to anybody."""
         usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
-        least = max(least, usual) if self.state.kept else max(least, min(usual, SCARCE * least))
+        least = max(least, usual) if self.state.kept else max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
         self._deadline = self.limits.deadline.reserving(least - usual)
         if self._process is not None:
             self._process.deadline = self._deadline
