@@ -441,7 +441,7 @@ def test_the_proof_sees_the_gradients_that_were_used(tmp_path: Path, script: Scr
     script.watch.subject.optimizers = type(script.watch.subject.optimizers)()
     script.watch.subject.modules = type(script.watch.subject.modules)()
     ours, _ = recorded(script, "checked", tmp_path / "reference", on=True)
-    assert held["second"] is not None  # until here: the watch would take an optimizer at its address for it
+    assert held["second"] is not None  # until here: an optimizer made at its address may be taken for it
     assert script.incidents == []
     assert ours["gradient_norms"] == plain["gradient_norms"]
     assert ours["weight_digest"] == plain["weight_digest"]
