@@ -41,7 +41,7 @@ from flatout.units import format_bytes
 OBSERVED_STEPS = 30
 COMPILED_AGAIN = 0.4
 """Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find the
-kernels in the cache (0.05 to 0.1 of it each: `python -m benchmarks.search.compiling`)."""
+kernels in the cache (0.04 to 0.08 of it each: `python -m benchmarks.search.compiling`)."""
 WHILE_NOTHING_IS_KEPT = 1.5
 """Times the least that a verifier needs: what is kept back for it while nothing is kept."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4

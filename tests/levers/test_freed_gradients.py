@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +16,6 @@ from flatout.script.watch import Watch
 
 LEVER = GradientsToNone()
 Loop = Callable[[list[Tensor]], None]
-
-
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    made = Watch()
-    made.install(torch)
-    yield made
-    made.uninstall()
-    assert "grad" not in vars(nn.Parameter)
 
 
 class Net(nn.Module):

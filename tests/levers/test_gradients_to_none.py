@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,14 +17,6 @@ from flatout.script.watch import Watch
 from tests.levers.test_catalogue import AMPERE, CPU
 
 LEVER = GradientsToNone()
-
-
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    made = Watch()
-    made.install(torch)
-    yield made
-    made.uninstall()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import gc
 import importlib.util
 import io
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +26,6 @@ from tests.levers.test_catalogue import CPU, SEEN
 LEVER = LowBitState()
 WIDTH = 64
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-
-
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    made = Watch()
-    made.install(torch)
-    yield made
-    made.uninstall()
 
 
 class Loop:
