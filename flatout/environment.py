@@ -140,6 +140,11 @@ def compiled_headers() -> Path:
     return inductor_folder() / "precompiled_headers"
 
 
+def headers_are_compiled() -> bool:
+    """Are any there, of whatever version of torch and compiler?"""
+    return any(compiled_headers().rglob("*.gch"))
+
+
 def inductor_cache() -> dict[str, str]:
     """The variable that tells torch.compile so."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(inductor_folder())}

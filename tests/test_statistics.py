@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from flatout.errors import UsageError
-from flatout.statistics import Comparison, compare_paired, compare_unpaired, iqr, median, quantile
+from flatout.statistics import Comparison, chi_square_95, compare_paired, compare_unpaired, iqr, median, quantile
 
 
 def test_median_and_iqr_known_answers() -> None:
@@ -33,6 +33,11 @@ def test_rank_sum_interval_known_answer() -> None:
     assert _rank_sum_ways(2, 2) == [1, 1, 2, 1, 1]
     tables = {(3, 3): None, (4, 4): 0, (5, 5): 2, (8, 8): 13, (10, 10): 23, (5, 10): 8, (20, 20): 127}
     assert {sizes: _rank_sum_trim(*sizes, 0.95) for sizes in tables} == tables
+
+
+def test_chi_square_known_answers() -> None:
+    for freedom, known in ((1, 3.841), (2, 5.991), (3, 7.815), (9, 16.919), (19, 30.144)):
+        assert chi_square_95(freedom) == pytest.approx(known, rel=0.025)
 
 
 def test_a_plain_gain_is_found_and_one_awful_sample_does_not_hide_it() -> None:

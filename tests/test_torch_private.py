@@ -63,6 +63,7 @@ LISTED = {
     "torch._inductor.aoti_load_package",
     "torch._inductor.codecache",
     "torch._inductor.config",
+    "torch._inductor.cpp_builder",
     "torch._inductor.decomposition.select_decomp_table",
     "torch._inductor.exc.InductorError",
     "torch._inductor.list_mode_options",

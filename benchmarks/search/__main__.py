@@ -1,8 +1,12 @@
 """`python -m benchmarks.search`: the search's result beside the best of all combinations of its levers.
 
-For each workload every subset of the live levers is timed against the plain script (interleaved windows, one process),
-then the search runs over the same levers, then its result and the exhaustive best are timed against each other in one
-process. Both costs are wall seconds, the script's start included.
+For each script the search runs over the live levers that apply to it, with nothing compiled before. Then every subset
+of them is timed against the plain script (interleaved windows, one process), and the best of these against what the
+search kept, in pairs of fresh processes. Both costs are wall seconds, the script's start included.
+
+    python -m benchmarks.search --out search.json --checkouts checkouts
+
+Public scripts need checkouts (see benchmarks/scripts/README.md). A script that --out holds already is left as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.search import two_plans
+from benchmarks.search.places import OWN, PUBLIC, in_its_place
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.lever import Choice
 from flatout.machine.description import Machine
@@ -29,140 +35,129 @@ from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.search import TrainingSearch
 from flatout.tuning.windows import Arm, Pace, compare_arms
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MODULE = "benchmarks.search.__main__"
+SCRIPTS = ("digits_mlp", "digits_cnn", "classic_loop", "tiny_diffusion", "makemore", "vae", "mnist", "mlp 512 128")
 FIELDS = ("fetch", "allocator", "threads", "optimizer", "memory_format", "precision", "compile")
-"""Live levers whose subsets are tried. At seven binary choices a workload has up to 128 combinations."""
+"""Live levers whose subsets are tried. At seven binary choices a script has up to 127 combinations."""
+SEARCH_SECONDS = 600.0
+SUBSET_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    name: str
-    command: tuple[str, ...]
-    fields: tuple[str, ...] = FIELDS
-
-
-WORKLOADS = (
-    Workload(name="digits_mlp", command=(str(EXAMPLES / "digits_mlp.py"), "--epochs", "100000")),
-    # Without torch.compile: compiling 64 of 127 combinations takes a quarter of an hour.
-    Workload(name="digits_cnn", command=(str(EXAMPLES / "digits_cnn.py"), "--epochs", "100000"), fields=FIELDS[:-1]),
-    Workload(name="classic_loop", command=(str(EXAMPLES / "classic_loop.py"), "--epochs", "100000")),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    workload: str
-    combinations: int
-    exhaustive_seconds: float
-    search_seconds: float
-    exhaustive_best: list[str]
-    exhaustive_ratio: float
-    search_kept: list[str]
-    search_against_best: float
-    """Step time of the exhaustive best over that of the search's result: 0.97 means the search's is 3 % slower."""
-    interval: tuple[float, float]
-
-    @property
-    def cost_share(self) -> float:
-        return self.search_seconds / self.exhaustive_seconds
-
-
-def offered(process: TrialProcess, machine: Machine, fields: Sequence[str]) -> list[Choice]:
+def offered(process: TrialProcess, machine: Machine) -> list[Choice]:
     """The first value of each live lever that applies to this loop."""
     process.window([], settle=3, steps=3)
     observed = process.breakdown([], steps=20)
-    process.expected_step_seconds = observed.step_seconds
     found: list[Choice] = []
     for lever in LEVERS:
         verdict = lever.applies(machine, observed)
-        if lever.plan_field in fields and lever.switch == "live" and verdict:
+        if lever.plan_field in FIELDS and lever.switch == "live" and verdict:
             found.append(Choice(lever, verdict.values[0]))
     return found
 
 
-def exhaustive(
-    setup: TrialSetup, machine: Machine, fields: Sequence[str]
-) -> tuple[list[Choice], float, int, float, list[Choice]]:
-    """(best subset, its ratio, how many subsets, seconds, the levers)."""
-    began = time.perf_counter()
-    with TrialProcess(setup) as process:
-        process.start()
-        choices = offered(process, machine, fields)
-        subsets = [list(c) for size in range(1, len(choices) + 1) for c in itertools.combinations(choices, size)]
-        pace = Pace.for_step(process.expected_step_seconds or 0.01, seconds=5.0)
-        best: tuple[float, list[Choice]] = (1.0, [])
-        for number, subset in enumerate(subsets, start=1):
-            if sys.stderr.isatty():
-                print(f"\r{number} of {len(subsets)}", end="", file=sys.stderr)
-            ratio = compare_arms(Arm(process), Arm(process, subset), pace).comparison.ratio
-            best = max(best, (ratio, subset), key=lambda entry: entry[0])
-        return best[1], best[0], len(subsets), time.perf_counter() - began, choices
-
-
-def run(workload: Workload, machine: Machine) -> Outcome:
+def measured(out: Path, command: Sequence[str]) -> None:
+    """In a process of its own, started where the script is."""
+    machine = machine_with_ceilings(lambda text: None)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-", dir="/var/tmp") as folder:
-        setup = TrialSetup(target=Target.from_command(workload.command), work_folder=Path(folder))
-        best, ratio, count, seconds, choices = exhaustive(setup, machine, workload.fields)
+        setup = TrialSetup(target=Target.from_command(command), work_folder=Path(folder))
+        with TrialProcess(setup) as process:
+            process.start()
+            choices = offered(process, machine)
         began = time.perf_counter()
         only = tuple((choice.field, choice.value) for choice in choices)
-        state = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(600), only=only)).run()
+        state = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(SEARCH_SECONDS), only=only)).run()
         search_seconds = time.perf_counter() - began
-        against, interval = against_best(setup, best, state.kept)
-    return Outcome(
-        workload=workload.name,
-        combinations=count,
-        exhaustive_seconds=seconds,
-        search_seconds=search_seconds,
-        exhaustive_best=[choice.label for choice in best],
-        exhaustive_ratio=ratio,
-        search_kept=[choice.label for choice in state.kept],
-        search_against_best=against,
-        interval=interval,
+        began = time.perf_counter()
+        ratios = _every_subset(setup, choices, state.first_observed.step_seconds or 0.01)
+        exhaustive_seconds = time.perf_counter() - began
+    best, ratio = max(ratios, key=lambda entry: entry[1])
+    found = {
+        "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+        "step_seconds": state.first_observed.step_seconds,
+        "combinations": len(ratios),
+        "exhaustive_seconds": exhaustive_seconds,
+        "exhaustive_best": [choice.to_json() for choice in best],
+        "exhaustive_ratio": ratio,
+        "search_seconds": search_seconds,
+        "search_kept": [choice.to_json() for choice in state.kept],
+    }
+    out.write_text(json.dumps(found))
+
+
+def _every_subset(
+    setup: TrialSetup, choices: Sequence[Choice], step_seconds: float
+) -> list[tuple[list[Choice], float]]:
+    """Of the levers, with how many times as fast the steps are; without any: 1."""
+    ratios: list[tuple[list[Choice], float]] = [([], 1.0)]
+    pace = Pace.for_step(step_seconds, seconds=SUBSET_SECONDS)
+    with TrialProcess(setup) as process:
+        process.start()
+        process.expected_step_seconds = step_seconds
+        process.window([], settle=3, steps=3)
+        for size in range(1, len(choices) + 1):
+            for subset in itertools.combinations(choices, size):
+                ratio = compare_arms(Arm(process), Arm(process, subset), pace).comparison.ratio
+                ratios.append((list(subset), ratio))
+    return ratios
+
+
+def cell(name: str, checkouts: Path | None) -> dict[str, Any] | None:
+    """Both, and the two plans beside each other."""
+    found = in_its_place(name, checkouts, MODULE, [])
+    if found is None:
+        return None
+    best, kept = found["exhaustive_best"], found["search_kept"]
+    if sorted(best) == sorted(kept):
+        return {**found, "share": 1.0, "comparison": None}
+    compared = in_its_place(name, checkouts, two_plans.MODULE, two_plans.words_for(best, kept))
+    return None if compared is None else {**found, "share": compared["ratio"], "comparison": compared}
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    compared = found["comparison"]
+    interval = "the same" if compared is None else f"{compared['low']:.3f} to {compared['high']:.3f}"
+    return (
+        f"{name:16} best of {found['combinations']} x{found['exhaustive_ratio']:.2f} "
+        f"[{_told(found['exhaustive_best'])}] in {found['exhaustive_seconds']:.0f} s; search kept "
+        f"[{_told(found['search_kept'])}] in {found['search_seconds']:.0f} s ({cost_share(found):.0%} of the cost), at "
+        f"{found['share']:.3f} of the best ({interval})"
     )
 
 
-def against_best(
-    setup: TrialSetup, best: Sequence[Choice], kept: Sequence[Choice]
-) -> tuple[float, tuple[float, float]]:
-    if list(best) == list(kept):
-        return 1.0, (1.0, 1.0)
-    with TrialProcess(setup) as process:
-        process.start()
-        process.window([], settle=3, steps=3)
-        pace = Pace(
-            steps=40, settle=3, warm_steps=5, least_pairs=15, most_pairs=25, seconds=30, stops_when_decided=False
-        )
-        found = compare_arms(Arm(process, best), Arm(process, kept), pace).comparison
-    return found.ratio, (found.low, found.high)
+def _told(choices: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(f"{lever} {value}" for lever, value in choices)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[workload.name for workload in WORKLOADS])
-    parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
-    arguments = parser.parse_args(words)
-    machine = machine_with_ceilings(lambda text: None)
-    outcomes = []
-    for workload in WORKLOADS:
-        if arguments.only and workload.name not in arguments.only:
-            continue
-        outcome = run(workload, machine)
-        outcomes.append(outcome)
+def cost_share(found: dict[str, Any]) -> float:
+    return float(found["search_seconds"] / found["exhaustive_seconds"])
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--one"]:
+        measured(Path(sys.argv[2]), sys.argv[3:])
+        return 0
+    names = [*OWN, *(script.name for script in PUBLIC)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=names, default=SCRIPTS)
+    parser.add_argument("--checkouts", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"scripts": {}}
+    for name in arguments.only:
+        if name not in document["scripts"]:
+            found = cell(name, arguments.checkouts and arguments.checkouts.resolve())
+            if found is None:
+                continue
+            document["machine"] = found["machine"]
+            document["scripts"][name] = found
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        print(line(name, document["scripts"][name]), flush=True)
+    if cells := list(document["scripts"].values()):
+        shares, costs = [one["share"] for one in cells], [cost_share(one) for one in cells]
         print(
-            f"{outcome.workload:14} best of {outcome.combinations} x{outcome.exhaustive_ratio:.2f} "
-            f"({', '.join(outcome.exhaustive_best)}) in {outcome.exhaustive_seconds:.0f} s; "
-            f"search kept {', '.join(outcome.search_kept)} in {outcome.search_seconds:.0f} s "
-            f"({outcome.cost_share:.0%} of the cost), at {outcome.search_against_best:.3f} of the best "
-            f"({outcome.interval[0]:.3f} to {outcome.interval[1]:.3f})",
-            flush=True,
+            f"{len(cells)} scripts: of the best combination's speed: median {median(shares):.1%}, worst "
+            f"{min(shares):.1%}; of its cost: median {median(costs):.0%}, most {max(costs):.0%}"
         )
-    if arguments.out:
-        document: dict[str, Any] = {
-            "benchmark": "search",
-            "machine": machine.to_json(),
-            "outcomes": [{**asdict(outcome), "cost_share": outcome.cost_share} for outcome in outcomes],
-        }
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.search.compiling
 
 Each model is compiled in a process of its own, with nothing in torch's caches and then again with what that left. A
-search expects `flatout.tuning.worth_trying.usual_compile_seconds`, which is printed beside what was measured.
+search expects `flatout.levers.first_compilation.usual_compile_seconds`, which is printed beside what was measured.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.nn.functional import cross_entropy
 
 from flatout.environment import trial_environment
 from flatout.levers.compile import Compile, repeated_blocks
+from flatout.levers.first_compilation import usual_compile_seconds
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.levers.subject import Subject
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig, ResNet, ResNetConfig
 from flatout.script.step_work import follow_step
-from flatout.tuning.worth_trying import usual_compile_seconds
 
 
 def gpt2(layers: int) -> tuple[nn.Module, Tensor, Tensor]:

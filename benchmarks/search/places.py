@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gain.__main__ import CASES, ENDLESS
 from benchmarks.gain.__main__ import SCRIPT as TRAINING
@@ -53,6 +58,29 @@ def place_of(name: str, checkouts: Path | None) -> Iterator[Place | None]:
     with fresh_workspace(script, checkout, tuned=True) as workspace:
         command = script.tuned_argv or script.argv
         yield Place(command=command, folder=workspace.directory, environment=_importable(workspace.environment))
+
+
+def in_its_place(name: str, checkouts: Path | None, module: str, words: Sequence[str]) -> dict[str, Any] | None:
+    """What `python -m module --one OUT`, with `words` and the script's command, leaves in OUT as JSON; None: it could
+    not be done, and why was printed. It is started where the script is, with a cache folder of its own, in which there
+    are neither compiled kernels nor earlier tunes."""
+    with place_of(name, checkouts) as place, tempfile.TemporaryDirectory() as folder:
+        if place is None:
+            return None
+        out = Path(folder) / "found.json"
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--one", str(out), *words, *place.command],
+            cwd=place.folder,
+            env={**place.environment, "FLATOUT_CACHE_DIR": str(Path(folder) / "cache")},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode != 0:
+            print(f"{name}: {done.stderr.strip()[-400:]}", flush=True)
+            return None
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def _importable(environment: Mapping[str, str]) -> dict[str, str]:

@@ -17,19 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.search.places import OWN, PUBLIC, place_of
+from benchmarks.search import two_plans
+from benchmarks.search.places import OWN, PUBLIC, in_its_place
 
-PROCESS_PAIRS, PAIR_SECONDS = 5, 5.0
-"""Of the comparison of two plans."""
 MOST_OF_THE_GAIN = 0.5
 """Of the whole gain, as a logarithm: then most of it is there."""
 MODULE = "benchmarks.search.short_and_long"
@@ -70,73 +66,18 @@ def seconds_to_most_of_the_gain(trials: Sequence[Any]) -> float | None:
     return None
 
 
-def compare_two(out: Path, first: str, second: str, command: Sequence[str]) -> None:
-    """In a process of its own: how many times as fast the second plan's steps are as the first one's, into `out`."""
-    from flatout.levers.catalogue import LEVERS
-    from flatout.levers.lever import choices_from_json, split_by_switch
-    from flatout.script.entry import Target
-    from flatout.script.trial.fork_server import ForkServer
-    from flatout.script.trial.process import TrialSetup
-    from flatout.tuning.last_comparison import LEAST_WINDOWS, MOST_WINDOWS, comparison_of_groups
-    from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, compare_arms
-
-    plans = [choices_from_json(json.loads(words), LEVERS) for words in (first, second)]
-    groups: list[list[tuple[float, float]]] = []
-    with tempfile.TemporaryDirectory(prefix="flatout-bench-", dir="/var/tmp") as folder, ForkServer() as server:
-        setup = TrialSetup(target=Target.from_command(command), work_folder=Path(folder), fork_server=server)
-        for _ in range(PROCESS_PAIRS):
-            (first_start, first_live), (second_start, second_live) = (split_by_switch(plan) for plan in plans)
-            with setup.trial(first_start) as one, setup.trial(second_start) as other:
-                one.start()
-                other.start()
-                arms = Arm(one, first_live, resting=True), Arm(other, second_live, resting=True)
-                step_seconds = median(arms[0].window(settle=2, steps=3).seconds)
-                pace = replace(
-                    Pace.for_step(step_seconds, seconds=PAIR_SECONDS),
-                    least_pairs=LEAST_WINDOWS,
-                    most_pairs=MOST_WINDOWS,
-                    stops_when_decided=False,
-                )
-                groups.append([])
-                compare_arms(*arms, pace, collected=groups[-1])
-    out.write_text(json.dumps(comparison_of_groups(groups, LEAST_GAIN).to_json()))
-
-
-def in_its_place(name: str, checkouts: Path | None, words: Sequence[str]) -> dict[str, Any] | None:
-    """What this module, called with `words` and the script's command where the script is, leaves; None: it could not
-    be done, and why was printed."""
-    with place_of(name, checkouts) as place, tempfile.TemporaryDirectory() as folder:
-        if place is None:
-            return None
-        out = Path(folder) / "found.json"
-        environment = {**place.environment, "FLATOUT_CACHE_DIR": str(Path(folder) / "cache")}
-        done = subprocess.run(
-            [sys.executable, "-m", MODULE, words[0], str(out), *words[1:], *place.command],
-            cwd=place.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
-        if done.returncode != 0:
-            print(f"{name}: {done.stderr.strip()[-400:]}", flush=True)
-            return None
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
-
-
 def cell(name: str, short_seconds: float, long_seconds: float, checkouts: Path | None) -> dict[str, Any] | None:
     """Both tunes of a script and the comparison of their plans."""
     tunes = {}
     for kind, seconds in (("short", short_seconds), ("long", long_seconds)):
-        found = in_its_place(name, checkouts, ["--one", str(seconds)])
+        found = in_its_place(name, checkouts, MODULE, [str(seconds)])
         if found is None:
             return None
         tunes[kind] = {"budget_seconds": seconds, **found}
     plans = [tunes[kind]["kept"] for kind in ("long", "short")]
     if plans[0] == plans[1]:
         return {**tunes, "same_plan": True, "share": 1.0, "comparison": None}
-    compared = in_its_place(name, checkouts, ["--two", *(json.dumps(plan) for plan in plans)])
+    compared = in_its_place(name, checkouts, two_plans.MODULE, two_plans.words_for(*plans))
     if compared is None:
         return None
     return {**tunes, "same_plan": False, "share": compared["ratio"], "comparison": compared}
@@ -175,9 +116,6 @@ def summary(cells: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     if sys.argv[1:2] == ["--one"]:
         tune_one(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
-        return 0
-    if sys.argv[1:2] == ["--two"]:
-        compare_two(Path(sys.argv[2]), *sys.argv[3:5], sys.argv[5:])
         return 0
     names = [*OWN, *(script.name for script in PUBLIC)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -7,19 +7,20 @@ step by step, dropout included.
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from flatout.environment import compiled_headers, cpp_compiler
+from flatout.levers.first_compilation import compiler_is_there, in_our_cache, usual_compile_seconds
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.model_call import ATTRIBUTE, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+
+LITTLE_LONGER_SECONDS = 8.0
+"""Up to that a whole model is compiled before its blocks are tried, as it gains more: by 6 to 25 % of a step in the
+public scripts whose long tunes tried both (`python -m benchmarks.search.short_and_long`)."""
 
 
 class Compile(Lever):
@@ -43,11 +44,12 @@ class Compile(Lever):
             )
         if not observed.modules:
             return refuse("no module was called that could be compiled")
-        if observed.device == "cpu" and not _compiler():
+        if observed.device == "cpu" and not compiler_is_there():
             return refuse("no C++ compiler is installed (torch.compile on the CPU needs one; install g++)")
         values = ["default"]
         if any(module.repeated_block for module in observed.modules):
-            values.insert(0, "regional")
+            longer = usual_compile_seconds(observed) - usual_compile_seconds(observed, "regional")
+            values.insert(0 if longer > LITTLE_LONGER_SECONDS else 1, "regional")
         if observed.device.startswith("cuda"):
             values += ["reduce-overhead", "max-autotune"]
         return offer(*values, reason="fuses what lies between the products")
@@ -77,34 +79,12 @@ def _as_eager() -> Iterator[None]:
     inductor.fallback_random, autograd.donated_buffer = True, False
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
     try:
-        with _sooner_ready():
+        with in_our_cache():
             yield
     finally:
         inductor.fallback_random, autograd.donated_buffer = before
         # True is torch's default; what it was cannot be asked for.
         torch._C._dynamo.eval_frame._set_lru_cache(True)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _sooner_ready() -> Iterator[None]:
-    """What a first compilation on a CPU need not do, or not twice; each takes as long as several kernels.
-
-    Before its first kernel, inductor builds a library for each instruction set of the processor, to see whether
-    compiler and torch know it. It asks the processor in any case, and a torch of today knows them all. And its
-    precompiled headers lie in the folder for temporary files, where a trial leaves nothing.
-    """
-    from torch._inductor import codecache
-    from torch._inductor import config as inductor
-
-    folder = str(compiled_headers())
-    before = inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR
-    if before[0] is None and platform.machine() in ("x86_64", "AMD64"):
-        inductor.cpp.vec_isa_ok = True
-    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = folder, os.path.join(folder, "locks")
-    try:
-        yield
-    finally:
-        inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = before
 
 
 def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
@@ -161,7 +141,3 @@ def _outermost(module: Any, kind: Any) -> Iterator[Any]:
             yield child
         else:
             yield from _outermost(child, kind)
-
-
-def _compiler() -> bool:
-    return any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++"))

@@ -22,7 +22,7 @@ from dataclasses import replace
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
-from flatout.statistics import Comparison, compare_paired, median, student_95
+from flatout.statistics import Comparison, chi_square_95, compare_paired, median, student_95
 from flatout.tuning.few_steps import FewSteps, pair_of_runs, pairing_of_runs
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
@@ -36,13 +36,15 @@ LEAST_SECONDS, MOST_SECONDS = 1.0, 2.5
 do, in scripts whose memory lies now so, now so: the time goes into more of them."""
 LEAST_WINDOWS, MOST_WINDOWS = 4, 400
 """Pairs of windows in one pair of processes."""
+UNDECIDED_SHARE = 0.05
+"""Of the budget: so much longer it may take where the gain is not yet certain, as without another pair all that was
+found would be given back."""
 MOST_STARTS = 40
 """A short script is started again until there are enough windows."""
 USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
 """The typical standard deviation of the log ratio between pairs of processes, and the degrees of freedom it counts for.
 `python -m benchmarks.gain.processes` measures it, and how often intervals from few pairs hold the ratio of all."""
-MOST_USUAL = 1.5
-"""Times the typical deviation: pairs that differ by more are not typical, and only their own deviation counts."""
+
 
 Pairs = list[tuple[float, float]]
 
@@ -82,10 +84,12 @@ def compare_in_fresh_processes(
         else:
             last = _one_pair_of_runs(trials, choices, few, deadline, number, pairs)
         groups.append(pairs)
-        spent = deadline.elapsed_seconds - began
-        if spent + spent / len(groups) > available and len(groups) >= least:
+        spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
+        undecided = found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
+        beyond = UNDECIDED_SHARE * deadline.budget_seconds if undecided else 0.0
+        if spent + spent / len(groups) > available + beyond and len(groups) >= least:
             break
-        if _is_narrow(comparison_of_groups(groups, pace.least_gain), len(groups)):
+        if _is_narrow(found, len(groups)):
             break
     assert last is not None
     every = [pair for group in groups for pair in group]
@@ -105,9 +109,10 @@ def least_seconds(
     trials: Trials,
     levers_start_seconds: float = 0.0,
     few: FewSteps | None = None,
+    process_pairs: int = LEAST_PROCESS_PAIRS,
 ) -> float:
-    """What it takes until there is an interval that says something of a large gain, from as few pairs of processes as
-    can differ.
+    """What it takes until there is an interval that says something of a large gain, from so many pairs of processes; as
+    a rule from as few as can differ.
 
     levers_start_seconds: what turning the levers on takes (compilation). few: as for the comparison.
     """
@@ -117,7 +122,7 @@ def least_seconds(
     pace = Pace.for_step(step_seconds, seconds=0.0)
     steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * pace.pair_steps
     starting = restart_seconds * (1 if trials.starts_overlap else 2)
-    return LEAST_PROCESS_PAIRS * (starting + levers_start_seconds + steps * step_seconds)
+    return process_pairs * (starting + levers_start_seconds + steps * step_seconds)
 
 
 def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparison:
@@ -135,7 +140,7 @@ def _half_width(logs: Sequence[float]) -> float:
     """Of the 95 % interval of the log ratio, given that of each pair of processes."""
     mean, freedom = sum(logs) / len(logs), len(logs) - 1
     squares = sum((x - mean) ** 2 for x in logs)
-    if squares <= freedom * (MOST_USUAL * USUAL_DEVIATION) ** 2:
+    if not freedom or squares <= chi_square_95(freedom) * USUAL_DEVIATION**2:  # as typical pairs do, 19 of 20 times
         freedom += USUAL_FREEDOM
         squares += USUAL_FREEDOM * USUAL_DEVIATION**2
     return student_95(freedom) * math.sqrt(squares / freedom / len(logs))

@@ -60,6 +60,8 @@ class Pattern:
 
     step_seconds: float
     startup_seconds: float = 0.0
+    levers_start_seconds: float = 0.0
+    """That a run with the levers takes longer to start."""
     total_steps: int | None = None
     """Steps after which the script ends; None: not known."""
     epoch_steps: int | None = None
@@ -335,7 +337,8 @@ class Prover:
         # plain and again; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
         runs = 2 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
         starting = pattern.startup_seconds * (SHARED_START if self._trials.starts_overlap else 1.0)
-        available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - runs * starting)
+        starting = runs * starting + (len(claims) + ("reduced" in claims)) * pattern.levers_start_seconds
+        available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - starting)
         least = LEAST_SHARE * self._deadline.budget_seconds
         affordable = int(max(available, least) / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
         return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))

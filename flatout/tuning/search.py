@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.catalogue import in_order
+from flatout.levers.first_compilation import COMPILED_AGAIN, usual_compile_seconds
 from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -31,17 +32,12 @@ from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_ru
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
-from flatout.tuning.worth_trying import (
-    COMPARISON_SECONDS,
-    least_trial_seconds,
-    usual_compile_seconds,
-)
+from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds
 from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
-COMPILED_AGAIN = 0.4
-"""Times what compiling took: what it takes in two runs of the proof and two of the last comparison, which find the
-kernels in the cache (0.04 to 0.08 of it each: `python -m benchmarks.search.compiling`)."""
+COMPILED_AGAIN_BY = 4
+"""Processes of a verifier that compile again: two of the proof, two of the last comparison."""
 WHILE_NOTHING_IS_KEPT = 1.5
 """Times the least that a verifier needs: what is kept back for it while nothing is kept."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
@@ -119,7 +115,12 @@ class TrainingSearch(Search[Choice]):
         return self._proposals.names()
 
     def proposal(self, name: str) -> Proposal[Choice]:
-        return self._proposals.proposal(name)
+        found = self._proposals.proposal(name)
+        in_time_first = sorted(found.candidates, key=self._is_too_late_for)
+        return replace(found, candidates=tuple(in_time_first))
+
+    def _is_too_late_for(self, choice: Choice) -> bool:
+        return self._remaining() <= self.starting_seconds(self.combined((choice,)))
 
     def promise(self, name: str) -> tuple[bool, float]:
         return self._proposals.promise(name)
@@ -297,7 +298,7 @@ class TrainingSearch(Search[Choice]):
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
         budget_seconds, restart_seconds = self._deadline.budget_seconds, self.state.restart_seconds
         needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds, self.few)
-        return needed + COMPILED_AGAIN * compile_seconds
+        return needed + COMPILED_AGAIN_BY * COMPILED_AGAIN * compile_seconds
 
     def _affordable_steps(self, step_seconds: float) -> int:
         """How many plain steps may be watched; ScriptError where the budget is too short to compare anything."""

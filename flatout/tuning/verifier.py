@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from flatout.errors import TrialError
 from flatout.levers.catalogue import in_order
+from flatout.levers.first_compilation import COMPILED_AGAIN
 from flatout.levers.lever import Choice
 from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
@@ -74,9 +75,13 @@ class Verifier:
         self._exactness = exactness
         """The weakest claim that may be made."""
         share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state)
-        levers_start = sum(trial.startup_seconds or 0.0 for trial in state.trials if trial.outcome == "kept")
         needed = last_comparison.least_seconds(
-            pattern.step_seconds, pattern.startup_seconds, trials, levers_start, state.few_steps
+            pattern.step_seconds,
+            pattern.startup_seconds,
+            trials,
+            pattern.levers_start_seconds,
+            state.few_steps,
+            last_comparison.WANTED_PROCESS_PAIRS,
         )
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, 2 * share))
         self.warnings: list[str] = []
@@ -239,10 +244,18 @@ def _pattern(state: SearchState) -> Pattern:
     return Pattern(
         step_seconds=seen.step_seconds or 0.01,
         startup_seconds=state.restart_seconds,
+        levers_start_seconds=sum(_starts_again_in(choice, state) for choice in state.kept),
         total_steps=state.total_steps,
         few=state.few_steps,
         epoch_steps=max(1, round(batches / max(1.0, seen.backwards_per_step or 1.0))) if batches else None,
     )
+
+
+def _starts_again_in(choice: Choice, state: SearchState) -> float:
+    """Seconds that a lever takes to start in a later process, where what it compiled is in the cache."""
+    trial = state.kept_trial(choice.field)
+    seconds = 0.0 if trial is None else trial.startup_seconds or 0.0
+    return seconds * (COMPILED_AGAIN if choice.lever.compiles else 1.0)
 
 
 def busy(load: LoadWatch, when: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.environment import compiled_headers
+from flatout.levers.first_compilation import usual_compile_seconds
 from flatout.levers.lever import Lever, Verdict, refuse
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -16,11 +16,6 @@ from flatout.units import format_seconds
 
 COMPARISON_SECONDS = 25.0
 """One comparison takes so long at the most."""
-COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION, HEADERS_SECONDS = 6.0, 0.012, 8.0
-"""What a first compilation takes, as a rule, on two cores, and what its headers take where they were never compiled on
-this machine (`python -m benchmarks.search.compiling`). What it really took is measured."""
-USUAL_OPERATIONS = 500
-"""Of a step, where they were not counted."""
 
 
 def worth_trying(
@@ -57,16 +52,6 @@ def least_trial_seconds(observed: Observed) -> float:
     """Of the fewest steps that can decide, in one process."""
     step_seconds = observed.step_seconds or 0.01
     return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
-
-
-def usual_compile_seconds(observed: Observed, value: str = "default") -> float:
-    """Expected of a first compilation, of the whole model or ('regional') of one of its repeated blocks."""
-    operations = USUAL_OPERATIONS if observed.operations_per_step is None else observed.operations_per_step
-    if value == "regional":
-        operations //= max((module.repeated_blocks for module in observed.modules), default=1) or 1
-    seconds = COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
-    on_cpu = not observed.device.startswith("cuda")
-    return seconds + HEADERS_SECONDS * (on_cpu and not compiled_headers().exists())
 
 
 def saving_per_second(

@@ -300,7 +300,7 @@ def test_memory_of_few_steps_is_not_fitted(tmp_path: Path) -> None:
 
 
 def test_what_few_steps_cannot_prove_or_repay_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.tuning.worth_trying.compiled_headers", lambda: tmp_path)
+    monkeypatch.setattr("flatout.levers.first_compilation.headers_are_compiled", lambda: True)
     told = {entry.label: entry.reason for entry in searched(Pretended(tmp_path, 4), Reducing(), Compiling()).not_tried}
     assert told["reducing"] == "reduced is proved by the losses of 4 steps with it, and there are 3"
     assert told["compiling"] == "compiling usually takes 7.2 s, and all steps of a run with it 30 ms"

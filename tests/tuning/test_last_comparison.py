@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
+from flatout.tuning import last_comparison
+from flatout.tuning.few_steps import pairing_of_runs
 from flatout.tuning.last_comparison import (
     LEAST_WINDOWS,
     MANY_PROCESS_PAIRS,
@@ -36,6 +39,11 @@ def test_the_interval_is_as_wide_as_processes_differ() -> None:
     assert unlike.high > 1.45
 
 
+def test_two_pairs_show_a_large_gain_unless_they_differ_as_typical_ones_hardly_do() -> None:
+    assert comparison_of_groups([group(1.35), group(1.48)], 0.01).verdict == "faster"
+    assert comparison_of_groups([group(1.2), group(1.5)], 0.01).verdict == "not significant"
+
+
 def test_processes_that_disagree_show_no_gain() -> None:
     assert comparison_of_groups([group(0.9), group(1.05), group(1.3)], 0.01).verdict == "not significant"
 
@@ -53,6 +61,32 @@ def test_two_pairs_of_processes_that_contradict_what_is_usual_count_by_themselve
 
 def test_too_few_pairs_have_no_interval() -> None:
     assert not comparison_of_groups([group(1.3, 1)] * 2, 0.01).has_interval
+
+
+@pytest.mark.parametrize(
+    ("ratios", "pairs"),
+    [
+        ([1.3, 1.3, 1.3], 2),
+        ([1.1, 1.4, 1.25, 1.25], 3),  # not certain yet, and another pair may make it so
+        ([0.8, 1.0, 0.9], 2),
+    ],
+)
+def test_a_gain_that_is_not_certain_yet_gets_another_pair(
+    ratios: list[float], pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, measured = 0.0, iter(ratios)
+
+    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+        nonlocal now
+        now += 4.0
+        pairs += group(next(measured))
+        return pairing_of_runs(pairs, pace), pace
+
+    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    deadline = Deadline(100.0, clock=lambda: now).within(9.0)
+    found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=9.0), deadline, 9.0)
+    assert found.comparison.pairs == 8 * pairs
 
 
 def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from flatout.levers.allocator import PreloadedAllocator
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
 from flatout.levers.denormals import FlushDenormals
+from flatout.levers.first_compilation import usual_compile_seconds
 from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.entry import Target
@@ -21,7 +22,6 @@ from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.search import TrainingSearch
 from flatout.tuning.short_budget import no_step
-from flatout.tuning.worth_trying import usual_compile_seconds
 from tests.levers.test_catalogue import AMX, CPU
 from tests.tuning.test_worth_trying import STEP
 

@@ -1,22 +1,25 @@
 """How often does a trial keep a lever that does nothing, and how often one that helps by a known share?
 
-    python -m benchmarks.search.planted [--comparisons 100] [--gains 0 0.05 0.1 0.3] [--beside N] [--out results.json]
+    python -m benchmarks.search.planted [--comparisons 100] [--gains 0 0.05 0.1 0.3] [--steps short middle long]
+                                        [--beside N] [--out results.json]
 
 A script wastes 0, 5, 10 or 30 % of its work, and a planted lever takes that off. Each is compared with the plain script
-as the search does it: windows in turns in one process, until the verdict is clear. `--beside`: so many processes that
-keep the machine busy meanwhile, for a noisy one.
+as the search does it: windows in turns in one process, until the verdict is clear. Its steps are short, middle or long:
+about 1, 10 or 100 ms. `--beside`: so many processes that keep the machine busy meanwhile, for a noisy one. What --out
+holds of other gains, steps and numbers of processes stays in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +34,8 @@ from flatout.tuning.worth_trying import COMPARISON_SECONDS
 
 SCRIPT = Path(__file__).with_name("train.py")
 GAINS = (0.0, 0.05, 0.1, 0.3)
-SETTLING_STEPS = 400
+WIDTHS_AND_BATCHES = {"short": (256, 64), "middle": (1024, 256), "long": (2048, 1024)}
+SETTLING_STEPS, SETTLING_SECONDS = 400, 5.0
 COMPARISONS_A_PROCESS = 25
 BUSY = "while True: sum(range(10000))"
 
@@ -39,6 +43,11 @@ BUSY = "while True: sum(range(10000))"
 @dataclass(frozen=True, kw_only=True)
 class Result:
     gain: float
+    steps: str
+    """'short', 'middle' or 'long'."""
+    beside: int
+    """Processes that kept the machine busy."""
+    step_seconds: float
     comparisons: int
     kept: int
     median_ratio: float
@@ -48,23 +57,30 @@ class Result:
     """Half of it, as a share of the ratio."""
 
     @property
+    def key(self) -> tuple[float, str, int]:
+        return self.gain, self.steps, self.beside
+
+    @property
     def line(self) -> str:
         what = f"a gain of {self.gain:.0%}" if self.gain else "a lever that does nothing"
         return (
-            f"{what}: kept in {self.kept} of {self.comparisons} comparisons (x{self.median_ratio:.3f} "
+            f"steps of {self.step_seconds * 1e3:.2g} ms, {self.beside} busy processes: {what}: kept in {self.kept} of "
+            f"{self.comparisons} comparisons (x{self.median_ratio:.3f} "
             f"±{self.median_interval:.1%}, {self.median_pairs:.0f} pairs of windows, {self.median_steps:.0f} steps)"
         )
 
 
-def measured(gain: float, comparisons: int) -> Result:
+def measured(gain: float, length: str, beside: int, comparisons: int) -> Result:
     choice, kept = Choice(LEVERS[0], True), 0
-    ratios, pairs, steps, halves = [], [], [], []
+    ratios, pairs, steps, halves, taken = [], [], [], [], []
     left = comparisons
     while left:
-        with _process(gain) as process:
+        with _process(gain, length) as process:
             process.start()
-            process.window([], settle=SETTLING_STEPS, steps=50)
-            pace = Pace.for_step(median(process.window([], settle=2, steps=100).seconds), seconds=COMPARISON_SECONDS)
+            first = median(process.window([], settle=3, steps=5).seconds)
+            settling = min(SETTLING_STEPS, int(SETTLING_SECONDS / first))
+            taken.append(median(process.window([], settle=settling, steps=max(5, settling // 4)).seconds))
+            pace = Pace.for_step(taken[-1], seconds=COMPARISON_SECONDS)
             for _ in range(min(left, COMPARISONS_A_PROCESS)):
                 found = compare_arms(Arm(process), Arm(process, [choice]), pace, choice)
                 compared = found.comparison
@@ -77,6 +93,9 @@ def measured(gain: float, comparisons: int) -> Result:
                 left -= 1
     return Result(
         gain=gain,
+        steps=length,
+        beside=beside,
+        step_seconds=median(taken),
         comparisons=comparisons,
         kept=kept,
         median_ratio=median(ratios),
@@ -87,9 +106,11 @@ def measured(gain: float, comparisons: int) -> Result:
 
 
 @contextlib.contextmanager
-def _process(gain: float) -> Iterator[TrialProcess]:
+def _process(gain: float, length: str) -> Iterator[TrialProcess]:
     with tempfile.TemporaryDirectory(prefix="flatout-bench-", dir="/var/tmp") as folder:
-        target = Target(path=str(SCRIPT), arguments=("--wasted", str(gain)))
+        width, batch = WIDTHS_AND_BATCHES[length]
+        words = ("--wasted", str(gain), "--width", str(width), "--batch", str(batch))
+        target = Target(path=str(SCRIPT), arguments=words)
         levers = f"{Path(__file__).with_name('__init__.py')}:LEVERS"
         with TrialProcess(TrialSetup(target=target, work_folder=Path(folder), levers=levers)) as process:
             yield process
@@ -98,29 +119,34 @@ def _process(gain: float) -> Iterator[TrialProcess]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=100, help="of each gain")
-    parser.add_argument("--gains", type=float, nargs="+", default=GAINS, help="those that --out has besides stay in it")
+    parser.add_argument("--gains", type=float, nargs="+", default=GAINS)
+    parser.add_argument("--steps", nargs="+", choices=list(WIDTHS_AND_BATCHES), default=["short"])
     parser.add_argument("--beside", type=int, default=0, help="processes that keep the machine busy")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text())["results"] if arguments.out and arguments.out.exists() else []
-    results = [Result(**one) for one in known if one["gain"] not in arguments.gains]
+    results = {result.key: result for result in (Result(**one) for one in known)}
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(arguments.beside)]
     try:
-        for gain in arguments.gains:
-            results.append(measured(gain, arguments.comparisons))
-            print(results[-1].line, flush=True)
+        for length, gain in itertools.product(arguments.steps, arguments.gains):
+            result = measured(gain, length, arguments.beside, arguments.comparisons)
+            results[result.key] = result
+            print(result.line, flush=True)
+            if arguments.out:
+                _write(arguments.out, [results[key] for key in sorted(results)])
     finally:
         for process in busy:
             process.kill()
-    if arguments.out:
-        machine = detect()
-        document = {
-            "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
-            "beside": arguments.beside,
-            "results": [asdict(result) for result in sorted(results, key=lambda one: one.gain)],
-        }
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
+
+
+def _write(path: Path, results: Sequence[Result]) -> None:
+    machine = detect()
+    document = {
+        "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+        "results": [asdict(result) for result in results],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

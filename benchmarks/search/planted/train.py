@@ -1,6 +1,6 @@
 """A training loop that wastes a share of its step, and stops wasting it when it is told to.
 
-python train.py --wasted 0.1
+python train.py --wasted 0.1 [--width 1024 --batch 256]
 """
 
 import argparse
@@ -13,11 +13,14 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--wasted", type=float, required=True, help="as a share of the other work")
-wasted = parser.parse_args().wasted
+parser.add_argument("--width", type=int, default=256)
+parser.add_argument("--batch", type=int, default=64)
+options = parser.parse_args()
+wasted, width, batch = options.wasted, options.width, options.batch
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-x, y = torch.randn(64, 64), torch.randint(0, 10, (64,))
+x, y = torch.randn(batch, 64), torch.randint(0, 10, (batch,))
 taken = []
 while True:
     began = time.perf_counter()

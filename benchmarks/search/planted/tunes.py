@@ -3,7 +3,8 @@
     python -m benchmarks.search.planted.tunes [--tunes 100] [--budget 20] [--beside N] [--out results.json]
 
 A script is tuned with five levers that do nothing: search, second looks, proof and last comparison, as a user's tune. A
-tune that ends with a plan is a false keep. `--beside`: so many processes that keep the machine busy meanwhile.
+tune that ends with a plan is a false keep. `--beside`: so many processes that keep the machine busy meanwhile. Tunes
+that --out holds, of the same budget and as many processes, count among --tunes.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(arguments.beside)]
-    tunes: list[Tune] = []
+    tunes = _tunes_in(arguments.out, arguments.budget, arguments.beside)
     try:
-        for _ in range(arguments.tunes):
+        while len(tunes) < arguments.tunes:
             tunes.append(one(arguments.budget))
             if arguments.out:
                 _write(arguments.out, tunes, arguments.budget, arguments.beside)
@@ -65,6 +66,15 @@ def main() -> int:
         f"of their {trials} trials the search kept {in_search}"
     )
     return 0
+
+
+def _tunes_in(path: Path | None, budget_seconds: float, beside: int) -> list[Tune]:
+    if path is None or not path.exists():
+        return []
+    known = json.loads(path.read_text())
+    if (known["budget_seconds"], known["beside"]) != (budget_seconds, beside):
+        raise SystemExit(f"{path}: its tunes had {known['budget_seconds']} s, beside {known['beside']} processes")
+    return [Tune(**one) for one in known["tunes"]]
 
 
 def _write(path: Path, tunes: list[Tune], budget_seconds: float, beside: int) -> None:

@@ -1,0 +1,85 @@
+"""A first compilation by torch.compile on a CPU: how long it takes, what of it need not be done, and files that are
+whole or not there.
+
+with in_our_cache():
+    ...                         # whatever compiles
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+
+from flatout.environment import compiled_headers, cpp_compiler, headers_are_compiled
+from flatout.levers.observed import Observed
+from flatout.replaced import replaced
+
+COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION, HEADERS_SECONDS = 6.0, 0.012, 8.0
+"""What a first compilation takes, as a rule, on two cores, and what its headers take where they were never compiled on
+this machine (`python -m benchmarks.search.compiling`). What it really took is measured."""
+COMPILED_AGAIN = 0.1
+"""Times that: what it takes in a later process, which finds the kernels in the cache (0.04 to 0.09 there)."""
+USUAL_OPERATIONS = 500
+"""Of a step, where they were not counted."""
+
+
+@contextlib.contextmanager
+def in_our_cache() -> Iterator[None]:
+    """What a first compilation on a CPU need not do, or not twice; each takes as long as several kernels.
+
+    Before its first kernel, inductor builds a library for each instruction set of the processor, to see whether
+    compiler and torch know it. It asks the processor in any case, and a torch of today knows them all. And its
+    precompiled headers lie in the folder for temporary files, where a trial leaves nothing.
+
+    Inductor takes a file that is there for a whole one. A process that is killed while its compiler writes would leave
+    half of one, for every later run: so each gets its name when it is whole.
+    """
+    from torch._inductor import codecache, cpp_builder
+    from torch._inductor import config as inductor
+
+    folder = str(compiled_headers())
+    before = inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR
+    if before[0] is None and platform.machine() in ("x86_64", "AMD64"):
+        inductor.cpp.vec_isa_ok = True
+    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = folder, os.path.join(folder, "locks")
+    try:
+        with replaced(cpp_builder, "run_compile_cmd", _named_when_whole):
+            yield
+    finally:
+        inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = before
+
+
+def _named_when_whole(run: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    """Inductor holds a lock for each product, so one name for a product's half is enough."""
+
+    def run_compile_cmd(cmd_line: str, cwd: str) -> None:
+        words = shlex.split(cmd_line)
+        if "-o" not in words[:-1]:
+            run(cmd_line, cwd)
+            return
+        place = words.index("-o") + 1
+        whole = os.path.join(cwd, words[place])
+        words[place] = half = f"{whole}.half"
+        run(shlex.join(words), cwd)
+        os.replace(half, whole)
+
+    return run_compile_cmd
+
+
+def compiler_is_there() -> bool:
+    """A C++ compiler, without which torch.compile on the CPU does nothing."""
+    return any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++"))
+
+
+def usual_compile_seconds(observed: Observed, value: str = "default") -> float:
+    """Expected of a first compilation, of the whole model or ('regional') of one of its repeated blocks."""
+    operations = USUAL_OPERATIONS if observed.operations_per_step is None else observed.operations_per_step
+    if value == "regional":
+        operations //= max((module.repeated_blocks for module in observed.modules), default=1) or 1
+    seconds = COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
+    on_cpu = not observed.device.startswith("cuda")
+    return seconds + HEADERS_SECONDS * (on_cpu and not headers_are_compiled())
