@@ -54,7 +54,7 @@ def in_our_cache() -> Iterator[None]:
 
 
 def _named_when_whole(run: Callable[[str, str], None]) -> Callable[[str, str], None]:
-    """Inductor holds a lock for each product, so one name for a product's half is enough."""
+    """Inductor holds a lock for each product, so one name for an unfinished product is enough."""
 
     def run_compile_cmd(cmd_line: str, cwd: str) -> None:
         words = shlex.split(cmd_line)
@@ -63,9 +63,9 @@ def _named_when_whole(run: Callable[[str, str], None]) -> Callable[[str, str], N
             return
         place = words.index("-o") + 1
         whole = os.path.join(cwd, words[place])
-        words[place] = half = f"{whole}.half"
+        words[place] = partial = f"{whole}.partial"
         run(shlex.join(words), cwd)
-        os.replace(half, whole)
+        os.replace(partial, whole)
 
     return run_compile_cmd
 

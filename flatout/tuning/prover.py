@@ -156,9 +156,10 @@ class Prover:
         plain = self._plain(choices)
         if claimed == "bit-identical" and (judged := self._bit_identical(plain, choices)) is not None:
             return judged
-        if self._repeats_how() == "no":
-            return "statistical", "", {}
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
+        # What is as near to the plain run as that from other weights would be as near from its own: one run less.
+        if not judge.repeats_to_rounding(plain, nudged) and self._repeats_how() == "no":
+            return "statistical", "", {}
         checked = self._record(choices, role="checked")
         evidence = {
             "loss_difference": judge.largest_loss_difference(plain, checked),
@@ -232,15 +233,14 @@ class Prover:
     def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: dict[str, Any]) -> Proof:
         self._drop_the_one_ahead()  # expected in vain: it would hold memory beside what is measured next
         last = claims[-1]
-        repeats = self._repeats or "to the bit"
         return Proof(
             verdict=last.verdict,
             reason=last.reason,
             steps=plain.steps,
             epochs=plain.steps / self._pattern.epoch_steps if self._pattern.epoch_steps else None,
             claims=tuple(claims),
-            repeatable=repeats == "to the bit",
-            notes=tuple(_notes(plain, repeats)),
+            repeatable=None if self._repeats is None else self._repeats == "to the bit",
+            notes=tuple(_notes(plain, self._repeats)),
             baseline_losses=plain.mean_losses(),
             **evidence,
         )
@@ -334,8 +334,8 @@ class Prover:
         wanted = max(WANTED_STEPS[claim] for claim in claims) if claims else WANTED_STEPS["rounding"]
         if pattern.epoch_steps:
             wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
-        # plain and again; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
-        runs = 2 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
+        # plain; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
+        runs = 1 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
         starting = pattern.startup_seconds * (SHARED_START if self._trials.starts_overlap else 1.0)
         starting = runs * starting + (len(claims) + ("reduced" in claims)) * pattern.levers_start_seconds
         available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - starting)
@@ -357,7 +357,7 @@ def _largest_mean(streams: Sequence[Sequence[float]]) -> float:
     return max((sum(stream) / len(stream) for stream in streams), key=abs, default=0.0)
 
 
-def _notes(plain: Numerics, repeats: Repeats) -> list[str]:
+def _notes(plain: Numerics, repeats: Repeats | None) -> list[str]:
     notes = []
     if plain.unseeded:
         shown = ", ".join(plain.unseeded[:3]) + (" ..." if len(plain.unseeded) > 3 else "")

@@ -56,8 +56,8 @@ class Proof:
     """Mean of (candidate - plain) loss over the later half of a run left to itself, relative to its plain level."""
     resolution: float | None = None
     """The smallest relative difference of the losses that would have been seen; only of a statistical verdict."""
-    repeatable: bool = True
-    """Whether two plain runs gave the same bits."""
+    repeatable: bool | None = None
+    """Whether two plain runs gave the same bits; None: not asked, as every claim leaves room for rounding."""
     notes: tuple[str, ...] = ()
     baseline_losses: tuple[float | None, ...] = ()
     candidate_losses: tuple[float | None, ...] = ()

@@ -103,7 +103,7 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("fp32 products", AMX, SEEN, ("medium",)),
     ("fp32 products", AMPERE, ON_GPU, ("high",)),
     ("torch.compile", CPU, SEEN, ("default",)),
-    ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("regional", "default")),
+    ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("default", "regional")),
     ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead", "max-autotune")),
     ("pinned memory", AMPERE, ON_GPU, (True,)),
     ("overlapped copies", AMPERE, ON_GPU, (True,)),
