@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -32,17 +33,27 @@ MODULE = "benchmarks.search.short_and_long"
 
 
 def tune_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None:
-    """In a process of its own, started where the script is: leaves what the tune found in `out`."""
+    """In a process of its own, started where the script is: leaves what the tune found in `out`. One that refuses has
+    found nothing, and why is there."""
+    from flatout.errors import ScriptError
     from flatout.machine.with_ceilings import machine_with_ceilings
     from flatout.script.entry import Target
     from flatout.tuning.script_tuning import TuneRequest, tune_script
 
     machine = machine_with_ceilings(lambda text: None)
     request = TuneRequest(target=Target.from_command(command), budget_seconds=budget_seconds)
-    result = tune_script(request, machine)
+    about = {"processor": machine.cpu.name, "torch": machine.versions.torch}
+    began = time.perf_counter()
+    try:
+        result = tune_script(request, machine)
+    except ScriptError as refusal:
+        nothing = {"step_seconds": None, "kept": [], "speedup": None, "most_of_the_gain_after_seconds": None}
+        seconds = time.perf_counter() - began
+        out.write_text(json.dumps({"machine": about, "seconds": seconds, "refused": str(refusal), **nothing}))
+        return
     state = result.state
     found = {
-        "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
+        "machine": about,
         "seconds": result.seconds,
         "step_seconds": state.first_observed.step_seconds,
         "kept": [choice.to_json() for choice in state.kept],
@@ -88,13 +99,19 @@ def line(name: str, found: dict[str, Any]) -> str:
     interval = "same plan" if compared is None else f"{compared['low']:.3f}-{compared['high']:.3f}"
     after = short["most_of_the_gain_after_seconds"]
     return (
-        f"{name:22} {short['step_seconds'] * 1e3:8.2f} ms  {_told(short)}  {_told(long)}  "
+        f"{name:22} {_milliseconds(short['step_seconds'] or long['step_seconds'])}  {_told(short)}  {_told(long)}  "
         f"share {found['share']:.3f} ({interval})  most of the gain after "
         f"{'-' if after is None else f'{after:.0f} s'}"
     )
 
 
+def _milliseconds(seconds: float | None) -> str:
+    return "     unknown" if seconds is None else f"{seconds * 1e3:8.2f} ms"
+
+
 def _told(tune: dict[str, Any]) -> str:
+    if "refused" in tune:
+        return f"{tune['budget_seconds']:.0f} s (took {tune['seconds']:.0f}): refused as too short"
     speedup = "nothing kept" if tune["speedup"] is None else f"x{tune['speedup']['ratio']:.2f}"
     kept = ", ".join(f"{lever} {value}" for lever, value in tune["kept"])
     return f"{tune['budget_seconds']:.0f} s (took {tune['seconds']:.0f}): {speedup} [{kept}]"
