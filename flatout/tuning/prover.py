@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
@@ -44,8 +44,9 @@ RECORDING_FACTOR = 1.5
 SHARED_START = 0.6
 """Of a start: what each of two costs that start at once."""
 STATISTICAL_RUNS = 3
-USUAL_RUNS = 5
-"""Of a lever that is 'reduced': the plain one, two from nudged weights, and two with the lever."""
+
+REDUCED: tuple[Exactness, ...] = ("reduced",)
+ROUNDING: tuple[Exactness, ...] = ("rounding",)
 
 Progress = Callable[[str], None]
 Repeats = Literal["to the bit", "to rounding", "no"]
@@ -70,14 +71,32 @@ class Pattern:
     """The script's length, where it is so short that all of its steps are recorded."""
 
 
-def least_seconds(pattern: Pattern, trials: Trials) -> float:
-    """What a proof takes, as a rule, where it is as short as it may be."""
+def least_seconds(pattern: Pattern, trials: Trials, claims: Collection[Exactness] = REDUCED) -> float:
+    """What a proof of these claims takes, as a rule, where it is as short as it may be."""
     starting = pattern.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
-    steps, runs = LEAST_STEPS, USUAL_RUNS
+    steps, runs = LEAST_STEPS, RunsMade.for_claims(claims)
     if pattern.few is not None:
         steps = pattern.few.compared
-        runs -= steps < judge.LEAST_LOSSES  # nothing is tried that is 'reduced'
-    return runs * (starting + RECORDING_FACTOR * steps * pattern.step_seconds)
+        if steps < judge.LEAST_LOSSES:  # nothing is tried that is 'reduced'
+            runs = RunsMade.for_claims(ROUNDING)
+    recording = RECORDING_FACTOR * steps * pattern.step_seconds
+    return runs.all * (starting + recording) + runs.with_levers * pattern.levers_start_seconds
+
+
+class RunsMade(NamedTuple):
+    """By the proof of a set of claims, where plain runs are alike."""
+
+    all: int
+    with_levers: int
+
+    @classmethod
+    def for_claims(cls, claims: Collection[Exactness]) -> RunsMade:
+        """One with the levers of each class and all stricter ones, beside a plain one; where rounding is allowed one
+        from nudged weights; for 'reduced' one from coarsely nudged ones, and one with the levers that is left to
+        itself."""
+        reduced = "reduced" in claims
+        with_levers = len({*claims}) + reduced
+        return cls(all=1 + (reduced or "rounding" in claims) + reduced + with_levers, with_levers=with_levers)
 
 
 class Prover:
@@ -334,13 +353,12 @@ class Prover:
         wanted = max(WANTED_STEPS[claim] for claim in claims) if claims else WANTED_STEPS["rounding"]
         if pattern.epoch_steps:
             wanted = min(MOST_STEPS, max(wanted, math.ceil(WANTED_EPOCHS * pattern.epoch_steps)))
-        # plain; each class of levers; nudged beside the last two; a coarse nudge and a free run for the last
-        runs = 1 + len(claims) + ("rounding" in claims or "reduced" in claims) + 2 * ("reduced" in claims)
+        runs = RunsMade.for_claims(claims)
         starting = pattern.startup_seconds * (SHARED_START if self._trials.starts_overlap else 1.0)
-        starting = runs * starting + (len(claims) + ("reduced" in claims)) * pattern.levers_start_seconds
+        starting = runs.all * starting + runs.with_levers * pattern.levers_start_seconds
         available = max(0.0, SHARE_FOR_RUNS * self._deadline.seconds_left - starting)
         least = LEAST_SHARE * self._deadline.budget_seconds
-        affordable = int(max(available, least) / (runs * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
+        affordable = int(max(available, least) / (runs.all * RECORDING_FACTOR * max(pattern.step_seconds, 1e-5)))
         return max(LEAST_STEPS, min(wanted, affordable, (pattern.total_steps or MOST_STEPS) - 2))
 
 

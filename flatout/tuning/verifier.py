@@ -27,7 +27,10 @@ from flatout.tuning.whole_run import WholeRun, own_start_seconds, whole_run
 from flatout.tuning.windows import Pace, Pairing
 
 COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
-"""Of the time that is left for the verifier, for the last comparison; twice that where it needs as much."""
+"""Of the time that is left for the verifier, for the last comparison; twice that where it needs as much, or what a
+short proof leaves: without a comparison that is certain, all that was found is given back."""
+PROOF_MARGIN = 1.5
+"""Times the least that a proof takes."""
 STEPS_SHARE = 0.4
 """Of the whole budget: what a search keeps back for the verifier's steps at the most, beside its starts."""
 
@@ -83,7 +86,9 @@ class Verifier:
             state.few_steps,
             last_comparison.WANTED_PROCESS_PAIRS,
         )
-        self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, 2 * share))
+        claims = {choice.exactness for choice in state.kept}
+        beside_proof = deadline.seconds_left - PROOF_MARGIN * prover.least_seconds(pattern, trials, claims)
+        self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, max(2 * share, beside_proof)))
         self.warnings: list[str] = []
         before = deadline.reserving(self._comparison_seconds)
         self._prover = Prover(trials, pattern, before, progress)

@@ -17,7 +17,7 @@ from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning.numerics import Numerics
-from flatout.tuning.prover import Pattern, Prover
+from flatout.tuning.prover import Pattern, Prover, RunsMade
 from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, run, with_gradient
 
 
@@ -90,6 +90,16 @@ def test_a_run_from_moved_weights_that_is_near_shows_that_the_script_repeats_its
     assert proof.verdict == "within rounding"
     assert proof.repeatable is None
     assert prover.made == [("reference", "none"), ("checked", "rounding"), ("rounds", "checked", "none")]
+
+
+@pytest.mark.parametrize("choices", [[BITS], [ROUNDS], [REDUCES], [ROUNDS, BITS], [REDUCES, ROUNDS, BITS]])
+def test_the_runs_that_are_made_are_those_that_time_is_kept_for(tmp_path: Path, choices: list[Choice]) -> None:
+    results = {("bits",): PLAIN, ("rounds",): ROUNDED, ("rounds", "bits"): ROUNDED, ("reduces",): NOISY}
+    prover = Recorded(tmp_path, results | {("reduces", "rounds", "bits"): NOISY})
+    assert prover.prove(choices).holds
+    runs = RunsMade.for_claims([choice.exactness for choice in choices])
+    assert len(prover.made) == runs.all
+    assert sum(len(made) > 2 for made in prover.made) == runs.with_levers
 
 
 def test_the_first_claim_that_fails_ends_the_proof(tmp_path: Path) -> None:
