@@ -193,6 +193,19 @@ def test_levers_that_are_predicted_to_help_are_tried_at_once_where_there_is_no_t
     assert asked.bundle() == ()
 
 
+def test_a_value_for_which_there_is_time_comes_before_one_that_would_be_too_late(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock, Compile())
+    blocks = ModuleSeen(kind="Net", parameters=10, repeated_block="Block", repeated_blocks=4)
+    seen = Observed(step_seconds=0.02, device="cpu", modules=(blocks,), operations_per_step=600)
+    asked.state.observed = asked.state.first_observed = seen
+    asked._deadline = Deadline(600.0, clock=clock)
+    assert [one.value for one in asked.proposal("torch.compile").candidates] == ["default", "regional"]
+    regional, whole = (asked.starting_seconds([Choice(Compile(), value)]) for value in ("regional", "default"))
+    clock.now = 600.0 - (regional + whole) / 2
+    assert [one.value for one in asked.proposal("torch.compile").candidates] == ["regional", "default"]
+
+
 def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(tmp_path: Path) -> None:
     """The trial's own compilation and two more have to fit; then the other levers get the time."""
     clock = Clock()
