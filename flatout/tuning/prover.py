@@ -175,9 +175,12 @@ class Prover:
         plain = self._plain(choices)
         if claimed == "bit-identical" and (judged := self._bit_identical(plain, choices)) is not None:
             return judged
+        if self._repeats == "no":
+            return "statistical", "", {}
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
         # What is as near to the plain run as that from other weights would be as near from its own: one run less.
-        if not judge.repeats_to_rounding(plain, nudged) and self._repeats_how() == "no":
+        near = self._repeats is not None or judge.repeats_to_rounding(plain, nudged)
+        if not near and self._repeats_how() == "no":
             return "statistical", "", {}
         checked = self._record(choices, role="checked")
         evidence = {

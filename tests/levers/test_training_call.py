@@ -42,14 +42,6 @@ class Net(nn.Module):
         return self.b(checkpoint(self.inner, x, use_reentrant=self.reentrant))
 
 
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    found = Watch()
-    found.install(torch)
-    yield found
-    found.uninstall()
-
-
 @contextlib.contextmanager
 def trained(watch: Watch, model: nn.Module, lever: Lever, value: Any, steps: int = 3) -> Iterator[torch.optim.SGD]:
     """A first plain step, then steps under the lever, which stays on until the context ends."""

@@ -159,6 +159,13 @@ def test_a_script_that_does_not_repeat_itself_is_never_within_rounding(tmp_path:
     assert Recorded(tmp_path, {(choice.label,): worse}, plain=OTHERS).prove([choice]).verdict == "rejected"
 
 
+def test_plain_runs_that_were_seen_to_differ_are_not_found_alike_by_a_nudged_one(tmp_path: Path) -> None:
+    prover = Recorded(tmp_path, {("bits",): [run(seed=seed, noise=0.15) for seed in range(5, 10)]}, plain=OTHERS)
+    prover.nudged = NUDGED
+    assert prover.prove([BITS]).verdict == "statistical"
+    assert ("checked", "rounding") not in prover.made
+
+
 def test_a_lever_under_which_a_fresh_run_fails(tmp_path: Path) -> None:
     proof = Recorded(tmp_path, {("rounds",): TrialEnded(1, "Traceback\nValueError: no", 3)}).prove([ROUNDS])
     assert (proof.verdict, proof.reason) == ("rejected", "a fresh run with it failed: ValueError: no")
