@@ -45,6 +45,8 @@ class NumericsRequest:
     nudge: Nudge = "none"
     """Move every weight by one rounding error: of its own format at the start and at every check step, or of 16 bits
     at the start."""
+    gradient_noise: float = 0.0
+    """Added to each gradient before the optimizer takes it, as a share of its size."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:
@@ -79,6 +81,7 @@ class NumericsRecorder:
         watch.before_optimizer.append(self._optimizer)
         watch.at_iterator.append(self._iterator)
         watch.subject.before_update.append(self._update)
+        self._gradient_noise = GradientNoise(request.gradient_noise)
         self._early: dict[int, Any] = {}
         """By identity of their parameter, gradients that a backward pass has used already for its update."""
         if request.nudge == "16-bit":
@@ -139,6 +142,7 @@ class NumericsRecorder:
 
     def _optimizer(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._gradient_noise.add_to(parameters)
         self._take_gradients(parameters)
         if self._reference is not None:
             self._reference.optimizer(parameters, self._early)
@@ -180,7 +184,7 @@ def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
     if request.role == "reference":
         return ReferenceWriter(folder, subject, request.checks)
     if request.role == "checked":
-        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none")
+        return ReferenceReader(folder, subject, own_gradients=request.nudge != "none" or request.gradient_noise > 0)
     return None
 
 
@@ -196,6 +200,31 @@ def nudge_weights(subject: Subject, relative: float | None = None) -> None:
                 signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
                 amount = relative or torch.finfo(tensor.dtype).eps  # one unit in the last place of a number near 1
                 tensor.mul_(1 + amount * signs.to(device=tensor.device, dtype=tensor.dtype))
+
+
+class GradientNoise:
+    """Noise of `share` of each gradient's size, alike in all of its elements that are not 0. Draws from a generator of
+    its own."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._generators: dict[Any, Any] = {}
+        """By device."""
+
+    def add_to(self, parameters: list[Any]) -> None:
+        import torch
+
+        for parameter in parameters:
+            gradient = parameter.grad
+            if not self._share or gradient is None or gradient.is_sparse or not gradient.is_floating_point():
+                continue
+            if gradient.device not in self._generators:
+                self._generators[gradient.device] = torch.Generator(gradient.device).manual_seed(0)
+            with torch.no_grad():
+                there = gradient != 0
+                size = gradient.norm() / there.sum().clamp(min=1).sqrt()
+                noise = torch.empty_like(gradient).normal_(generator=self._generators[gradient.device])
+                gradient.add_(noise.mul_(there).mul_(self._share * size))
 
 
 def _total(norms: list[Any]) -> Any:

@@ -30,7 +30,8 @@ from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
 LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 20
 NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
 """Half of the interval, as a share of the ratio: then no further pair of processes is started. After many pairs less is
-asked for: what differs so much from process to process would take very many more."""
+asked for, unless it leaves open whether there is a gain: what differs so much from process to process would take very
+many more."""
 LEAST_SECONDS, MOST_SECONDS = 1.0, 2.5
 """Of windows in one pair of processes, where its start took less than the longer. Processes differ by more than windows
 do, in scripts whose memory lies now so, now so: the time goes into more of them."""
@@ -89,7 +90,7 @@ def compare_in_fresh_processes(
         beyond = UNDECIDED_SHARE * deadline.budget_seconds if undecided else 0.0
         if spent + spent / len(groups) > available + beyond and len(groups) >= least:
             break
-        if _is_narrow(found, len(groups)):
+        if _is_narrow(found, len(groups), undecided=undecided):
             break
     assert last is not None
     every = [pair for group in groups for pair in group]
@@ -162,8 +163,8 @@ def fresh_arms(trials: Trials, choices: Sequence[Choice]) -> Iterator[tuple[Arm,
         yield Arm(plain, resting=True), Arm(planned, live, resting=True)
 
 
-def _is_narrow(found: Comparison, pairs: int) -> bool:
-    enough = NARROW_ENOUGH if pairs < MANY_PROCESS_PAIRS else NARROW_AFTER_MANY
+def _is_narrow(found: Comparison, pairs: int, *, undecided: bool) -> bool:
+    enough = NARROW_ENOUGH if undecided or pairs < MANY_PROCESS_PAIRS else NARROW_AFTER_MANY
     return pairs >= WANTED_PROCESS_PAIRS and found.has_interval and (found.high - found.low) / 2 <= enough * found.ratio
 
 

@@ -12,8 +12,7 @@
 
 Where two plain runs differ by rounding errors although every generator is seeded (a GPU adds in no fixed order), no
 lever can be shown to be bit-identical: within rounding is asked of all. Where they differ by more, no step can be
-compared with any other. Then only the level of losses and gradients can be, among several runs of each, and
-`statistical` says how large a difference would have been seen.
+compared with any other: see `levels`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from flatout.statistics import median, student_95
+from flatout.statistics import median
 from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
 
 ROUNDING_FACTOR = 40.0
@@ -63,6 +62,8 @@ REDUCED_GRADIENT_ANYWHERE = 0.5
 STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
 """A step whose loss differs by so many times the median, and by this share of the level, is another step."""
 STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
+NOISE_FACTOR = 3.0
+"""Times what as much noise in the gradients of a plain run makes of the same step or stretch."""
 LEAST_LOSSES = 4
 """Steps whose losses say whether a run left to itself comes down as a plain one does."""
 LEAST_STRETCHES = 3
@@ -74,12 +75,6 @@ REPEATED_GRADIENT, REPEATED_LOSS, REPEATED_WAY = 1e-4, 1e-3, 0.05
 """Up to this two plain runs from the same state differ by rounding alone: the gradient as a whole, the loss of any
 step, the way of the weights from one check step to the next. Where they differ by more, a candidate measured against
 that would pass whatever it does."""
-
-STATISTICAL_LEAST = 0.01
-"""A smaller difference of the losses is not held against a lever."""
-STATISTICAL_RESOLUTION = 0.25
-"""Where not even a difference of so much would have been seen, nothing was shown."""
-STATISTICAL_GRADIENT_FACTOR = 1.5
 
 
 def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:
@@ -147,9 +142,20 @@ def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics) -> str | N
         or _other_random_numbers(nudged, checked)
         or _gradients_beyond_16_bits(nudged, checked)
         or _updates_beyond_rounding(nudged, checked, noise_factor=OWN_GRADIENTS_FACTOR)
-        or _step_stands_out(plain, checked)
-        or _stretch_stands_out(checked)
-        or _way_beyond_gradients(checked)
+    )
+
+
+def goes_astray(plain: Numerics, checked: Numerics, noisy: Numerics | None = None) -> str | None:
+    """Where such a run does not keep beside the plain one from one check step to the next, or None.
+
+    What is usual within it is the measure. Training amplifies noise in some scripts, and in some steps, more than in
+    others, as in the first ones at a high learning rate. `noisy` says by how much: a plain run with as much noise in
+    its gradients.
+    """
+    return (
+        _step_stands_out(plain, checked, noisy)
+        or _stretch_stands_out(checked, noisy)
+        or _way_beyond_gradients(checked, noisy)
     )
 
 
@@ -167,31 +173,6 @@ def drifts(plain: Numerics, coarse: Numerics, free: Numerics) -> str | None:
         if abs(mean) > max(REDUCED_DRIFT_LIMIT, 3 * spread):
             return f"its loss is {mean:+.1%} off in the later half; 16-bit noise in the weights explains {spread:.1%}"
     return None
-
-
-def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tuple[str | None, float | None]:
-    """For scripts that do not repeat themselves: (why the candidate's runs are unlike the plain ones or nothing can be
-    told, the smallest relative difference of the losses that would have been seen)."""
-    if not all(run.stays_finite() for run in candidates) and all(run.stays_finite() for run in plains):
-        return "its numbers become infinite or NaN where the plain script's stay finite", None
-    if {run.parameters for run in plains} != {run.parameters for run in candidates}:
-        return "it trains other parameters", None
-    if reason := _gradient_levels(plains, candidates):
-        return reason, None
-    levels = [[_late_level(run) for run in runs] for runs in (plains, candidates)]
-    if any(level is None for side in levels for level in side):
-        return "the script differs from run to run, and shows no losses that could be compared", None
-    ours, theirs = ([level for level in side if level is not None] for side in levels)
-    scale = sum(abs(level) for level in ours) / len(ours) or 1.0
-    difference = (sum(theirs) / len(theirs) - sum(ours) / len(ours)) / scale
-    half = _half_width(ours, theirs) / scale
-    seen = max(half, STATISTICAL_LEAST)
-    if abs(difference) > seen:
-        return f"its losses lie {difference:+.1%} (±{half:.1%}) off those of plain runs", seen
-    if half > STATISTICAL_RESOLUTION:
-        reason = f"plain runs differ so much among themselves that a difference of {half:.0%} would not be seen"
-        return reason, seen
-    return None, seen
 
 
 def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:
@@ -213,6 +194,11 @@ def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:
 
 def largest_loss_difference(plain: Numerics, other: Numerics) -> float | None:
     return max((value for _, value in _loss_differences(plain, other)), default=None)
+
+
+def typical_gradient_difference(run: Numerics) -> float:
+    """Of the gradient as a whole, relative to its size: the median of the check steps; 0 where there is none."""
+    return median([_whole(check.gradients) for check in run.checks if check.gradients] or [0.0])
 
 
 def largest_gradient_difference(run: Numerics) -> float | None:
@@ -346,38 +332,42 @@ def _tensor_beyond_16_bits(present: Sequence[GradientDifference]) -> str | None:
     return None
 
 
-def _step_stands_out(plain: Numerics, checked: Numerics) -> str | None:
+def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Numerics | None) -> str | None:
     """Noise is about alike in all steps; another batch, or a lost step, is not. Steps count from the last check."""
     differences = _loss_differences(plain, checked)
     if len(differences) < 4:
         return None
     usual = median([value for _, value in differences])
+    starts, own = {check.step for check in checked.checks}, dict(_loss_differences(plain, noisy) if noisy else ())
+    explained = 0.0
     for step, value in differences:
-        if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual):
+        explained = max(0.0 if step in starts else explained, own.get(step, 0.0))
+        if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual, NOISE_FACTOR * explained):
             return f"the loss of step {step + 1} differs by {value:.0%}, those of other steps by {usual:.1%}"
     return None
 
 
-def _stretch_stands_out(checked: Numerics) -> str | None:
+def _stretch_stands_out(checked: Numerics, noisy: Numerics | None) -> str | None:
     """The same of the way that the weights went from one check step to the next."""
-    shares = _stretches(checked)
+    shares, own = _stretches(checked), _stretches(noisy) if noisy else {}
     if len(shares) < LEAST_STRETCHES:
         return None
     for step, share in shares.items():
         usual = median([other for one, other in shares.items() if one != step])
-        if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual):
+        explained = NOISE_FACTOR * own.get(step, 0.0)
+        if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual, explained):
             return f"before step {step + 1} the weights went {share:.0%} of their way elsewhere, usually {usual:.1%}"
     return None
 
 
-def _way_beyond_gradients(checked: Numerics) -> str | None:
+def _way_beyond_gradients(checked: Numerics, noisy: Numerics | None) -> str | None:
     """Noise of the gradients takes the weights about as far off their way as it is large; lost steps, farther."""
     shares = list(_stretches(checked).values())
-    wholes = [_whole(check.gradients) for check in checked.checks if check.gradients]
-    if not shares or not wholes:
+    if not shares or not any(check.gradients for check in checked.checks):
         return None
-    share, noise = median(shares), median(wholes)
-    if share > max(WAY_LEAST, WAY_FACTOR * noise):
+    share, noise = median(shares), typical_gradient_difference(checked)
+    explained = median(list(_stretches(noisy).values()) or [0.0]) if noisy else 0.0
+    if share > max(WAY_LEAST, WAY_FACTOR * noise, NOISE_FACTOR * explained):
         return f"the weights go {share:.0%} of their way elsewhere; the noise of the gradients is {noise:.1%}"
     return None
 
@@ -393,47 +383,6 @@ def _stretches(checked: Numerics) -> dict[int, float]:
         if moved:
             shares[check.step] = math.sqrt(sum(drift.error**2 for drift in check.drift)) / moved
     return shares
-
-
-# statistical
-
-
-def _gradient_levels(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> str | None:
-    """Is the typical gradient of some parameter much larger or smaller than in plain runs?"""
-    ours, theirs = ([_typical_norms(run) for run in runs] for runs in (plains, candidates))
-    for index, name in enumerate(plains[0].parameters):
-        if any(index >= len(one) for one in (*ours, *theirs)):
-            return None
-        before, after = [one[index] for one in ours], [one[index] for one in theirs]
-        if min(before) <= 0:
-            continue
-        spread = max(before) / min(before)
-        ratio = median(after) / median(before)
-        if not 1 / (STATISTICAL_GRADIENT_FACTOR * spread**2) < ratio < STATISTICAL_GRADIENT_FACTOR * spread**2:
-            return f"the gradient of {name} is typically x{ratio:.2f} that of plain runs"
-    return None
-
-
-def _typical_norms(run: Numerics) -> list[float]:
-    lengths = {len(step) for step in run.by_tensor}
-    if len(lengths) != 1:
-        return []
-    return [median([step[i] for step in run.by_tensor]) for i in range(lengths.pop())]
-
-
-def _late_level(run: Numerics) -> float | None:
-    losses = [loss for loss in run.mean_losses() if loss is not None]
-    half = losses[len(losses) // 2 :]
-    return sum(half) / len(half) if half else None
-
-
-def _half_width(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of the 95 % interval of the difference of two means, with the runs as the samples."""
-    freedom = len(ours) + len(theirs) - 2
-    if freedom < 1:
-        return math.inf
-    squares = sum(sum((x - sum(side) / len(side)) ** 2 for x in side) for side in (ours, theirs))
-    return student_95(freedom) * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
 
 
 # parts

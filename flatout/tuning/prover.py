@@ -24,6 +24,7 @@ from flatout.plan_choices import EXACTNESS_ORDER, Exactness, worst
 from flatout.script.numerics import Nudge, NumericsRequest, Role
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
+from flatout.tuning import levels
 from flatout.tuning import proof as judge
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.numerics import Numerics
@@ -216,7 +217,7 @@ class Prover:
     def _reduced(
         self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: dict[str, Any]
     ) -> Judged:
-        if reason := judge.not_reduced(plain, nudged, checked):
+        if reason := judge.not_reduced(plain, nudged, checked) or self._goes_astray(plain, checked, choices):
             return "rejected", reason, evidence
         coarse = self._coarse = self._coarse or self._record([], nudge="16-bit", then=choices)
         free = self._record(choices)
@@ -232,13 +233,22 @@ class Prover:
             evidence,
         )
 
+    def _goes_astray(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
+        """Beyond what noise explains; a run that shows it is made only where it is needed, and where there is time."""
+        reason = judge.goes_astray(plain, checked)
+        if reason is None or not self.has_time_for(1):
+            return reason
+        noise = judge.typical_gradient_difference(checked)
+        noisy = self._record([], role="checked", gradient_noise=noise, then=choices)
+        return judge.goes_astray(plain, checked, noisy)
+
     def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
         """Of a script that does not repeat itself: several runs of each side, compared by their levels."""
         while len(self._plains) < STATISTICAL_RUNS:
             self._plains.append(self._record([]))
         try:
             candidates = [self._record(choices) for _ in range(STATISTICAL_RUNS)]
-            reason, resolution = judge.not_alike(self._plains, candidates)
+            reason, resolution = levels.not_alike(self._plains, candidates)
         except TrialError as error:
             candidates, reason, resolution = [], _failure(error), None
         labels = tuple(choice.label for choice in choices)
@@ -301,12 +311,20 @@ class Prover:
         *,
         role: Role = "free",
         nudge: Nudge = "none",
+        gradient_noise: float = 0.0,
         then: Sequence[Choice] | None = None,
     ) -> Numerics:
         """`then`: the levers of the run that will probably be recorded next; None: not known."""
         assert self._steps is not None
         checks = self._check_steps(self._steps)
-        request = NumericsRequest(steps=self._steps, role=role, folder=str(self._folder), checks=checks, nudge=nudge)
+        request = NumericsRequest(
+            steps=self._steps,
+            role=role,
+            folder=str(self._folder),
+            checks=checks,
+            nudge=nudge,
+            gradient_noise=gradient_noise,
+        )
         from_start, live = split_by_switch(choices)
         process, alone = self._spawned(from_start, then)
         with self._deadline.stage("the proof"), process:
@@ -317,7 +335,9 @@ class Prover:
                 if alone:
                     raise
         self._drop_the_one_ahead()
-        return self._record(choices, role=role, nudge=nudge)  # two at once may need more memory than there is
+        return self._record(
+            choices, role=role, nudge=nudge, gradient_noise=gradient_noise
+        )  # two at once may need more memory than there is
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
         """Of few steps every second, so that between two of them a step is made from a run's own state, and the last,

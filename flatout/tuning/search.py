@@ -29,7 +29,7 @@ from flatout.tuning.history import History
 from flatout.tuning.proposals import Proposals, SearchLimits
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
-from flatout.tuning.trials import RunningTrial, Trials
+from flatout.tuning.trials import RunningTrial, Trials, mostly_waited
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import LEAST_GAIN, Arm, Pace, Pairing, RolledBackInside, compare_arms
 from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds
@@ -243,6 +243,10 @@ class TrainingSearch(Search[Choice]):
     def _described(self) -> tuple[RunningTrial, Observed]:
         """The process with what is known of it at its first step, and what was there before anything of ours ran."""
         process = self._main()
+        if self._restarts == 1 and mostly_waited(process, self._deadline.budget_seconds):
+            self._progress("starting it again: the first start mostly waited")
+            self.close()
+            process = self._main()
         self.state.isolation = dict(process.isolation)
         self.state.startup_seconds = process.startup_seconds
         self.state.restart_seconds = process.start_seconds or 0.0
@@ -472,7 +476,7 @@ class TrainingSearch(Search[Choice]):
         return Measured(outcome="failed", reason=reason)
 
     def on_kept(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> None:
-        if _compile(tried):
+        if any(choice.lever.compiles for choice in tried):
             self._compile_seconds = self.state.trials[-1].startup_seconds or 0.0
         self._keep_back(self.first_seconds or 0.0)
         if self._from_start(wanted) != self._process_has:
@@ -491,7 +495,3 @@ class TrainingSearch(Search[Choice]):
         except TrialError:
             self.close()
             return None
-
-
-def _compile(choices: Sequence[Choice]) -> bool:
-    return any(choice.lever.compiles for choice in choices)

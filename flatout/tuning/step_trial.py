@@ -91,6 +91,8 @@ class StepTrial:
     first_steps_seconds = 0.0
     broken_off = False
     deadline: Deadline | None = None
+    waiting_seconds = 0.0
+    """It is started where all that it needs is in memory."""
 
     def __init__(self, trials: StepTrials, choices: Sequence[Choice]) -> None:
         self._trials, self._from_start = trials, list(choices)

@@ -16,6 +16,9 @@ from flatout.script.numerics import NumericsRequest
 from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
 from flatout.search.deadline import Deadline
 
+WAITING_SHARE, WAITING_SHARE_OF_BUDGET = 0.5, 0.02
+"""Of a start, and of the budget: from there on how long the start took says little about how long later ones will."""
+
 
 class RunningTrial(Protocol):
     """One trial, at a step boundary. Its steps raise TrialError where it fails, TrialEnded where it has no more."""
@@ -38,6 +41,10 @@ class RunningTrial(Protocol):
     @property
     def start_seconds(self) -> float | None:
         """The same, as it was here."""
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Of that: in which neither it nor anything it had started was computing."""
 
     @property
     def alive(self) -> bool: ...
@@ -93,3 +100,10 @@ class Trials(Protocol):
 
     def sharing(self, folder: Path) -> Trials:
         """The same, where all trials may write into this folder."""
+
+
+def mostly_waited(trial: RunningTrial, budget_seconds: float) -> bool:
+    """Was starting it mostly waiting, long enough to matter? A first start reads from the disk what later ones find in
+    memory, and it is later ones that proof and comparison are made of."""
+    start_seconds = trial.start_seconds or 0.0
+    return trial.waiting_seconds > max(WAITING_SHARE * start_seconds, WAITING_SHARE_OF_BUDGET * budget_seconds)

@@ -74,7 +74,8 @@ class Run:
 
     def __init__(self, script: Pretended, choices: Sequence[Choice]) -> None:
         self.script, self.from_start = script, list(choices)
-        self.startup_seconds = self.start_seconds = script.start_seconds
+        self.waiting_seconds = 0.0 if script.runs else script.first_waits_seconds
+        self.startup_seconds = self.start_seconds = script.start_seconds + self.waiting_seconds
         self.left, self.alive, self.first = 0, False, True
 
     def __enter__(self) -> Run:
@@ -90,7 +91,7 @@ class Run:
         """Nothing can be done ahead."""
 
     def start(self, timeout_seconds: float = 0.0) -> None:
-        self.script.now += self.script.start_seconds
+        self.script.now += self.start_seconds
         self.script.runs.append([])
         self.alive, self.left = True, self.script.steps - 1
         self.script.running = True
@@ -148,6 +149,7 @@ class Pretended:
         self.work_folder, self.steps, self.step_seconds = folder, steps, step_seconds
         self.running = False
         self.start_seconds, self.lever_start_seconds, self.now = 0.2, 0.0, 0.0
+        self.first_waits_seconds = 0.0
         self.rolled_back: dict[str, str] = {}
         self.runs: list[list[tuple[str, int]]] = []
 
@@ -267,6 +269,27 @@ def test_a_script_too_short_for_a_proof_is_refused(tmp_path: Path, steps: int) -
     said = rf"train.py ended after {steps} steps?; .* after a script's first step, and a proof needs 2 steps .*; let it"
     with pytest.raises(ScriptError, match=said):
         searched(Pretended(tmp_path, steps), Faster())
+
+
+@pytest.mark.parametrize("steps", [5, 10_000])
+def test_a_first_start_that_waited_for_the_disk_is_not_taken_for_later_ones(tmp_path: Path, steps: int) -> None:
+    """Proof and comparison take nine starts or so at the least: as slow as the first, they would fill the minute."""
+    script = Pretended(tmp_path, steps)
+    script.start_seconds, script.first_waits_seconds = 1.0, 9.0
+    state = searched(script, Faster(), budget_seconds=60.0)
+    assert state.restart_seconds == 1.0
+    assert [choice.label for choice in state.kept] == ["faster"]
+
+
+@pytest.mark.parametrize(("start_seconds", "waits_seconds"), [(9.0, 2.0), (0.1, 0.5)])
+def test_a_start_that_computed_or_was_short_is_not_made_twice(
+    tmp_path: Path, start_seconds: float, waits_seconds: float
+) -> None:
+    script = Pretended(tmp_path, 10_000)
+    script.start_seconds, script.first_waits_seconds = start_seconds, waits_seconds
+    state = searched(script, Faster(), budget_seconds=300.0)
+    assert state.restart_seconds == start_seconds + waits_seconds
+    assert len(script.runs) == 1
 
 
 def test_a_script_that_grows_shorter_is_told_so() -> None:

@@ -126,9 +126,10 @@ def test_a_script_whose_processes_differ_much_is_not_measured_for_ever() -> None
     wide = comparison_of_groups([group(1.3 + 0.1 * (-1) ** i) for i in range(10)], 0.01)
     assert 0.03 < (wide.high - wide.low) / 2 / wide.ratio < 0.08
     narrow = comparison_of_groups([group(1.3 + 0.08 * (-1) ** i) for i in range(12)], 0.01)
-    assert not _is_narrow(narrow, 9)
-    assert _is_narrow(narrow, MANY_PROCESS_PAIRS)
-    assert not _is_narrow(comparison_of_groups([group(1.3)] * 2, 0.01), 2)
+    assert not _is_narrow(narrow, 9, undecided=False)
+    assert _is_narrow(narrow, MANY_PROCESS_PAIRS, undecided=False)
+    assert not _is_narrow(narrow, MANY_PROCESS_PAIRS, undecided=True)
+    assert not _is_narrow(comparison_of_groups([group(1.3)] * 2, 0.01), 2, undecided=False)
     comparison_of_groups([group(1.3 + 0.1 * (-1) ** i) for i in range(MOST_PROCESS_PAIRS)], 0.01)
 
 

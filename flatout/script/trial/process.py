@@ -76,7 +76,7 @@ END_SECONDS = 10.0
 
 @dataclass
 class Starts:
-    """What starting the plain script took, as the first trial showed."""
+    """What starting the plain script took, the quickest time."""
 
     seconds: float | None = None
     """Until its first certain step; None: it was not started yet."""
@@ -177,6 +177,7 @@ class TrialProcess:
         """Until the script's first certain step; of a fork with the time in which torch was loaded before."""
         self.start_seconds: float | None = None
         """The same, of a fork without that."""
+        self.waiting_seconds = 0.0
         self.expected_step_seconds: float | None = None
         """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
         self.first_steps_seconds = FIRST_STEPS_SECONDS
@@ -284,16 +285,18 @@ class TrialProcess:
         self.step_kind = ready["step_kind"]
         self.start_seconds = time.perf_counter() - self._spawned_at
         self.startup_seconds = self.start_seconds + self._loaded_seconds
-        if self.setup.starts.seconds is None and not self.choices:
-            self.setup.starts.seconds = self.start_seconds
-            self.setup.starts.cores = self._cpu_seconds() / self.start_seconds
+        computing_seconds = self._cpu_seconds()
+        self.waiting_seconds = max(0.0, self.start_seconds - computing_seconds)
+        starts = self.setup.starts
+        if not self.choices and (starts.seconds is None or self.start_seconds < starts.seconds):
+            starts.seconds, starts.cores = self.start_seconds, computing_seconds / self.start_seconds
 
     def _cpu_seconds(self) -> float:
-        """Of the process and all that it has started, until now."""
+        """Of the process and all that it has started, until now; also of those that have ended."""
         assert self._process is not None
         try:
             first = psutil.Process(self._process.pid)
-            return sum(sum(one.cpu_times()[:2]) for one in (first, *first.children(recursive=True)))
+            return sum(sum(one.cpu_times()[:4]) for one in (first, *first.children(recursive=True)))
         except psutil.Error:  # it has just ended: the next question will say so
             return 0.0
 

@@ -1,0 +1,81 @@
+"""Do several runs of a script that does not repeat itself look alike with and without levers?
+
+No step can be compared with any other there: the sizes of the gradients can be, and the level of the losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flatout.statistics import median, student_95
+from flatout.tuning.numerics import Numerics
+
+STATISTICAL_LEAST = 0.01
+"""A smaller difference of the losses is not held against a lever."""
+STATISTICAL_RESOLUTION = 0.25
+"""Where not even a difference of so much would have been seen, nothing was shown."""
+STATISTICAL_GRADIENT_FACTOR = 1.5
+
+
+def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tuple[str | None, float | None]:
+    """For scripts that do not repeat themselves: (why the candidate's runs are unlike the plain ones or nothing can be
+    told, the smallest relative difference of the losses that would have been seen)."""
+    if not all(run.stays_finite() for run in candidates) and all(run.stays_finite() for run in plains):
+        return "its numbers become infinite or NaN where the plain script's stay finite", None
+    if {run.parameters for run in plains} != {run.parameters for run in candidates}:
+        return "it trains other parameters", None
+    if reason := _gradient_levels(plains, candidates):
+        return reason, None
+    levels = [[_late_level(run) for run in runs] for runs in (plains, candidates)]
+    if any(level is None for side in levels for level in side):
+        return "the script differs from run to run, and shows no losses that could be compared", None
+    ours, theirs = ([level for level in side if level is not None] for side in levels)
+    scale = sum(abs(level) for level in ours) / len(ours) or 1.0
+    difference = (sum(theirs) / len(theirs) - sum(ours) / len(ours)) / scale
+    half = _half_width(ours, theirs) / scale
+    seen = max(half, STATISTICAL_LEAST)
+    if abs(difference) > seen:
+        return f"its losses lie {difference:+.1%} (±{half:.1%}) off those of plain runs", seen
+    if half > STATISTICAL_RESOLUTION:
+        reason = f"plain runs differ so much among themselves that a difference of {half:.0%} would not be seen"
+        return reason, seen
+    return None, seen
+
+
+def _gradient_levels(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> str | None:
+    """Is the typical gradient of some parameter much larger or smaller than in plain runs?"""
+    ours, theirs = ([_typical_norms(run) for run in runs] for runs in (plains, candidates))
+    for index, name in enumerate(plains[0].parameters):
+        if any(index >= len(one) for one in (*ours, *theirs)):
+            return None
+        before, after = [one[index] for one in ours], [one[index] for one in theirs]
+        if min(before) <= 0:
+            continue
+        spread = max(before) / min(before)
+        ratio = median(after) / median(before)
+        if not 1 / (STATISTICAL_GRADIENT_FACTOR * spread**2) < ratio < STATISTICAL_GRADIENT_FACTOR * spread**2:
+            return f"the gradient of {name} is typically x{ratio:.2f} that of plain runs"
+    return None
+
+
+def _typical_norms(run: Numerics) -> list[float]:
+    lengths = {len(step) for step in run.by_tensor}
+    if len(lengths) != 1:
+        return []
+    return [median([step[i] for step in run.by_tensor]) for i in range(lengths.pop())]
+
+
+def _late_level(run: Numerics) -> float | None:
+    losses = [loss for loss in run.mean_losses() if loss is not None]
+    half = losses[len(losses) // 2 :]
+    return sum(half) / len(half) if half else None
+
+
+def _half_width(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of the 95 % interval of the difference of two means, with the runs as the samples."""
+    freedom = len(ours) + len(theirs) - 2
+    if freedom < 1:
+        return math.inf
+    squares = sum(sum((x - sum(side) / len(side)) ** 2 for x in side) for side in (ours, theirs))
+    return student_95(freedom) * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
