@@ -12,7 +12,7 @@ import torch
 from flatout.generators import generator_states
 from flatout.levers.subject import Subject
 from flatout.script import reference
-from flatout.script.numerics import NumericsRecorder, NumericsRequest, nudge_weights
+from flatout.script.numerics import GradientNoise, NumericsRecorder, NumericsRequest, nudge_weights
 from flatout.tuning.numerics import Numerics
 
 
@@ -97,6 +97,30 @@ def test_the_digest_sees_one_bit_and_no_layout() -> None:
                 watched.model[0].weight.data = watched.model[0].weight.data.t().contiguous().t()
         digests.append(watched.record(0).weight_digest)
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_noise_is_a_share_of_each_gradients_size_and_leaves_zeros(tmp_path: Path) -> None:
+    weight, unused = torch.nn.Parameter(torch.ones(200, 50)), torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
+    weight.grad[100:] = 0
+    before, noise = weight.grad.clone(), GradientNoise(0.01)
+    noise.add_to([weight, unused])
+    first = weight.grad - before
+    assert float(first.norm() / before.norm()) == pytest.approx(0.01, rel=0.1)
+    assert not first[100:].any()
+    assert unused.grad is None
+    noise.add_to([weight])
+    assert not torch.equal(weight.grad - before, 2 * first)  # each step has its own
+
+
+def test_a_run_with_noisy_gradients_differs_by_as_much_at_each_check_step(tmp_path: Path) -> None:
+    Watched().record(6, role="reference", folder=str(tmp_path), checks=(0, 3))
+    noisy = Watched().record(6, role="checked", folder=str(tmp_path), gradient_noise=0.01)
+    assert [check.replaced for check in noisy.checks] == [False, False]
+    for check in noisy.checks:
+        size = sum(gradient.size**2 for gradient in check.gradients) ** 0.5
+        error = sum(gradient.error**2 for gradient in check.gradients) ** 0.5
+        assert error / size == pytest.approx(0.01, rel=0.8)  # of eight elements
 
 
 def test_a_nudge_is_one_rounding_error_in_any_format_and_repeats() -> None:

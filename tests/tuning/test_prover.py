@@ -16,6 +16,7 @@ from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
+from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.prover import Pattern, Prover, RunsMade
 from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, run, with_gradient
@@ -46,10 +47,15 @@ class Recorded(Prover):
         super().__init__(setup, Pattern(step_seconds=1e-3, **pattern), Deadline(100.0))
         self.results, self.plain, self.made = results, list(plain), []
         self.nudged = plain[1] if len(plain) > 1 else NUDGED
+        self.noisy = NOISY
 
-    def _record(self, choices: Any, *, role: Any = "free", nudge: Any = "none", then: Any = None) -> Numerics:
+    def _record(
+        self, choices: Any, *, role: Any = "free", nudge: Any = "none", gradient_noise: float = 0.0, then: Any = None
+    ) -> Numerics:
         labels = tuple(choice.label for choice in choices)
-        self.made.append((*labels, role, nudge))
+        self.made.append((*labels, role, gradient_noise or nudge))
+        if gradient_noise:
+            return self.noisy
         if nudge == "rounding":
             return self.nudged
         if nudge == "16-bit":
@@ -111,6 +117,19 @@ def test_the_first_claim_that_fails_ends_the_proof(tmp_path: Path) -> None:
 
 def test_a_reduced_lever_may_turn_out_better_than_it_claims(tmp_path: Path) -> None:
     assert Recorded(tmp_path, {("reduces",): ROUNDED}).prove([REDUCES]).verdict == "within rounding"
+
+
+@pytest.mark.parametrize("amplified", [True, False])
+def test_what_goes_astray_is_held_against_a_plain_run_with_noisy_gradients(tmp_path: Path, amplified: bool) -> None:
+    candidate = replace(NOISY, losses=(*NOISY.losses[:12], (1.9,), *NOISY.losses[13:]))
+    prover = Recorded(tmp_path, {("reduces",): candidate})
+    prover.noisy = candidate if amplified else NOISY
+    proof = prover.prove([REDUCES])
+    assert proof.verdict == ("reduced" if amplified else "rejected")
+    assert amplified or "loss of step 13" in proof.reason
+    role, noise = prover.made[3]
+    assert (role, noise) == ("checked", pytest.approx(judge.typical_gradient_difference(candidate)))
+    assert noise > 0
 
 
 def test_a_wrong_gradient_is_rejected_at_every_claim(tmp_path: Path) -> None:
