@@ -7,8 +7,8 @@
                parameter between two check steps (after which both go on from the same state again)
     reduced    the gradient of each parameter is the plain one plus unbiased noise of 16-bit size; the optimizer makes
                the plain update of it (with moments in 8 bits but for their noise); no step stands out by more than
-               training makes of as much noise in the gradients; and over the whole run, left to itself, the losses come down as the plain ones do, within what weights moved by a
-               16-bit rounding error change
+               training makes of as much noise in the gradients; and over the whole run, left to itself, the losses
+               come down as the plain ones do, within what weights moved by a 16-bit rounding error change
 
 Where two plain runs differ by rounding errors although every generator is seeded (a GPU adds in no fixed order), no
 lever can be shown to be bit-identical: within rounding is asked of all. Where they differ by more, no step can be
