@@ -62,8 +62,9 @@ REDUCED_GRADIENT_ANYWHERE = 0.5
 STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
 """A step whose loss differs by so many times the median, and by this share of the level, is another step."""
 STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
-NOISE_FACTOR = 3.0
-"""Times what as much noise in the gradients of a plain run makes of the same step or stretch."""
+NOISE_FACTOR, NOISE_FACTOR_ANYWHERE = 3.0, 2.0
+"""Times what as much noise in the gradients of a plain run makes of the same step or stretch, or of any: where training
+amplifies noise, other noise shows in other steps."""
 LEAST_LOSSES = 4
 """Steps whose losses say whether a run left to itself comes down as a plain one does."""
 LEAST_STRETCHES = 3
@@ -339,11 +340,13 @@ def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Numerics | None)
         return None
     usual = median([value for _, value in differences])
     starts, own = {check.step for check in checked.checks}, dict(_loss_differences(plain, noisy) if noisy else ())
-    explained = 0.0
+    anywhere, near = max(own.values(), default=0.0), 0.0
     for step, value in differences:
-        explained = max(0.0 if step in starts else explained, own.get(step, 0.0))
-        if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual, NOISE_FACTOR * explained):
-            return f"the loss of step {step + 1} differs by {value:.0%}, those of other steps by {usual:.1%}"
+        near = max(0.0 if step in starts else near, own.get(step, 0.0))
+        explained = max(NOISE_FACTOR * near, NOISE_FACTOR_ANYWHERE * anywhere)
+        if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual, explained):
+            noise = f"; as much noise in the gradients of a plain run makes {anywhere:.1%} at the most" if noisy else ""
+            return f"the loss of step {step + 1} differs by {value:.0%}, those of other steps by {usual:.1%}{noise}"
     return None
 
 
@@ -352,9 +355,10 @@ def _stretch_stands_out(checked: Numerics, noisy: Numerics | None) -> str | None
     shares, own = _stretches(checked), _stretches(noisy) if noisy else {}
     if len(shares) < LEAST_STRETCHES:
         return None
+    anywhere = NOISE_FACTOR_ANYWHERE * max(own.values(), default=0.0)
     for step, share in shares.items():
         usual = median([other for one, other in shares.items() if one != step])
-        explained = NOISE_FACTOR * own.get(step, 0.0)
+        explained = max(NOISE_FACTOR * own.get(step, 0.0), anywhere)
         if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual, explained):
             return f"before step {step + 1} the weights went {share:.0%} of their way elsewhere, usually {usual:.1%}"
     return None

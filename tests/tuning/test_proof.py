@@ -178,10 +178,13 @@ def test_a_run_that_goes_astray_between_check_steps_is_not_reduced(what: str) ->
 def test_a_step_in_which_training_amplifies_noise_does_not_stand_out() -> None:
     """MNIST at a learning rate of 1: bf16 was refused for the loss of step 14, however right."""
     candidate, reason = ASTRAY["another batch"]
-    amplified = replace(NOISY, losses=(*NOISY.losses[:22], (1.6,), *NOISY.losses[23:]))
-    assert judge.goes_astray(PLAIN, candidate, amplified) is None
-    elsewhere = replace(NOISY, losses=(*NOISY.losses[:15], (1.6,), *NOISY.losses[16:]))
-    assert reason in str(judge.goes_astray(PLAIN, candidate, elsewhere))  # before another check step
+
+    def amplified(step: int, loss: float) -> Numerics:
+        return replace(NOISY, losses=(*NOISY.losses[:step], (loss,), *NOISY.losses[step + 1 :]))
+
+    assert judge.goes_astray(PLAIN, candidate, amplified(22, 1.35)) is None
+    assert reason in str(judge.goes_astray(PLAIN, candidate, amplified(15, 1.35)))  # before another check step
+    assert judge.goes_astray(PLAIN, candidate, amplified(15, 1.9)) is None  # more than this: such noise stands out too
     stretch, _ = ASTRAY["a lost momentum"]
     assert judge.goes_astray(PLAIN, stretch, with_check(NOISY, 2, drift=check(20, drift=0.2).drift)) is None
 
