@@ -76,7 +76,7 @@ END_SECONDS = 10.0
 
 @dataclass
 class Starts:
-    """What starting the plain script took, the quickest time."""
+    """What the quickest start of the plain script took."""
 
     seconds: float | None = None
     """Until its first certain step; None: it was not started yet."""
@@ -178,6 +178,7 @@ class TrialProcess:
         self.start_seconds: float | None = None
         """The same, of a fork without that."""
         self.waiting_seconds = 0.0
+        """Of that: in which neither the process nor anything it had started was computing."""
         self.expected_step_seconds: float | None = None
         """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
         self.first_steps_seconds = FIRST_STEPS_SECONDS
