@@ -335,9 +335,8 @@ class Prover:
                 if alone:
                     raise
         self._drop_the_one_ahead()
-        return self._record(
-            choices, role=role, nudge=nudge, gradient_noise=gradient_noise
-        )  # two at once may need more memory than there is
+        # Two at once may need more memory than there is.
+        return self._record(choices, role=role, nudge=nudge, gradient_noise=gradient_noise)
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
         """Of few steps every second, so that between two of them a step is made from a run's own state, and the last,
