@@ -36,7 +36,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STEP_SECONDS = 1.5e-3
 EPOCH_STEPS = {"mlp_epochs": 20, "cnn_schedule": 16, "bf16_already": 15, "two_optimizers": 18, "own_updates": 20}
-PROOF_SECONDS = 60.0
+PROOF_SECONDS = 24 * 3600.0
+"""For all levers of one script: each gets the runs that it asks for, whichever came before it."""
 CLAIMS = ("rounding", "reduced")
 """Of wrong levers. One that claims 'bit-identical' is compared bit by bit: nothing that changes anything passes."""
 REPEATS = ("seeded", "unseeded", "rounding")
