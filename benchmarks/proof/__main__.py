@@ -187,6 +187,8 @@ def main() -> int:
         cases += wrong_cases(draw, arguments.scripts, arguments.sample, arguments.repeats)
     cases += right_cases(arguments.repeats) if arguments.kind != "wrong" and arguments.sample is None else []
     cases = [case for case in cases if arguments.only in case.lever and case.script in (arguments.on or [case.script])]
+    if not cases:
+        parser.error(f"no lever is left by --only {arguments.only!r} and --on {arguments.on}")
     outcomes: list[Outcome] = []
     for outcome in run(cases):
         outcomes.append(outcome)
