@@ -363,9 +363,11 @@ class TrainingSearch(Search[Choice]):
             return self._failure(error)
         if gain is None:
             return found
-        if found.outcome == "dropped":
+        if found.outcome in ("kept", "dropped"):
+            # Also where it is faster: fresh processes may find it slower, and it is wanted all the same.
             outcome, reason = self._judge_memory(gain, tried[-1])
-            found = replace(found, outcome=outcome, reason=reason)
+            if outcome == "kept" or found.outcome == "dropped":
+                found = replace(found, outcome=outcome, reason=reason)
         return replace(found, baseline_peak_bytes=gain.before.peak_bytes, candidate_peak_bytes=gain.after.peak_bytes)
 
     def _within_limit(self, found: Measured, wanted: Sequence[Choice], fit: Fit) -> Measured:
