@@ -10,7 +10,7 @@ from typing import Any
 from flatout.machine import with_ceilings
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.description import Machine
-from flatout.machine.measured_peaks import save_ceilings
+from flatout.machine.kept_ceilings import save_ceilings
 
 
 def keep_busy_ceilings(replace: Callable[[Any, str, Any], None]) -> None:

@@ -63,7 +63,8 @@ def _forget_tunes() -> None:
 def _measured(machine: Machine, *, quick: bool) -> Machine:
     """The machine with its ceilings, which are kept for the next time. Progress goes to a terminal only."""
     from flatout.errors import MachineError
-    from flatout.machine.measured_peaks import load_ceilings, measure_ceilings, save_ceilings
+    from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
+    from flatout.machine.measured_peaks import measure_ceilings
 
     terminal = sys.stderr.isatty()
 

@@ -325,11 +325,11 @@ class Run:
             sys.stderr.flush()
 
     def _report_all(self) -> None:
+        if self.report is None and not self._show:
+            return
         from flatout.report.document import write_document
         from flatout.report.run_text import run_document, run_text
 
-        if self.report is None and not self._show:
-            return
         self.runner.ended()
         summary = self._summary()
         written = None

@@ -20,7 +20,7 @@ import psutil
 from flatout import __version__, environment
 from flatout.machine.cgroup import Cgroup, read_cgroup
 from flatout.machine.description import Cpu, Machine, Versions, fingerprint_of
-from flatout.machine.measured_peaks import load_ceilings
+from flatout.machine.kept_ceilings import load_ceilings
 from flatout.machine.nvidia import Driver, read_driver, visible
 from flatout.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""The ceilings of this machine, measured; and kept, one file a machine, device and torch version.
+"""The ceilings of this machine, measured.
 
 Each is the rate that an ideal piece of work reaches when only that resource limits it (see the probes beside this
 file). Real work is then stated as a share of it: 21 % of the ceiling says more than 2.1 TFLOP/s.
@@ -6,12 +6,8 @@ file). Real work is then stated as a share of it: 21 % of the ceiling says more 
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from flatout import environment
@@ -22,8 +18,6 @@ from flatout.machine.description import Machine
 from flatout.machine.disk_peak import disk_peak
 from flatout.machine.gemm_peak import CPU_DTYPES, CUDA_DTYPES, gemm_peak
 from flatout.timing import LoadWatch
-
-__all__ = ["Ceilings", "Peak", "load_ceilings", "measure_ceilings", "save_ceilings"]
 
 Progress = Callable[[str], None]
 Probe = Callable[[], tuple[Peak | None, str]]
@@ -90,42 +84,3 @@ def _rate_probes(machine: Machine, device: str, seconds: float) -> dict[str, Pro
         "launches_per_second": lambda: (launch_peak(device, seconds), ""),
         "disk_read_bytes_per_second": lambda: disk_peak(environment.cache_dir(), seconds),
     }
-
-
-def load_ceilings(machine: Machine, device: str | None = None) -> Ceilings | None:
-    """What was measured before of that device ('cpu', 'cuda:0'; None: where work should run here) with this torch.
-
-    None if nothing was, or the file is damaged: another device's ceilings say nothing about this one.
-    """
-    device = device or machine.device_name
-    try:
-        found = Ceilings.from_json(json.loads(_cache_file(machine, device).read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, not JSON, or of another shape
-        return None
-    return found if found.device == device else None
-
-
-def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
-    """Keep them for the next time; a reader sees the old file or the new one, never half of one.
-
-    Those of a busy minute, or of fewer threads, are too low: they only raise what was kept before.
-    """
-    path, before = _cache_file(machine, ceilings.device), load_ceilings(machine, ceilings.device)
-    if before is not None and (ceilings.contended or ceilings.threads < before.threads):
-        ceilings = before.raised_by(ceilings)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".ceilings-", delete=False) as file:
-            json.dump(ceilings.to_json(), file, indent=1)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise MachineError(
-            f"cannot keep the ceilings in {path.parent}: {error.strerror}",
-            remedy="name another folder in FLATOUT_CACHE_DIR",
-        ) from error
-    return path
-
-
-def _cache_file(machine: Machine, device: str) -> Path:
-    name = f"{machine.fingerprint}-{device.replace(':', '-')}-torch-{machine.versions.torch}.json"
-    return environment.cache_dir() / "ceilings" / name

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import mmap
-import resource
 import time
+
+from flatout.machine.own_process import minor_faults
 
 TOUCHED_BYTES = 16 << 20
 TIMES = 3
@@ -24,8 +25,3 @@ def _once() -> float:
         for place in range(0, TOUCHED_BYTES, mmap.PAGESIZE):
             memory[place] = 1
     return (time.perf_counter() - began) / max(1, minor_faults() - faults)
-
-
-def minor_faults() -> int:
-    """Of this process so far, all threads together."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from flatout.errors import MachineError
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
-from flatout.machine.measured_peaks import load_ceilings, measure_ceilings, save_ceilings
+from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
+from flatout.machine.measured_peaks import measure_ceilings
 
 
 def machine_with_ceilings(progress: Callable[[str], None]) -> Machine:

@@ -12,7 +12,7 @@ from flatout.machine.ceilings import Ceilings
 from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.report.document import document
-from flatout.report.tune_text import breakdown_text, counted_by, percent, share_of_ceiling
+from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
 from flatout.script.memory_death import MemoryDeath
 from flatout.script.run_record import RunRecord
 from flatout.script.step_memory import MemorySample

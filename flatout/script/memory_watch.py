@@ -12,11 +12,11 @@ import sys
 from types import FrameType, ModuleType
 from typing import Any
 
+from flatout.machine.own_process import peak_resident_bytes, resident_bytes
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
 from flatout.script.trial.isolated_child import Answer, IsolatedChild
-from flatout.script.trial.session import peak_resident_bytes, resident_bytes
 from flatout.script.watch import Watch
 
 WARM_UP_STEPS = 2

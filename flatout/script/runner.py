@@ -19,6 +19,7 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.machine.detect import memory_left
+from flatout.machine.own_process import resident_bytes
 from flatout.script.describe import NOT_AS_NOW, observe
 from flatout.script.device_calls import device_name
 from flatout.script.epochs import EpochStarts
@@ -26,7 +27,6 @@ from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
 from flatout.script.step_look import StepLook
-from flatout.script.trial.session import resident_bytes
 from flatout.script.watch import Watch
 
 FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30

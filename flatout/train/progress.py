@@ -96,7 +96,7 @@ def _ceiling(device: Any) -> tuple[float, str] | None:
     """(FLOP/s, dtype) of the fastest matrix product on that torch.device, if it was measured before."""
     from flatout.machine.detect import detect
     from flatout.machine.device import device_name
-    from flatout.machine.measured_peaks import load_ceilings
+    from flatout.machine.kept_ceilings import load_ceilings
 
     ceilings = load_ceilings(detect(), device_name(device))
     best = ceilings.best_gemm() if ceilings is not None else None

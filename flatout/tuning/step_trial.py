@@ -29,7 +29,7 @@ from flatout.generators import generator_states, generators_kept, seed_generator
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.levers.subject import Subject
-from flatout.machine.page_faults import minor_faults
+from flatout.machine.own_process import minor_faults, resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.script.describe import observe
@@ -39,7 +39,6 @@ from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
 from flatout.script.trial.answers import PEAK_STEPS, Peak, TrialEnded, Window, most_of
-from flatout.script.trial.session import resident_bytes
 from flatout.search.deadline import BudgetSpent, Deadline
 from flatout.train.placement import join_recurrent_weights
 from flatout.train.step import TrainStep

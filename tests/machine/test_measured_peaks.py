@@ -10,7 +10,8 @@ from flatout.machine import bandwidth_peak, gemm_peak, measured_peaks, probe, wi
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.machine.disk_peak import disk_peak, file_system_of
-from flatout.machine.measured_peaks import load_ceilings, measure_ceilings, save_ceilings
+from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
+from flatout.machine.measured_peaks import measure_ceilings
 from flatout.machine.probe import peak_of
 from flatout.timing import Measurement
 

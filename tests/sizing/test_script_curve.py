@@ -31,10 +31,10 @@ for epoch in range({epochs}):
         optimizer.step()
         optimizer.zero_grad()
 """
-PLAIN = "DataLoader(data, 16, shuffle=True)"
+PLAIN = "DataLoader(data, 4, shuffle=True)"
 
 
-def write(folder: Path, *, loader: str = PLAIN, samples: int = 1000, epochs: int = 100_000, check: str = "pass") -> str:
+def write(folder: Path, *, loader: str = PLAIN, samples: int = 100, epochs: int = 100_000, check: str = "pass") -> str:
     path = folder / "train.py"
     path.write_text(LOOP.format(loader=loader, samples=samples, epochs=epochs, check=check))
     return str(path)
@@ -47,8 +47,8 @@ def curve(path: str, budget_seconds: float = 600.0) -> BatchCurve:
 def test_an_unmodified_scripts_loader_gives_other_sizes(tmp_path: Path) -> None:
     found = curve(write(tmp_path))
     sizes = [point.batch_size for point in found.points]
-    assert found.given_batch_size == 16
-    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert found.given_batch_size == 4
+    assert sizes == [1, 2, 4, 8, 16]
     peaks = [point.peak_bytes or 0 for point in found.points]
     assert peaks == sorted(peaks)
     assert peaks[0] > 0
@@ -56,14 +56,14 @@ def test_an_unmodified_scripts_loader_gives_other_sizes(tmp_path: Path) -> None:
 
 
 def test_a_size_that_leaves_too_few_steps_an_epoch_is_not_run(tmp_path: Path) -> None:
-    found = curve(write(tmp_path, samples=200))
-    assert max(point.batch_size for point in found.points) == 32
-    assert found.stopped_above == "the data set has 200 samples, fewer than 4 steps of batch 64"
+    found = curve(write(tmp_path, samples=50))
+    assert max(point.batch_size for point in found.points) == 8
+    assert found.stopped_above == "the data set has 50 samples, fewer than 4 steps of batch 16"
 
 
 def test_a_loader_that_drops_its_last_batch_is_varied_too(tmp_path: Path) -> None:
-    found = curve(write(tmp_path, loader="DataLoader(data, 16, drop_last=True)"))
-    assert [point.batch_size for point in found.points] == [1, 2, 4, 8, 16, 32, 64, 128]
+    found = curve(write(tmp_path, loader="DataLoader(data, 4, drop_last=True)"))
+    assert [point.batch_size for point in found.points] == [1, 2, 4, 8, 16]
 
 
 def test_a_script_that_ends_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,10 @@ def test_accumulated_batches_count_all_their_samples(tmp_path: Path) -> None:
 
 
 def test_a_size_at_which_the_script_fails_is_left_out(tmp_path: Path) -> None:
-    loader = "DataLoader(data, 16, drop_last=True)"  # whose last batches are never shorter
-    found = curve(write(tmp_path, loader=loader, check="assert len(inputs) != 32, 'not 32'"))
-    assert 32 not in [point.batch_size for point in found.points]
-    assert [(one.batch_size, one.reason) for one in found.failed] == [(32, "AssertionError: not 32")]
+    loader = "DataLoader(data, 4, drop_last=True)"  # whose last batches are never shorter
+    found = curve(write(tmp_path, loader=loader, check="assert len(inputs) != 8, 'not 8'"))
+    assert 8 not in [point.batch_size for point in found.points]
+    assert [(one.batch_size, one.reason) for one in found.failed] == [(8, "AssertionError: not 8")]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_verb_prints_one_screen(tmp_path: Path) -> None:
     write(tmp_path, check="print('noise')")
     result = said_by(tmp_path, "memory", "--batch-curve", "--budget", "60s", "train.py")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("speed     train.py on cpu · batch 16 given")
+    assert result.stdout.startswith("speed     train.py on cpu · batch 4 given")
     assert "noise" not in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
@@ -136,7 +136,7 @@ def test_the_verb_prints_one_document(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert found["flatout"]["document"] == "batch-curve"
     assert found["script"] == {"name": "train.py", "arguments": ["--lr", "0.1"]}
-    assert found["given_batch_size"] == 16
+    assert found["given_batch_size"] == 4
 
 
 def test_a_refusal_ends_the_verb_with_its_exit_code(tmp_path: Path) -> None:

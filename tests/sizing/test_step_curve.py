@@ -40,7 +40,9 @@ def step_of(model: nn.Module, plan: flatout.Plan | None = None, loss_fn: Any = L
 
 def curve(step: flatout.TrainStep, batch: Any = BATCH, **words: Any) -> BatchCurve:
     lines: list[str] = []
-    return batch_curve(step, batch, **({"budget_seconds": 600.0, "at_most": 32, "progress": lines.append} | words))
+    return batch_curve(
+        step, batch, **({"budget_seconds": 600.0, "at_least": 4, "at_most": 16, "progress": lines.append} | words)
+    )
 
 
 def sizes(found: BatchCurve) -> list[int]:
@@ -90,7 +92,7 @@ def test_a_loss_that_writes_into_its_batch_writes_into_a_copy() -> None:
 
 def test_points_tell_speed_and_the_peak_that_was_measured() -> None:
     found = curve(step_of(mlp()))
-    assert [size for size in sizes(found) if size >= 8] == [8, 16, 32]
+    assert [size for size in sizes(found) if size >= 8] == [8, 16]
     peaks = [point.peak_bytes for point in found.points]
     assert None not in peaks
     assert peaks == sorted(peaks, key=lambda one: one or 0)
@@ -116,7 +118,7 @@ def test_no_size_is_run_that_is_forecast_not_to_fit() -> None:
         seen.append(len(batch[0]))
         return LOSS(model, batch)
 
-    found = curve(step_of(mlp(), loss_fn=loss), limit_bytes=200_000, at_most=None)
+    found = curve(step_of(mlp(), loss_fn=loss), limit_bytes=200_000, at_least=1, at_most=None)
     assert "is forecast to take" in found.stopped_above
     assert "and the limit is 195 KiB" in found.stopped_above
     assert all(point.peak_bytes is not None and point.peak_bytes <= 200_000 for point in found.points)
@@ -125,12 +127,12 @@ def test_no_size_is_run_that_is_forecast_not_to_fit() -> None:
 
 def test_a_limit_that_not_even_one_sample_keeps_is_an_error() -> None:
     with pytest.raises(MachineError, match=r"no batch size from 1 to 8 could be run"):
-        curve(step_of(mlp()), limit_bytes="20 KiB")
+        curve(step_of(mlp()), limit_bytes="20 KiB", at_least=1)
 
 
 def test_a_size_that_batch_norm_refuses_is_left_out() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
-    found = curve(step_of(model), (BATCH[0][:2], BATCH[1][:2]), at_most=4)
+    found = curve(step_of(model), (BATCH[0][:2], BATCH[1][:2]), at_least=1, at_most=4)
     assert sizes(found) == [2, 4]
     assert [one.batch_size for one in found.failed] == [1]
     assert "ValueError: Expected more than 1 value per channel" in found.failed[0].reason
@@ -141,8 +143,8 @@ def test_sizes_that_a_model_asserts_against_are_left_out() -> None:
         assert len(batch[0]) % 8 == 0, f"{len(batch[0])} is no multiple of 8"
         return LOSS(model, batch)
 
-    found = curve(step_of(mlp(), loss_fn=only_eights))
-    assert sizes(found) == [8, 16, 32]
+    found = curve(step_of(mlp(), loss_fn=only_eights), at_least=1)
+    assert sizes(found) == [8, 16]
     assert [one.batch_size for one in found.failed] == [2, 4]
     assert found.failed[1].reason == "AssertionError: 4 is no multiple of 8"
 
@@ -157,7 +159,7 @@ def test_what_the_step_raises_at_the_given_size_is_raised() -> None:
 
 
 def test_a_batch_of_one_sample_grows() -> None:
-    found = curve(step_of(mlp()), (BATCH[0][:1], BATCH[1][:1]), at_most=4)
+    found = curve(step_of(mlp()), (BATCH[0][:1], BATCH[1][:1]), at_least=1, at_most=4)
     assert sizes(found) == [1, 2, 4]
     assert found.stopped_below == "1 is the smallest"
 
@@ -175,14 +177,14 @@ def test_lists_of_texts_grow_with_the_batch() -> None:
 
 
 def test_micro_batches_bound_the_sizes_from_below() -> None:
-    found = curve(step_of(mlp(), flatout.Plan(micro_batches=4)))
-    assert sizes(found) == [4, 8, 16, 32]
+    found = curve(step_of(mlp(), flatout.Plan(micro_batches=4)), at_least=1)
+    assert sizes(found) == [4, 8, 16]
     assert found.stopped_below == "the plan splits a batch into micro_batches = 4"
 
 
 @pytest.mark.parametrize("plan", [{"precision": "bf16"}, {"optimizer": "fused"}, {"optimizer_in_backward": True}])
 def test_the_steps_plan_is_in_force(plan: dict[str, Any]) -> None:
-    assert sizes(curve(step_of(mlp(), flatout.Plan(**plan)), at_most=16))[-1] == 16
+    assert sizes(curve(step_of(mlp(), flatout.Plan(**plan)), at_least=8))[-1] == 16
 
 
 def test_memory_under_a_plan_that_saves_it_is_less() -> None:

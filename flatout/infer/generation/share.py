@@ -19,7 +19,7 @@ from flatout.infer.generation.storage import Storage
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.detect import detect
 from flatout.machine.device import device_name
-from flatout.machine.measured_peaks import load_ceilings
+from flatout.machine.kept_ceilings import load_ceilings
 from flatout.units import format_bytes
 
 _PRODUCTS: dict[Storage, str] = {"fp32": "fp32", "bf16": "bf16", "int8": "bf16", "int4": "bf16"}

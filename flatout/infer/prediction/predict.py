@@ -37,7 +37,7 @@ from flatout.levers.lever import choices_of_plan
 from flatout.levers.subject import Subject
 from flatout.machine.detect import detect
 from flatout.machine.device import device_name
-from flatout.machine.measured_peaks import load_ceilings
+from flatout.machine.kept_ceilings import load_ceilings
 from flatout.plan import Plan
 
 BATCH_TOKENS_CPU = 2048

@@ -11,8 +11,6 @@ import importlib
 import importlib.util
 import itertools
 import json
-import os
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,6 +20,7 @@ from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
+from flatout.machine.own_process import peak_resident_bytes, resident_bytes
 from flatout.script.describe import NOT_AS_NOW, observe
 from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
@@ -221,17 +220,6 @@ class Session:
 
 def _grown(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak_resident_bytes() -> int:
-    """The most that this process ever had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def load_levers(source: str) -> Sequence[Lever]:

@@ -1,7 +1,7 @@
 import pytest
 
 from flatout.levers.observed import Observed, OptimizerSeen
-from flatout.report.tune_text import counted_by, percent
+from flatout.report.step_text import counted_by, percent
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""The measured ceilings, kept in one file a machine, device and torch version.
+
+`flatout run` reads them at every start, so what measures them stands apart and is not imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from flatout import environment
+from flatout.errors import MachineError
+from flatout.machine.ceilings import Ceilings
+from flatout.machine.description import Machine
+
+
+def load_ceilings(machine: Machine, device: str | None = None) -> Ceilings | None:
+    """What was measured before of that device ('cpu', 'cuda:0'; None: where work should run here) with this torch.
+
+    None if nothing was, or the file is damaged: another device's ceilings say nothing about this one.
+    """
+    device = device or machine.device_name
+    try:
+        found = Ceilings.from_json(json.loads(_cache_file(machine, device).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, not JSON, or of another shape
+        return None
+    return found if found.device == device else None
+
+
+def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
+    """Keep them for the next time; a reader sees the old file or the new one, never half of one.
+
+    Those of a busy minute, or of fewer threads, are too low: they only raise what was kept before.
+    """
+    path, before = _cache_file(machine, ceilings.device), load_ceilings(machine, ceilings.device)
+    if before is not None and (ceilings.contended or ceilings.threads < before.threads):
+        ceilings = before.raised_by(ceilings)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".ceilings-", delete=False) as file:
+            json.dump(ceilings.to_json(), file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise MachineError(
+            f"cannot keep the ceilings in {path.parent}: {error.strerror}",
+            remedy="name another folder in FLATOUT_CACHE_DIR",
+        ) from error
+    return path
+
+
+def _cache_file(machine: Machine, device: str) -> Path:
+    name = f"{machine.fingerprint}-{device.replace(':', '-')}-torch-{machine.versions.torch}.json"
+    return environment.cache_dir() / "ceilings" / name
