@@ -64,5 +64,18 @@ def test_help_is_quick_to_start() -> None:
     assert done.stdout.splitlines()[-1].strip() == "MODULES"
 
 
+def test_a_run_does_not_load_what_tune_needs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("pass")
+    unused = ("flatout.tuning", "flatout.search", "flatout.script.trial.session", "flatout.machine.measured_peaks")
+    show = (
+        "import atexit, sys; from flatout.__main__ import main; "
+        f"atexit.register(lambda: print('MODULES', [name for name in sys.modules if name.startswith({unused})])); "
+        "sys.exit(main(['run', '--no-plan', 'train.py']))"
+    )
+    done = subprocess.run([sys.executable, "-c", show], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["MODULES []"]
+    assert (tmp_path / "flatout-run.json").exists()
+
+
 if __name__ == "__main__":
     sys.stdout.write(surface())

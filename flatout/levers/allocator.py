@@ -19,7 +19,7 @@ from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.machine.page_faults import page_fault_seconds
+from flatout.machine.process_memory import page_fault_seconds
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 """malloc.h of glibc."""

@@ -17,7 +17,7 @@ from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.machine.page_faults import page_fault_seconds
+from flatout.machine.process_memory import page_fault_seconds
 from flatout.replaced import replaced
 
 PASSES_OVER_GRADIENTS = 4

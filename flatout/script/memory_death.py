@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
-from flatout.machine.own_process import resident_bytes
+from flatout.machine.process_memory import resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.units import format_bytes
 

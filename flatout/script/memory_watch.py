@@ -12,7 +12,7 @@ import sys
 from types import FrameType, ModuleType
 from typing import Any
 
-from flatout.machine.own_process import peak_resident_bytes, resident_bytes
+from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches

@@ -19,7 +19,7 @@ from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.machine.detect import memory_left
-from flatout.machine.own_process import resident_bytes
+from flatout.machine.process_memory import resident_bytes
 from flatout.script.describe import NOT_AS_NOW, observe
 from flatout.script.device_calls import device_name
 from flatout.script.epochs import EpochStarts

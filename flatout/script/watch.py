@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
-from flatout.machine.own_process import minor_faults
+from flatout.machine.process_memory import minor_faults
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
 from flatout.script.patches import ImportWatch, Patches, noting

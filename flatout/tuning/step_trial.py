@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import resource
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from flatout.generators import generator_states, generators_kept, seed_generator
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.levers.subject import Subject
-from flatout.machine.own_process import minor_faults, resident_bytes
+from flatout.machine.process_memory import minor_faults, peak_resident_bytes, resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.script.describe import observe
@@ -209,8 +208,7 @@ class StepTrial:
                 sample = followed.end(self._steps)
                 peaks.append(sample.peak_bytes if sample is not None else None)
             held = most_of(peaks) if self._device.kind == "cpu" else self._device.memory_peak_bytes()
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Peak(peak_bytes=held, resident_bytes=resident, incidents=self._rolled_back)
+        return Peak(peak_bytes=held, resident_bytes=peak_resident_bytes(), incidents=self._rolled_back)
 
     def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
         with self._running(choices, watched=True) as take:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from flatout.levers.observed import StepWork
-from flatout.machine.own_process import minor_faults
-from flatout.machine.page_faults import page_fault_seconds
+from flatout.machine.process_memory import minor_faults, page_fault_seconds
 from flatout.script.step_work import follow_step
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,11 @@ from flatout.machine.detect import detect
 from flatout.report.tune_text import tune_text
 from flatout.script.entry import Target
 from flatout.script.trial.answers import Peak
+from flatout.statistics import Comparison
+from flatout.tuning import search, verifier
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.script_tuning import TuneRequest, tune_script
+from flatout.tuning.windows import Pairing
 
 CHOICE = Choice(ChunkedLoss(), "chunked")
 HERE = Machine(
@@ -68,8 +73,26 @@ while True:
 """
 
 
+def finding(ratio: float, compare: Callable[..., Pairing]) -> Callable[..., Pairing]:
+    """`compare`, which finds this ratio whatever the machine does."""
+    found = Comparison(
+        ratio=ratio,
+        low=ratio - 0.05,
+        high=ratio + 0.05,
+        confidence=0.95,
+        pairs=6,
+        verdict="faster" if ratio > 1 else "slower",
+    )
+    return lambda *args, **words: replace(compare(*args, **words), comparison=found)
+
+
 @pytest.mark.usefixtures("forked_trials", "brief")
-def test_a_plan_that_asks_for_it_is_verified_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ratio_in_search", [1.2, 0.9])
+def test_a_plan_that_asks_for_it_is_verified_with_its_bytes_though_it_is_slower(
+    ratio_in_search: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "compare_arms", finding(ratio_in_search, search.compare_arms))
+    monkeypatch.setattr(verifier, "compare_in_fresh_processes", finding(0.8, verifier.compare_in_fresh_processes))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     request = TuneRequest(target=Target(path="train.py"), budget_seconds=100, only=(("loss", "chunked"),))
@@ -81,6 +104,7 @@ def test_a_plan_that_asks_for_it_is_verified_with_its_bytes(tmp_path: Path, monk
     scores = 512 * 2048 * 4
     assert trial.baseline_peak_bytes - trial.candidate_peak_bytes > scores
     assert result.plan.choices() == {"loss": "chunked"}
+    assert "x0.80" in tune_text(result)
     assert result.proof is not None
     assert result.proof.verdict == "within rounding"
     assert "peak" in tune_text(result)

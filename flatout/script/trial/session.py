@@ -20,7 +20,7 @@ from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever, choices_from_json
 from flatout.machine.device import Device
-from flatout.machine.own_process import peak_resident_bytes, resident_bytes
+from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
 from flatout.script.describe import NOT_AS_NOW, observe
 from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
