@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.levers.subject import Handles, Subject
+from flatout.machine.heap_pieces import fill_freed_pieces
 from flatout.machine.process_memory import minor_faults
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
@@ -181,6 +182,7 @@ class Watch:
         self.resting, self.glance_every = True, glance_every
         self._optimizers_open.clear()
         self._unpatch()
+        fill_freed_pieces()  # those of our imports, and of what was watched until now
 
     def wake(self) -> None:
         """Watch whole steps again; goes on resting where the script has put its own functions in the place of torch's,
