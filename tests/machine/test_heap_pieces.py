@@ -3,35 +3,32 @@ import sys
 
 import pytest
 
-from flatout.machine.heap_pieces import _glibc
+from flatout.machine.heap_pieces import LARGEST_PIECE, _glibc
 
 IN_A_PROCESS_OF_ITS_OWN = """
 from flatout.machine.heap_pieces import fill_freed_pieces
 held = [bytes(size % 3000 + 600) for size in range(0, 400_000, 700)]
 del held[::2]
-first = fill_freed_pieces({most})
-print(first.before, first.after, first.taken)
+print(*(fill_freed_pieces(most_bytes) for most_bytes in {limits}))
 """
 needs_glibc = pytest.mark.skipif(_glibc() is None, reason="malloc is not glibc's")
 
 
-def _filled(most: int) -> tuple[int, int, int]:
-    code = IN_A_PROCESS_OF_ITS_OWN.format(most=most)
+def _taken(*limits: int) -> list[int]:
+    code = IN_A_PROCESS_OF_ITS_OWN.format(limits=limits)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    before, after, taken = map(int, found.stdout.split())
-    return before, after, taken
+    return [int(word) for word in found.stdout.split()]
 
 
 @needs_glibc
 def test_hardly_a_freed_piece_is_left() -> None:
-    before, after, taken = _filled(8 << 20)
-    assert before > 200_000
-    assert after < before / 20
-    assert taken > before / 2
+    first, second = _taken(8 << 20, 16 << 20)
+    assert first > 300_000
+    assert second < first / 20
 
 
 @needs_glibc
-def test_no_more_is_held_than_was_allowed() -> None:
-    before, after, taken = _filled(100_000)
-    assert taken < 100_000 + (96 << 10)
-    assert after > before / 4
+def test_no_more_is_held_than_was_allowed_for_all_calls_together() -> None:
+    first, second = _taken(100_000, 100_000)
+    assert 100_000 <= first < 100_000 + LARGEST_PIECE
+    assert second == 0
