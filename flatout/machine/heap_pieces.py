@@ -1,8 +1,8 @@
 """Freed pieces of malloc's heap: what an import leaves behind, and what a training loop with quick steps pays for.
 
 Importing a module frees a few hundred pieces between those that stay. Small tensors then go into these pieces, all over
-the heap, instead of side by side behind it: under `flatout run` steps of 0.7 ms took about 2 % longer, and as long as in a
-plain process once the pieces were filled (`python -m benchmarks.watch.processes`; a Xeon with AMX, glibc 2.36).
+the heap, instead of side by side behind it: under `flatout run` steps of 0.7 ms took about 2 % longer, and as long as
+in a plain process once the pieces were filled (`python -m benchmarks.watch.processes`; a Xeon with AMX, glibc 2.36).
 Every `flatout run` imports this before the script starts, so it imports hardly anything itself.
 """
 
@@ -18,8 +18,6 @@ LARGEST_PIECE, SMALLEST_PIECE = 96 << 10, 24
 FINE_BELOW, ALIGNMENT = 1200, 16
 """Pieces smaller than this are tried in each size there is (multiples of 16, plus 8), larger ones in steps of 10 %."""
 
-_held_bytes = 0
-
 
 class _Glibc(NamedTuple):
     malloc: Any
@@ -28,13 +26,13 @@ class _Glibc(NamedTuple):
     mallinfo2: Any
 
 
+@functools.cache
 def fill_freed_pieces(most_bytes: int = MOST_BYTES) -> int:
     """Take the freed pieces of malloc's main heap, the largest first, and hold them until the process ends.
 
-    So what is allocated from now on lies side by side behind them. Returns the bytes taken, in some 0.5 ms: 0 where
-    malloc is not glibc's (2.33 or later). most_bytes: of all calls in this process together.
+    So what is allocated from now on lies side by side behind them. Done once a process, in some 0.5 ms; what the script
+    frees later is its own. Returns the bytes taken: 0 where malloc is not glibc's (2.33 or later).
     """
-    global _held_bytes
     libc = _glibc()
     if libc is None:
         return 0
@@ -42,15 +40,15 @@ def fill_freed_pieces(most_bytes: int = MOST_BYTES) -> int:
     # All arenas together, so that the heap may start later; but what malloc gets elsewhere lies far from it.
     start = end - info.arena
     top = end - info.keepcost  # what lies behind was never in use, or is whole again
-    held_before, size = _held_bytes, LARGEST_PIECE
-    while size >= SMALLEST_PIECE and _held_bytes < most_bytes:
+    taken, size = 0, LARGEST_PIECE
+    while size >= SMALLEST_PIECE and taken < most_bytes:
         place = libc.malloc(size)
         if place is not None and start <= place < top:
-            _held_bytes += size
+            taken += size
             continue
         libc.free(place)
         size = size * 9 // 10 if size > FINE_BELOW else (size - 1) // ALIGNMENT * ALIGNMENT - 8
-    return _held_bytes - held_before
+    return taken
 
 
 @functools.cache
