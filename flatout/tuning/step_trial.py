@@ -63,6 +63,13 @@ class StepTrials:
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> StepTrial:
         return StepTrial(self, choices)
 
+    @property
+    def loading_seconds(self) -> float:
+        return 0.0
+
+    def in_new_processes(self) -> StepTrials:
+        return self  # there is this process only
+
     def sharing(self, folder: Path) -> StepTrials:
         """As it is: this process may write there."""
         return self

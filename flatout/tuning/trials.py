@@ -98,6 +98,13 @@ class Trials(Protocol):
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> RunningTrial:
         """A new one; `choices` hold from its start."""
 
+    @property
+    def loading_seconds(self) -> float:
+        """That a new process takes longer to start than these do: in which it loads torch."""
+
+    def in_new_processes(self) -> Trials:
+        """The same, none of them forked from a process that has loaded torch."""
+
     def sharing(self, folder: Path) -> Trials:
         """The same, where all trials may write into this folder."""
 

@@ -19,7 +19,7 @@ from flatout.timing import LoadWatch
 from flatout.tuning import last_comparison, prover
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
-from flatout.tuning.last_comparison import compare_in_fresh_processes
+from flatout.tuning.last_comparison import compare_in_fresh_processes, trials_as_used
 from flatout.tuning.prover import Pattern, Prover
 from flatout.tuning.results import Proof, SearchState
 from flatout.tuning.trials import Trials
@@ -44,9 +44,11 @@ def least_seconds(
     step_seconds: float, restart_seconds: float, trials: Trials, budget_seconds: float, few: FewSteps | None = None
 ) -> float:
     """What a search has to leave for proof and last comparison. few: the script's length, where runs are compared."""
+    compared = trials_as_used(trials, step_seconds, few)
+    compared_start_seconds = restart_seconds + trials.loading_seconds - compared.loading_seconds
     starts, whole = (
         prover.least_seconds(Pattern(step_seconds=seconds, startup_seconds=restart_seconds, few=few), trials)
-        + last_comparison.least_seconds(seconds, restart_seconds, trials, few=few)
+        + last_comparison.least_seconds(seconds, compared_start_seconds, compared, few=few)
         for seconds in (0.0, step_seconds)
     )
     if few is not None:  # runs cannot be made shorter: a budget that is too short for them is refused
@@ -78,10 +80,11 @@ class Verifier:
         self._exactness = exactness
         """The weakest claim that may be made."""
         share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state)
+        self._compared = trials_as_used(trials, pattern.step_seconds, state.few_steps)
         needed = last_comparison.least_seconds(
             pattern.step_seconds,
-            pattern.startup_seconds,
-            trials,
+            pattern.startup_seconds + trials.loading_seconds - self._compared.loading_seconds,
+            self._compared,
             pattern.levers_start_seconds,
             state.few_steps,
             last_comparison.WANTED_PROCESS_PAIRS,
@@ -234,7 +237,7 @@ class Verifier:
         pace = pace.within(self.state.total_steps)
         try:
             return compare_in_fresh_processes(
-                self.trials, self.state.kept, pace, self._deadline, self._comparison_seconds, self.state.few_steps
+                self._compared, self.state.kept, pace, self._deadline, self._comparison_seconds, self.state.few_steps
             )
         except TrialError as error:
             self.warnings.append(f"the last comparison {self.trials.afresh} was cut short: {error}")

@@ -144,6 +144,7 @@ class Pretended:
     """Trials of a script. `runs` has what each was asked for, and how many steps that took."""
 
     name, kind, afresh, starts_overlap = "train.py", "script", "in fresh processes", False
+    loading_seconds = 0.0
 
     def __init__(self, folder: Path, steps: int, step_seconds: float = 0.01) -> None:
         self.work_folder, self.steps, self.step_seconds = folder, steps, step_seconds
@@ -155,6 +156,9 @@ class Pretended:
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> Any:
         return Run(self, choices)
+
+    def in_new_processes(self) -> Pretended:
+        return self
 
     def sharing(self, folder: Path) -> Pretended:
         return self

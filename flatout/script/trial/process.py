@@ -138,6 +138,14 @@ class TrialSetup:
         """A process; `choices` hold from its start, windows add to them."""
         return TrialProcess(self, choices, label=label)
 
+    @property
+    def loading_seconds(self) -> float:
+        server = self.fork_server
+        return server.load_seconds if server is not None and server.is_ready() else 0.0
+
+    def in_new_processes(self) -> TrialSetup:
+        return replace(self, fork_server=None)
+
     def sharing(self, folder: Path) -> TrialSetup:
         """The same, with a folder into which trials write what is to stay."""
         return replace(self, shared=(*self.shared, folder))
