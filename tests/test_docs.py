@@ -1,7 +1,8 @@
-"""Each command that README shows names a verb, options, files and make targets that exist."""
+"""README and docs/: commands and links exist, the code runs, and the reference pages are what the code says."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import typer
 
+from docs.generate import anchor, pages
 from flatout.cli import main
 from flatout.cli.command_line import split_target
 
 ROOT = Path(__file__).parents[1]
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("CHANGELOG.md")]
+PAGES += sorted(page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md"))
 OURS = ("tests/", "examples/", "benchmarks/", "flatout/")
 """A path under these must exist; another, such as train.py, is the reader's."""
 
@@ -58,9 +62,46 @@ def _verb_complaint(words: list[str]) -> str:
     return "".join(f"flatout {name} has no {option}" for option in names if option not in known)
 
 
-def test_readme_commands_exist() -> None:
-    wrong = {command: why for command in commands((ROOT / "README.md").read_text()) if (why := complaint(command))}
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_exist(page: Path) -> None:
+    wrong = {command: why for command in commands((ROOT / page).read_text()) if (why := complaint(command))}
     assert wrong == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub and MkDocs make them."""
+    return {anchor(title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = set(re.findall(r": (\S+\.md)$", nav, re.MULTILINE))
+    assert listed == {str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs"}
+
+
+@pytest.mark.parametrize("name", ["levers.md", "plan.md", "cli.md", "api.md"])
+def test_reference_pages_are_generated(name: str) -> None:
+    remedy = "python -m docs.generate"
+    assert (ROOT / "docs" / "reference" / name).read_text() == _generated()[name], remedy
+
+
+@functools.cache
+def _generated() -> dict[str, str]:
+    return pages()
 
 
 def test_commands_are_found_in_console_blocks_only() -> None:
@@ -84,14 +125,15 @@ def test_a_planted_command_is_judged(command: str, expected: str) -> None:
     assert complaint(command) == expected
 
 
-def test_the_librarys_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if "```python" in (ROOT / page).read_text() and "reference" not in page.parts],
+    ids=str,
+)
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatout.train.fit_into.TIMED_SECONDS", 0.0)  # which is the fastest does not matter here
-    monkeypatch.setattr("flatout.train.fit_into.ROUNDS", 1)
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "cache"))
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}  # a later block goes on from those before
     for block in blocks:
-        block = block.replace("limit_bytes=2**30", "limit_bytes=2**27")  # it is filled with real steps
-        exec(compile(block, "README.md", "exec"), names)
-    assert list((tmp_path / "run").iterdir())
+        exec(compile(block, str(page), "exec"), names)

@@ -1,0 +1,200 @@
+"""The reference pages, made from the code: `python -m docs.generate` writes docs/reference/*.md.
+
+A test fails where a page is not what this makes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+REFERENCE = Path(__file__).parent / "reference"
+HELP_COLUMNS = 100
+
+
+def pages() -> dict[str, str]:
+    """File name -> text."""
+    return {"levers.md": levers_page(), "plan.md": plan_page(), "cli.md": cli_page(), "api.md": api_page()}
+
+
+# levers and plan
+
+
+def levers_page() -> str:
+    from flatout.plan_choices import declared
+
+    lines = [
+        "# Levers",
+        "",
+        "What `flatout tune` may change, and what `TrainStep`, `batches`, `predict` and `generate` carry out of a "
+        "plan. Each is tried only where it applies, and kept only if it is faster and its numbers hold. What a script "
+        "sets itself is never overridden.",
+        "",
+        "| lever | plan field | numbers | for |",
+        "|--|--|--|--|",
+    ]
+    found = [(name, one, _class(path)) for name, one in declared().items() for path in one.levers]
+    for name, one, lever in found:
+        lines.append(f"| [{lever.name}](#{anchor(lever.name)}) | `{name}` | {lever.exactness} | {one.aim} |")
+    for name, one, lever in found:
+        where = ", ".join(f"`{_scopes()[scope]}`" for scope in one.scopes)
+        lines += ["", f"## {lever.name}", "", f"`{name}`: {_values(name)} · {lever.exactness} · {where}", ""]
+        lines += [_prose(inspect.getmodule(lever)), "", _prose(lever)]
+    return "\n".join(lines) + "\n"
+
+
+def plan_page() -> str:
+    from flatout.plan_choices import declared
+
+    lines = [
+        "# The plan",
+        "",
+        "A plan is every choice of how to run. `flatout tune` writes one as `flatout.toml`; in code it is "
+        "`flatout.Plan(...)`. Unset fields change nothing. A field that does not apply to a call is refused by name.",
+    ]
+    for name, one in declared().items():
+        where = ", ".join(f"`{_scopes()[scope]}`" for scope in one.scopes)
+        lines += ["", f"## {name}", "", f"{_values(name)}", "", f"{_sentence(one.meaning)}", ""]
+        lines.append(f"Numbers: {one.exactness}. For: {one.aim}. Applies to {where}.")
+        for requirement in one.requires:
+            lines.append(f"Not with every `{requirement.other}`: {requirement.why}.")
+        if one.replaces:
+            lines.append(f"Makes {', '.join(f'`{other}`' for other in one.replaces)} redundant.")
+    return "\n".join(lines) + "\n"
+
+
+def _scopes() -> dict[str, str]:
+    from flatout.plan_choices import SCOPES
+
+    return {str(scope): called for scope, called in SCOPES.items()}
+
+
+def _class(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"flatout.levers.{module}"), name)
+
+
+def _values(name: str) -> str:
+    """The values of a choice, as a reader writes them."""
+    from flatout.plan_choices import Choices, declared
+
+    hint = typing.get_type_hints(Choices)[name]
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    if kinds == [bool]:
+        return "`true` or `false`"
+    if kinds == [int]:
+        return f"a whole number from {declared()[name].low} to {declared()[name].high}"
+    values = [value for kind in kinds for value in typing.get_args(kind)]
+    return ", ".join(f'`"{value}"`' for value in values)
+
+
+def _prose(thing: Any) -> str:
+    return inspect.cleandoc(thing.__doc__ or "")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+def anchor(title: str) -> str:
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return "-".join(kept.split())
+
+
+# commands
+
+
+def cli_page() -> str:
+    """The help of each command."""
+    import typer
+
+    from flatout.cli import main
+
+    os.environ["COLUMNS"] = os.environ["TERMINAL_WIDTH"] = str(HELP_COLUMNS)
+    group: Any = typer.main.get_command(main.application())
+    lines = [
+        "# Command line",
+        "",
+        "Commands that look take `--json`, and then print one versioned JSON document and nothing else.",
+    ]
+    for name in sorted(group.commands):
+        lines += ["", f"## flatout {name}", "", "```text", _help(group, name), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _help(group: Any, name: str) -> str:
+    from typer.testing import CliRunner
+
+    from flatout.cli import main
+
+    shown = CliRunner().invoke(
+        main.application(), [name, "--help"], env={"COLUMNS": str(HELP_COLUMNS), "NO_COLOR": "1"}
+    )
+    return "\n".join(line.rstrip() for line in shown.output.strip().splitlines())
+
+
+# library
+
+
+def api_page() -> str:
+    import flatout
+
+    lines = [
+        "# Library",
+        "",
+        "`import flatout` loads neither torch nor anything else; each name is loaded when it is first used.",
+    ]
+    for name in sorted(flatout.__all__, key=str.lower):
+        value = getattr(flatout, name)
+        if isinstance(value, str) or not callable(value):
+            continue
+        lines += ["", f"## {name}", "", "```python", _signature(name, value), "```", "", _prose(value)]
+        lines += _members(value) if inspect.isclass(value) else []
+    return "\n".join(lines) + "\n"
+
+
+def _signature(name: str, value: Callable[..., Any]) -> str:
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return f"flatout.{name}"
+    parameters = [str(one).replace("'", "") for one in signature.parameters.values()]
+    kinds = [one.kind for one in signature.parameters.values()]
+    keyword_only = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
+    if True in keyword_only and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        parameters.insert(keyword_only.index(True), "*")
+    whole = f"flatout.{name}({', '.join(parameters)})"
+    return (
+        whole
+        if len(whole) <= HELP_COLUMNS
+        else "\n".join([f"flatout.{name}(", *(f"    {one}," for one in parameters), ")"])
+    )
+
+
+def _members(kind: type) -> list[str]:
+    """Public methods and properties with their first paragraph, those of this class alone."""
+    lines = []
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        called = f"`.{name}`" if isinstance(member, property) else f"`.{name}(...)`"
+        lines.append(f"- {called}: {' '.join(inspect.cleandoc(function.__doc__).split(chr(10) + chr(10))[0].split())}")
+    known = {one.name for one in fields(kind)} if hasattr(kind, "__dataclass_fields__") else set()
+    return ["", *lines] if lines and len(known) < 40 else []
+
+
+def main() -> None:
+    REFERENCE.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (REFERENCE / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
