@@ -45,7 +45,7 @@ def levers_page() -> str:
     for name, one, lever in found:
         where = ", ".join(f"`{_scopes()[scope]}`" for scope in one.scopes)
         lines += ["", f"## {lever.name}", "", f"`{name}`: {_values(name)} · {lever.exactness} · {where}", ""]
-        lines += [_prose(inspect.getmodule(lever)), "", _prose(lever)]
+        lines.append(_prose(lever))
     return "\n".join(lines) + "\n"
 
 

@@ -21,9 +21,13 @@ from flatout.machine.description import Machine
 
 
 class ActivationCheckpointing(Lever):
-    """Around repeated blocks of the model; the same bits, because random numbers are drawn again as before.
+    """Recompute activations of repeated blocks in backward instead of keeping them.
 
-    blocks: of how many, from the first on, whose activations would be held longest; None: all.
+    `block` keeps only each block's inputs. `selective` also keeps the results of matrix products, attention and
+    convolutions, which cost most to compute again. Random numbers are drawn again as before. It saves memory and
+    takes time, so `flatout tune` tries it only with `--fit`.
+
+    blocks: how many of them, from the first, whose activations would be held longest; None: all.
     """
 
     name = "activation checkpointing"

@@ -77,7 +77,11 @@ def offloading_to(host: Host) -> Iterator[Host]:
 
 
 class ActivationOffload(Lever):
-    """Around the outermost calls of the model; the same bits, because a copy is exact."""
+    """Keep activations in host memory between forward and backward (CUDA only).
+
+    They go to page-locked memory and come back when backward needs them; the copies are queued, so the host does
+    not wait. It saves memory and takes time, so `flatout tune` tries it only with `--fit`.
+    """
 
     name = "activation offload"
     plan_field = "activation_offload"

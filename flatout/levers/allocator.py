@@ -32,7 +32,7 @@ lies, and was seen to change from one process to the next."""
 
 
 class RetainMemory(Lever):
-    """glibc told to serve large tensors from its heap and to keep that heap."""
+    """Let glibc keep freed memory instead of giving it back to the system and faulting it in again in every step."""
 
     name = "memory kept by malloc"
     plan_field = "allocator"
@@ -75,7 +75,7 @@ class RetainMemory(Lever):
 
 
 class PreloadedAllocator(Lever):
-    """Another allocator, where one is installed; only a new process can have it."""
+    """jemalloc, tcmalloc or mimalloc in place of glibc's malloc, where one is installed. It needs a new process."""
 
     name = "allocator"
     plan_field = "allocator"

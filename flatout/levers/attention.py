@@ -26,7 +26,11 @@ DEPTH = 3
 
 
 class FusedAttention(Lever):
-    """softmax(q k^T) v in one kernel. Weights that are dropped out or returned are left to the script."""
+    """Compute `softmax(q @ k.T) @ v`, written by hand in a model, with torch's fused kernel.
+
+    The matrix of attention weights is never written to memory. Where the weights are dropped out or returned, the
+    module is left as it is.
+    """
 
     name = "fused attention"
     plan_field = "attention"

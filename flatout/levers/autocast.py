@@ -23,7 +23,11 @@ CAST_SECONDS = 10e-6
 
 
 class Autocast(Lever):
-    """precision = bf16, or fp16 with loss scaling where the device has no fast bf16."""
+    """Matrix products in bf16, or in fp16 with loss scaling where the device has no fast bf16.
+
+    Autocast is put around each outermost module call that trains. Weights, loss and optimizer stay in fp32, and the
+    model's outputs are fp32 again, so the script's loss, metrics and `.numpy()` see what they always saw.
+    """
 
     name = "autocast"
     plan_field = "precision"

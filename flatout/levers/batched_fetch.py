@@ -13,7 +13,12 @@ from flatout.machine.description import Machine
 
 
 class BatchedFetch(Lever):
-    """One operation on the live data for a batch, where it is known what a sample is made of. Nothing is kept."""
+    """Read in-memory data by whole batches instead of sample by sample.
+
+    One indexing operation per batch on the live data: tensors, `Subset`, and classes whose `__getitem__` only
+    returns stored rows (indexed, scaled, cast, or passed through torchvision's `ToTensor` and `Normalize`). Batches
+    come in the order that torch's own sampler draws. Nothing is cached, and no code of the script is skipped.
+    """
 
     name = "batched fetch"
     plan_field = "fetch"

@@ -22,7 +22,11 @@ from flatout.replaced import replaced
 
 
 class ChannelsLast(Lever):
-    """Around the calls of the model that train; inside them, convolutions lay their input out."""
+    """Lay out images as NHWC, which the convolutions of oneDNN and Tensor Cores prefer.
+
+    Inputs of convolutions are laid out inside the calls that train. Weights, gradients, optimizer state and what
+    the model returns keep the script's layout, so flattening and saving work as before.
+    """
 
     name = "channels_last"
     plan_field = "memory_format"

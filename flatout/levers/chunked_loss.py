@@ -30,7 +30,12 @@ LOOKS_FORGIVEN = 4
 
 
 class ChunkedLoss(Lever):
-    """Cross-entropy takes a wide linear layer's input and weights instead of its scores."""
+    """Never hold the scores of a wide last layer, `[tokens, vocabulary]`, as a whole.
+
+    Where the scores go into cross-entropy and nowhere else, loss and gradients are computed chunk by chunk from the
+    layer's input. If the script does something else with them, they are computed then. It saves memory and seldom
+    time, so a search keeps it where it is faster, where memory is short, or where the plan asks for it.
+    """
 
     name = "fused linear + cross-entropy"
     plan_field = "loss"

@@ -13,7 +13,7 @@ from flatout.machine.description import Machine
 
 
 class CudnnBenchmark(Lever):
-    """torch.backends.cudnn.benchmark."""
+    """Let cuDNN time its convolution algorithms once per input shape and keep the fastest."""
 
     name = "cudnn.benchmark"
     plan_field = "cudnn_benchmark"

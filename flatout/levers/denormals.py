@@ -16,7 +16,10 @@ DOUBT = 3.0
 
 
 class FlushDenormals(Lever):
-    """Values below 1.2e-38 become 0 in every compute thread."""
+    """Treat values below 1.2e-38 as 0 in every compute thread: CPUs compute with denormal numbers slowly.
+
+    Saturated softmaxes and decayed moments are full of them.
+    """
 
     name = "denormals flushed"
     plan_field = "flush_denormals"

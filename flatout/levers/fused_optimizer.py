@@ -17,7 +17,11 @@ from flatout.machine.description import Machine
 
 
 class FusedOptimizer(Lever):
-    """Applies to torch's own optimizers where the script left the choice of implementation to torch."""
+    """torch's fused or foreach implementation of the optimizer's step, instead of a loop over tensors.
+
+    Only where the script left the choice to torch. The flags are set for the duration of each step, so state dicts
+    that the script saves never show them.
+    """
 
     name = "optimizer"
     plan_field = "optimizer"

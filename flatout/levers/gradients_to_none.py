@@ -29,7 +29,12 @@ BYTES_OF_FP32, PAGE_BYTES = 4, 4096
 
 
 class GradientsToNone(Lever):
-    """For a script that asks for zeros. Whether a lever or the script reads a gradient makes no difference."""
+    """Free gradients where a script says `zero_grad(set_to_none=False)`, so that backward need not add to zeros.
+
+    A freed gradient reads as zeros wherever anything asks for it, so weight decay and momentum still move
+    parameters that got no gradient. A gradient that is held elsewhere is set to zero as written. Only the sign of a
+    zero may differ.
+    """
 
     name = "gradients set to None"
     plan_field = "zero_grad"

@@ -20,7 +20,12 @@ MOST_FLOPS, USUAL_FLOPS = 200e9, 30e9
 
 
 class HiddenGpu(Lever):
-    """The same script in a process in which CUDA has no device."""
+    """Hide the GPU from a script whose steps are too small for it.
+
+    Launching an operation on a GPU takes some microseconds whatever its size, so a small model can be faster on the
+    CPU. A script that asks whether there is a GPU then trains on the CPU. One that does not ask fails in its trial,
+    and the lever is dropped.
+    """
 
     name = "trained on the CPU"
     plan_field = "device"

@@ -19,7 +19,12 @@ from flatout.machine.device import placement
 
 
 class MovedToDevice(Lever):
-    """Nothing of the device is touched unless this lever is on. It is on from the start of a process of its own."""
+    """Run a script that trains on the CPU and names no device on the GPU that is idle beside it.
+
+    Weights are moved in place, so the optimizer keeps the same parameters; its state, buffers and tensors held by
+    modules move with them. Each call of the model gets its inputs on the GPU. The rest of the script may hold
+    tensors on either side: where they meet, they are brought together. CUDA is not touched unless this lever is on.
+    """
 
     name = "moved to the GPU"
     plan_field = "device"

@@ -27,7 +27,12 @@ from flatout.replaced import replaced
 
 
 class OptimizerInBackward(Lever):
-    """For a loop that steps right after backward, and whose files never speak of gradients."""
+    """Update each weight as soon as its gradient is there, and free the gradient.
+
+    Only where the source shows `optimizer.step()` right after `backward()` with nothing in between that could look
+    at weights or gradients. Any other pass runs as written, and whoever reads a freed gradient gets an error. It
+    saves memory, so `flatout tune` tries it only with `--fit`.
+    """
 
     name = "updates in backward"
     plan_field = "optimizer_in_backward"

@@ -23,7 +23,12 @@ from flatout.machine.description import Machine
 
 
 class LowBitState(Lever):
-    """For torch.optim.Adam and AdamW that are stepped without a closure."""
+    """Hold Adam's two moments in 8 bits (needs torchao).
+
+    For `torch.optim.Adam` and `AdamW` that are stepped without a closure, and parameters of at least 4,096
+    elements. `state_dict` holds plain moments, so a script loads what it saved with or without this lever. It saves
+    memory and takes time, so `flatout tune` tries it only with `--fit`.
+    """
 
     name = "optimizer state"
     plan_field = "optimizer_state"

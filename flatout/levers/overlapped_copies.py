@@ -32,7 +32,12 @@ IN_ANOTHER_STREAM = "something works in a stream of its own"
 
 
 class OverlappedCopies(Lever):
-    """For a script that copies batches with a plain `.to(device)` or `.cuda()`."""
+    """Let the host go on while a batch is copied to the GPU.
+
+    For scripts that use a plain `.to("cuda")` or `.cuda()`, which waits for everything queued before it. The values
+    first go to page-locked memory of their own, so the script may change its tensor afterwards. Not for scripts
+    that use CUDA streams or `non_blocking` themselves.
+    """
 
     name = "overlapped copies"
     plan_field = "non_blocking"

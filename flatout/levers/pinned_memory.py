@@ -12,7 +12,7 @@ from flatout.machine.description import Machine
 
 
 class PinnedMemory(Lever):
-    """Page-locked batches, which the GPU copies while it computes."""
+    """Page-locked batches, so that the GPU can copy them while it computes."""
 
     name = "pinned memory"
     plan_field = "pin_memory"

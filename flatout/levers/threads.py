@@ -21,7 +21,10 @@ public scripts with two threads, two were faster with one."""
 
 
 class Threads(Lever):
-    """torch.set_num_threads."""
+    """The number of threads that share one operation on the CPU (`torch.set_num_threads`).
+
+    Small tensors lose more by handing work to other threads than they gain.
+    """
 
     name = "threads"
     plan_field = "threads"
