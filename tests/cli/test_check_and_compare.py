@@ -84,5 +84,8 @@ def test_two_results_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert capsys.readouterr().out.startswith("verdict    faster\nratio      x2.000")
     assert main(["compare", "--json", *map(str, paths)]) == 0
     assert json.loads(capsys.readouterr().out)["comparison"]["verdict"] == "faster"
+    slower, faster = list(map(str, reversed(paths))), list(map(str, paths))
+    assert [main(["compare", "--fail-if-slower", *two]) for two in (slower, faster)] == [1, 0]
+    assert main(["compare", *slower]) == 0
     with pytest.raises(UsageError, match="No such file"):
         main(["compare", str(paths[0]), str(tmp_path / "absent.json")])
