@@ -1,0 +1,67 @@
+"""docs/terminal.svg: `flatout tune` and `flatout run` in a terminal, as they really came out.
+
+    python -m docs.record [--budget 60] [--script examples/digits_mlp.py]
+
+Needs pyte, which interprets what a terminal would have shown (`pip install -e '.[docs]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pyte
+from rich.console import Console
+from rich.text import Text
+
+COLUMNS, ROWS = 118, 60
+OUT = Path(__file__).with_name("terminal.svg")
+
+
+def in_a_terminal(words: list[str]) -> list[str]:
+    """The lines that are on the screen when the command has ended."""
+    screen = pyte.HistoryScreen(COLUMNS, ROWS, history=2000)
+    stream = pyte.ByteStream(screen)
+    leader, follower = pty.openpty()
+    ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    child = subprocess.Popen(words, stdin=follower, stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    while True:
+        try:
+            shown = os.read(leader, 65536)
+        except OSError:  # the terminal's last user has ended
+            break
+        if not shown:
+            break
+        stream.feed(shown)
+    child.wait()
+    above = ["".join(line[column].data for column in range(COLUMNS)) for line in screen.history.top]
+    return [line.rstrip() for line in (*above, *screen.display)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", default="60", help="of flatout tune")
+    parser.add_argument("--script", default="examples/digits_mlp.py")
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    for words in (["tune", "--budget", arguments.budget, arguments.script], ["run", arguments.script]):
+        console.print(Text(f"$ flatout {' '.join(words)}", style="bold"))
+        lines = in_a_terminal([sys.executable, "-m", "flatout", *words])
+        console.print(Text("\n".join(lines).strip("\n") + "\n"))
+    console.save_svg(str(arguments.out), title="flatout")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
