@@ -42,10 +42,6 @@ UNDECIDED_SHARE = 0.05
 found would be given back."""
 MOST_STARTS = 40
 """A short script is started again until there are enough windows."""
-FORKS_FROM_SECONDS = 2e-3
-"""A plain step; quicker ones are compared in new processes. In forks of a process that has loaded torch the gain of a
-step of 0.4 ms came out 3 % higher (plain steps 1.5 % slower, planned ones 1.5 % quicker, in 16 pairs), of one of 1.6
-and of 2 ms within 1 % of that in new processes."""
 USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
 """The typical standard deviation of the log ratio between pairs of processes, and the degrees of freedom it counts for.
 `python -m benchmarks.gain.processes` measures it, and how often intervals from few pairs hold the ratio of all."""
@@ -54,12 +50,14 @@ USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
 Pairs = list[tuple[float, float]]
 
 
-def trials_as_used(trials: Trials, step_seconds: float, few: FewSteps | None = None) -> Trials:
-    """Those in which steps of this length take what they take in a user's process.
+def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
+    """Those in which steps take what they take in a user's process: new processes, never forks.
 
-    few: the script's length, where whole runs are compared; as it is started many times, its trials stay as they are.
+    In forks of a process that has loaded torch the gain of a step of 0.4 ms came out 3 % too high (16 pairs), and two
+    of three tunes with longer steps stated 4 and 11 % too much. few: the script's length, where whole runs are
+    compared; as it is started many times, its trials stay as they are.
     """
-    return trials.in_new_processes() if few is None and step_seconds < FORKS_FROM_SECONDS else trials
+    return trials.in_new_processes() if few is None else trials
 
 
 def compare_in_fresh_processes(

@@ -44,7 +44,7 @@ def least_seconds(
     step_seconds: float, restart_seconds: float, trials: Trials, budget_seconds: float, few: FewSteps | None = None
 ) -> float:
     """What a search has to leave for proof and last comparison. few: the script's length, where runs are compared."""
-    compared = trials_as_used(trials, step_seconds, few)
+    compared = trials_as_used(trials, few)
     compared_start_seconds = restart_seconds + trials.loading_seconds - compared.loading_seconds
     starts, whole = (
         prover.least_seconds(Pattern(step_seconds=seconds, startup_seconds=restart_seconds, few=few), trials)
@@ -80,7 +80,7 @@ class Verifier:
         self._exactness = exactness
         """The weakest claim that may be made."""
         share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state)
-        self._compared = trials_as_used(trials, pattern.step_seconds, state.few_steps)
+        self._compared = trials_as_used(trials, state.few_steps)
         needed = last_comparison.least_seconds(
             pattern.step_seconds,
             pattern.startup_seconds + trials.loading_seconds - self._compared.loading_seconds,

@@ -19,7 +19,8 @@ from flatout.script.trial import fork_server as module
 from flatout.script.trial.answers import TrialEnded
 from flatout.script.trial.fork_server import KILLED, ForkServer
 from flatout.script.trial.process import TrialProcess, TrialSetup
-from flatout.tuning.last_comparison import FORKS_FROM_SECONDS, trials_as_used
+from flatout.tuning.few_steps import FewSteps
+from flatout.tuning.last_comparison import trials_as_used
 
 STEPS = """
 torch.set_num_threads(1)
@@ -92,13 +93,13 @@ def test_its_numbers_are_those_of_a_new_process(tmp_path: Path, server: ForkServ
     assert forked["unseeded"] == []
 
 
-def test_quick_steps_are_compared_in_new_processes(tmp_path: Path, server: ForkServer) -> None:
+def test_windows_are_compared_in_new_processes(tmp_path: Path, server: ForkServer) -> None:
     forked = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path, fork_server=server)
     assert forked.loading_seconds == server.load_seconds > 0.0
-    assert trials_as_used(forked, FORKS_FROM_SECONDS) is forked
-    quick = trials_as_used(forked, FORKS_FROM_SECONDS / 2)
-    assert isinstance(quick, TrialSetup)
-    assert (quick.fork_server, quick.loading_seconds) == (None, 0.0)
+    assert trials_as_used(forked, FewSteps(steps=5, compared=4)) is forked
+    new = trials_as_used(forked)
+    assert isinstance(new, TrialSetup)
+    assert (new.fork_server, new.loading_seconds) == (None, 0.0)
 
 
 @pytest.mark.parametrize(
