@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flatout.infer.generation.batch_run import Engine, Text
+from flatout.infer.generation.batch_run import Passes, Text
 from flatout.infer.generation.rows import Choice, place_of
 from flatout.infer.generation.sampling import next_tokens, no_usable_logits, probabilities, unusable
 from flatout.infer.generation.span import Span
@@ -24,7 +24,7 @@ from flatout.infer.generation.throttle import Throttle
 class Guesser:
     """Of one run. draft: None = look for the guess in the text so far."""
 
-    def __init__(self, choice: Choice, draft: Engine | None) -> None:
+    def __init__(self, choice: Choice, draft: Passes | None) -> None:
         self._choice, self._sampling, self._draft = choice, choice.sampling, draft
         self._throttle = Throttle()
         self._lookups: dict[int, Lookup] = {}
@@ -54,7 +54,7 @@ class Guesser:
         """A pass without guesses over so many texts took `seconds`."""
         self._throttle.observe(0, [0] * texts, seconds)
 
-    def advance(self, engine: Engine, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    def advance(self, engine: Passes, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """One pass, where guesses were found: new tokens of each text, and the spans (start, length) that were read."""
         guesses, chances = self._drafts(texts, self._room) if self._draft else (self._looked, None)
         spans = [

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from flatout.infer.generation.cache import KeyValueCache
 from flatout.infer.generation.decoder import Block, Decoder, Linear, Norm
+from flatout.infer.generation.share import Work, work_of
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.storage import Storage, storage_of_head
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
@@ -148,11 +149,17 @@ class TorchDecoder:
 class TorchPasses:
     """Passes over one cache. Several may run at once, in threads too, each with a cache of its own."""
 
+    note = ""
+
     def __init__(self, of: TorchDecoder, cache: KeyValueCache) -> None:
         self._of, self.cache = of, cache
-        self.decoder, self.storage, self.device, self.weight_bytes = of.decoder, of.storage, of.device, of.weight_bytes
+        self.decoder, self.storage, self.device, self.slots = of.decoder, of.storage, of.device, cache.slots
         self._graphs: dict[int, _StepGraph] = {}
         """They write where this cache lies."""
+
+    def work(self) -> Work:
+        """Nothing yet: for passes to be added to."""
+        return work_of(self.decoder, self._of.storage, self._of.weight_bytes, self.cache)
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Read tokens, int64 [sum of the spans' lengths] on the device; their keys and values go into the cache.
