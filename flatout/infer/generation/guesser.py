@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from flatout.infer.generation.batch_run import Passes, Text
+from flatout.infer.generation.native_decoder import NativePasses
 from flatout.infer.generation.rows import Choice, place_of
 from flatout.infer.generation.sampling import next_tokens, no_usable_logits, probabilities, unusable
 from flatout.infer.generation.span import Span
 from flatout.infer.generation.speculation import Lookup, accept, accept_equal
 from flatout.infer.generation.throttle import Throttle
+from flatout.infer.generation.torch_decoder import TorchPasses
 
 
 class Guesser:
     """Of one run. draft: None = look for the guess in the text so far."""
 
-    def __init__(self, choice: Choice, draft: Passes | None) -> None:
+    def __init__(self, choice: Choice, draft: NativePasses | TorchPasses | None) -> None:
         self._choice, self._sampling, self._draft = choice, choice.sampling, draft
         self._throttle = Throttle()
         self._lookups: dict[int, Lookup] = {}

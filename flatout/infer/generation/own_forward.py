@@ -122,7 +122,7 @@ def logits_of(found: Any, tokens: Tensor, model: Any, places: int | None = None)
         logits = found["logits"]
     elif not isinstance(found, Tensor) and hasattr(found, "logits"):
         logits = found.logits
-    elif isinstance(found, tuple | list) and found:
+    elif type(found) in (tuple, list) and found:  # the fields of a named tuple have other names
         logits = found[0]
     batch, count = len(tokens), places or tokens.shape[1]
     if (

@@ -26,6 +26,7 @@ from flatout.infer.generation.detokenising import Decode
 from flatout.infer.generation.generated import Generation, Piece, Reason, Speculation
 from flatout.infer.generation.guesser import Guesser
 from flatout.infer.generation.model_settings import ModelSettings, read_settings
+from flatout.infer.generation.native_decoder import NativePasses
 from flatout.infer.generation.prepared import Engine, Prepared, kept
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.generation.rows import Choice
@@ -34,6 +35,7 @@ from flatout.infer.generation.share import known_ceilings
 from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
 from flatout.infer.generation.token_rules import TokenRules
+from flatout.infer.generation.torch_decoder import TorchPasses
 from flatout.infer.tokenizer_source import decode_of
 from flatout.plan import Plan
 
@@ -304,7 +306,8 @@ class _Run:
         request = self._request
         sources = [one for one in (request.prepared, request.draft) if one is not None]
         leased = [one.lease(request.length, request.slots) for one in sources]
-        draft = leased[1] if request.draft is not None else None
+        draft = leased[1] if len(leased) > 1 else None
+        assert draft is None or isinstance(draft, NativePasses | TorchPasses), "another draft was refused"
         encode = leased[0].encode if isinstance(leased[0], StatePasses) and request.prepared.encodes else None
         try:
             guesser = self._guesser(draft)
@@ -349,7 +352,7 @@ class _Run:
             else Speculation(proposed=guesser.proposed, accepted=guesser.accepted, passes=run.passes),
         )
 
-    def _guesser(self, draft: Any) -> Guesser | None:
+    def _guesser(self, draft: NativePasses | TorchPasses | None) -> Guesser | None:
         wanted = draft is not None or self._request.guesses
         return Guesser(self._request.choice, draft) if wanted else None
 
