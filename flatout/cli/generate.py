@@ -56,10 +56,7 @@ def generate(
     temperature: TemperatureOption = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", help="Only the K most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", help="Only the most probable that reach P.")] = None,
-    repetition_penalty: StartOption = Annotated[
-    int | None, typer.Option(metavar="ID", help="Of an encoder-decoder's texts the first token; default: the model's.")
-]
-PenaltyOption = None,
+    repetition_penalty: PenaltyOption = None,
     no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="No run of N tokens twice.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
     stop: StopOption = None,

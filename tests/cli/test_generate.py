@@ -84,7 +84,7 @@ def test_a_plan_and_what_goes_before_it(capsys: Any, tmp_path: Path) -> None:
         (["--prompts", "none.txt"], "cannot read none.txt"),
         (["--prompt", "a", "--tokenizer", "net_to_speak.py:GPT2Config"], "without encode"),
         (["--prompt", "1", "--out", "none/made.jsonl"], "cannot write none/made.jsonl"),
-        (["--prompt", ",".join(["1"] * 64)], "prompt 0 has 64 tokens; the model reads 64"),
+        (["--prompt", ",".join(["1"] * 64)], "prompt 0 has 64 tokens; the model reads prompts of at most 63"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(options: list[str], told: str, capsys: Any) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 import torch
 from torch import nn
 
-from flatout.errors import PlanError, UsageError
+from flatout.errors import UsageError
 from flatout.infer.generation.batch_run import Passes
 from flatout.infer.generation.cache import KeyValueCache
 from flatout.infer.generation.decoder import Decoder
@@ -140,9 +140,6 @@ def _engine(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
         return _by_own_forward(model, plan, error.what)
     storage = storage_of(plan)
     device = next(model.parameters()).device
-    if device.type == "cuda" and storage in ("int8", "int4"):
-        limit = "only the CPU has kernels that read them; on CUDA each product would widen the whole matrix first"
-        raise PlanError(f"the plan's weights is {storage!r} on {device}", limit=limit, remedy="set precision = 'bf16'")
     if device.type == "cuda":
         return TorchDecoder(decoder, storage=storage, device=device), "CUDA graphs"
     kernel = native()

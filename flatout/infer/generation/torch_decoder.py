@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flatout.errors import PlanError
 from flatout.infer.generation.cache import KeyValueCache
 from flatout.infer.generation.decoder import Block, Decoder, Linear, Norm
 from flatout.infer.generation.share import Work, work_of
@@ -256,8 +257,12 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch.dtype) -> tuple[Matrix, int]:
     """A function x -> x @ weight.T + bias in `dtype`, and the bytes that it moves.
 
-    Fewer bits are widened in each call: the narrow matrix is read, the wide one written and read again.
+    On a CPU without the native kernel fewer bits are widened in each call: the narrow matrix is read, the wide one
+    written and read again. Elsewhere they are a PlanError.
     """
+    if device.type != "cpu" and storage in ("int8", "int4"):
+        limit = "only the CPU has kernels that read them; on CUDA each product would widen the whole matrix first"
+        raise PlanError(f"the plan's weights is {storage!r} on {device}", limit=limit, remedy="set precision = 'bf16'")
     wide_bytes = linear.outputs * linear.inputs * dtype.itemsize
     held_bias = linear.bias()
     bias = None if held_bias is None else held_bias.to(device, dtype)
