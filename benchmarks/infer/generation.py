@@ -271,7 +271,7 @@ def _guessing(ours: Any, rounds: int) -> dict[str, Any]:
 
 def _exactness(ours: Any) -> dict[str, Any]:
     """What fewer bits do to the logits of this model, whose weights are random."""
-    from flatout.infer.generation.span import Span
+    from flatout.infer.generation.cache import Span
 
     tokens = torch.randint(0, 50257, (128,), generator=torch.Generator().manual_seed(4))
     found = {}

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from flatout.infer.choosing.closeness import Accuracy, Closeness
 from flatout.infer.choosing.search import Option
-from flatout.infer.generation.cache import KeyValueCache
+from flatout.infer.generation.cache import KeyValueCache, Span
 from flatout.infer.generation.generated import Generation
 from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.prompts import read_prompts
-from flatout.infer.generation.span import Span
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.levers.observed import Observed

@@ -15,13 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flatout.infer.generation.cache import Span
 from flatout.infer.generation.generated import Piece, Reason
-from flatout.infer.generation.rows import Choice, Rows, place_of
 from flatout.infer.generation.sampling import Uniforms, no_usable_logits
 from flatout.infer.generation.share import Untold, Work
-from flatout.infer.generation.span import Span
 from flatout.infer.generation.stopping import Watch
-from flatout.infer.generation.token_rules import Place
+from flatout.infer.generation.token_choice import Choice, Place, Rows, place_of
 
 PASSES_BETWEEN_LOOKS = 16
 """On a GPU: each look waits for it. What a text makes past its end is thrown away."""

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from flatout.infer.generation.batch_run import Passes, Text
+from flatout.infer.generation.cache import Span
 from flatout.infer.generation.native_decoder import NativePasses
-from flatout.infer.generation.rows import Choice, place_of
 from flatout.infer.generation.sampling import next_tokens, no_usable_logits, probabilities, unusable
-from flatout.infer.generation.span import Span
 from flatout.infer.generation.speculation import Lookup, accept, accept_equal
 from flatout.infer.generation.throttle import Throttle
+from flatout.infer.generation.token_choice import Choice, place_of
 from flatout.infer.generation.torch_decoder import TorchPasses
 
 

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Block, Decoder, Linear
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Block, Decoder, Linear, Storage, storage_of_head
 from flatout.infer.generation.share import Work, work_of
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage, storage_of_head
 from flatout.kernels.decoder_pass import ACTIVATIONS, NORMS, DecoderStruct, LayerStruct, run_pass
 from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, WeightStruct, pack, pointer
 from flatout.precision.quantize import INT4_GROUP

@@ -16,14 +16,13 @@ from torch import nn
 from flatout.errors import UsageError
 from flatout.infer.generation.batch_run import Passes
 from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.decoder import Decoder, storage_of
 from flatout.infer.generation.encoder_decoder import EncoderDecoderSteps, is_encoder_decoder
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.native_decoder import NativeDecoder, NativePasses
 from flatout.infer.generation.own_forward import OwnForward
 from flatout.infer.generation.self_check import check_against_model
 from flatout.infer.generation.stepping import ModelSteps, StateEngine, recurrent_steps
-from flatout.infer.generation.storage import storage_of
 from flatout.infer.generation.torch_decoder import TorchDecoder, TorchPasses
 from flatout.infer.generation.weights_seen import WeightsSeen
 from flatout.infer.generation.whole_texts import WholeTexts

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Decoder, Storage
 from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.own_forward import difference, evaluating
 from flatout.infer.generation.plain_modules import REMEDY
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage
 from flatout.infer.generation.torch_decoder import TorchDecoder
 
 TOKENS, THROUGH_CACHE = 5, 1

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.decoder import Decoder, Storage
 from flatout.infer.generation.generated import Share
-from flatout.infer.generation.storage import Storage
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.detect import detect
 from flatout.machine.device import device_name

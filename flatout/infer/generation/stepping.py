@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatout.errors import UsageError
+from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
 from flatout.infer.generation.share import Untold
-from flatout.infer.generation.span import Span
 from flatout.infer.generation.whole_texts import CLOSE, CLOSE_ENOUGH, PADDING
 
 State = Any

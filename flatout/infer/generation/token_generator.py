@@ -29,12 +29,11 @@ from flatout.infer.generation.model_settings import ModelSettings, read_settings
 from flatout.infer.generation.native_decoder import NativePasses
 from flatout.infer.generation.prepared import Engine, Prepared, kept
 from flatout.infer.generation.prompts import read_prompts
-from flatout.infer.generation.rows import Choice
 from flatout.infer.generation.sampling import Sampling, Uniforms, fresh_seed
 from flatout.infer.generation.share import known_ceilings
 from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
-from flatout.infer.generation.token_rules import TokenRules
+from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.torch_decoder import TorchPasses
 from flatout.infer.tokenizer_source import decode_of
 from flatout.plan import Plan

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatout.errors import PlanError
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Block, Decoder, Linear, Norm
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Block, Decoder, Linear, Norm, Storage, storage_of_head
 from flatout.infer.generation.share import Work, work_of
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage, storage_of_head
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
 
 Matrix = Callable[[Tensor], Tensor]

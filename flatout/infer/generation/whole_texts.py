@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of
 from flatout.infer.generation.share import Untold
-from flatout.infer.generation.span import Span
 
 LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""

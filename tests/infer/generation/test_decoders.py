@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from flatout.errors import PlanError, UsageError
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder, Linear
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Decoder, Linear, Storage, storage_of_head
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.native_decoder import NativeDecoder, packed
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage, storage_of_head
 from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.kernels.native import native
 from flatout.precision.quantize import (
