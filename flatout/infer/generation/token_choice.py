@@ -213,7 +213,11 @@ def place_of(
 
 
 class Rows:
-    """`place`: where the rows stand, if the choice looks back. `made`: how many tokens of each were generated."""
+    """The sequences of one pass on the device: chooses their next tokens without asking the host.
+
+    A new one is made whenever the sequences change. place: where the rows stand, if the choice looks back. made: how
+    many tokens of each were generated.
+    """
 
     def __init__(
         self,
