@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from flatout.errors import UsageError
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
-from flatout.infer.generation.whole_texts import CLOSE, CLOSE_ENOUGH
 
 TOKENS, CUT = 5, 3
 REMEDY = "use the model's own generate()"
@@ -98,7 +97,7 @@ class EncoderDecoderSteps:
         first, state = self.advance(targets[:, :CUT], self.begin(sources, valid))
         second, _ = self.advance(targets[:, CUT:], state)
         apart = difference(torch.cat((first, second), dim=1), torch.cat(wanted))
-        most = CLOSE.get(self._run.storage, CLOSE_ENOUGH)
+        most = self._run.closeness
         if apart > most:
             what = f"with its cache, the {type(model).__name__}'s logits differ by {apart:.1%} of their spread"
             raise UsageError(what, limit=f"{most:.1%} is allowed", remedy=REMEDY)

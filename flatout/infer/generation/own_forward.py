@@ -24,6 +24,8 @@ _LONGEST = (
     *("max_sequence_length", "context_length", "n_ctx"),
 )
 """What configs call the longest text that a model reads."""
+FULL_CLOSENESS, HALF_CLOSENESS = 2e-3, 0.15
+"""In fp32, and where products are rounded to fewer bits."""
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 """One pass of a model at a time: each puts it into evaluation mode and back."""
 
@@ -51,6 +53,13 @@ class OwnForward:
     def storage(self) -> str:
         """The numbers that products are made of: fp32, bf16, fp16 or fp64."""
         return _NAMES.get(self._autocast or self.dtype, str(self.dtype))
+
+    @property
+    def closeness(self) -> float:
+        """The most by which logits computed in two ways may differ, as a share of their spread; see `difference`."""
+        exact = self.storage in ("fp32", "fp64") and torch.get_float32_matmul_precision() == "highest"
+        rounded = self.device.type == "cuda" and torch.backends.cudnn.allow_tf32  # recurrent layers, unless told not to
+        return FULL_CLOSENESS if exact and not rounded else HALF_CLOSENESS
 
     @property
     def model(self) -> Any:

@@ -32,7 +32,7 @@ from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
 from flatout.infer.generation.share import Untold
-from flatout.infer.generation.whole_texts import CLOSE, CLOSE_ENOUGH, PADDING
+from flatout.infer.generation.whole_texts import PADDING
 
 State = Any
 """Whatever a model keeps."""
@@ -237,7 +237,7 @@ class ModelSteps:
         """
         device, model = self._run.device, self._run.model
         texts = torch.stack([trial_tokens(model, self.vocabulary, TOKENS, seed) for seed in (1, 2)]).to(device)
-        most = CLOSE.get(self._run.storage, CLOSE_ENOUGH)
+        most = self._run.closeness
         wholes, states = [], []
         for text in texts:
             whole, _ = self.advance(text[None], self._begun(text[None]))

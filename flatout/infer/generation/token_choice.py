@@ -1,7 +1,7 @@
 """How the tokens of a pass are chosen: the rules of a text, then sampling.
 
-The rules (tokens that may not come, or must, at certain places) are what transformers' generation_config calls suppressed, bad and forced tokens and least lengths, applied in its
-order: after penalties and before temperature.
+The rules (tokens that may not come, or must, at certain places) are what transformers' generation_config calls
+suppressed, bad and forced tokens and least lengths, applied in its order: after penalties and before temperature.
 
 Everything is computed from where each row stands, on the device: nothing waits for it.
 

@@ -22,10 +22,6 @@ LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""
 PADDING = 0
 """Any id that the model has: what stands there is not read."""
-CLOSE = {"fp32": 2e-3, "fp64": 2e-3}
-"""How far a text's logits may be from those that it has alone, by the numbers they are made in; see `difference`."""
-CLOSE_ENOUGH = 0.15
-"""In 16 bits."""
 
 
 class WholeTexts:
@@ -97,7 +93,7 @@ class WholeTextPasses:
             shared, alone = self._of_batch(pair), torch.cat([self._of_batch([one]) for one in pair])
             apart = max(difference(a, b) for a, b in zip(shared, alone, strict=True))
             # NaN is for what chooses tokens to report.
-            self._together[ragged] = not apart > CLOSE.get(self._of.storage, CLOSE_ENOUGH)
+            self._together[ragged] = not apart > self._of.run.closeness
         return self._together[ragged]
 
     def _of_batches(self, texts: list[Tensor]) -> Tensor:

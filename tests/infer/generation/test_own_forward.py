@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import flatout
 from flatout.errors import PlanError, UsageError
 from flatout.infer.generation import whole_texts
+from flatout.infer.generation.own_forward import FULL_CLOSENESS, HALF_CLOSENESS, OwnForward
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.models import Bert, BertConfig, RecurrentClassifier, RecurrentClassifierConfig
 from flatout.plan import Plan
@@ -244,3 +245,10 @@ def test_a_model_of_transformers_without_a_fast_path() -> None:
     assert flatout.generate(network, texts[:1], max_new_tokens=4, repetition_penalty=1.0).tokens == [
         greedy(network, texts[0], 4)
     ]
+
+
+def test_products_in_fewer_bits_may_differ_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = OwnForward(Causal().eval(), Plan(), "it is a test")
+    assert run.closeness == FULL_CLOSENESS
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert run.closeness == HALF_CLOSENESS
