@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.infer.surroundings import read_rate, surroundings, wait_for
+from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.self_check import check_against_model
 from flatout.infer.generation.token_generator import TokenGenerator
+from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.models import GPT2, GPT2Config
 from flatout.plan import Plan
 from flatout.statistics import compare_paired, median
@@ -124,6 +126,7 @@ def _beside_transformers(theirs: Any, ours: Any, batch: int, rounds: int) -> dic
 def _shares(generator: TokenGenerator, batch: int, seconds: list[float], rates: list[float]) -> dict[str, Any]:
     """Bytes that one token after the other had to read, over what the memory gave in that time, round by round."""
     engine, decoder = generator.engine, generator.decoder
+    assert isinstance(engine, NativeDecoder | TorchDecoder), "whose weights are read"
     per_place = decoder.cache_bytes_per_token(4 if engine.storage == "fp32" else 2)
     # The first token comes out of reading the prompt; each later one reads the weights and what is kept so far.
     read = engine.weight_bytes * (NEW - 1) + batch * per_place * sum(range(PROMPT + 1, PROMPT + NEW))
@@ -271,7 +274,7 @@ def _guessing(ours: Any, rounds: int) -> dict[str, Any]:
 
 def _exactness(ours: Any) -> dict[str, Any]:
     """What fewer bits do to the logits of this model, whose weights are random."""
-    from flatout.infer.generation.span import Span
+    from flatout.infer.generation.cache import Span
 
     tokens = torch.randint(0, 50257, (128,), generator=torch.Generator().manual_seed(4))
     found = {}

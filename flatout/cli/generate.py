@@ -1,4 +1,4 @@
-"""flatout generate: text from a causal language model, at a stated share of what this machine can do."""
+"""flatout generate: text from a language model, at a stated share of what this machine can do."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ MostTokens = Annotated[
 TemperatureOption = Annotated[
     float | None, typer.Option(metavar="T", help="0 = greedy; default: as the model's generation_config, else 0.")
 ]
+StartOption = Annotated[
+    int | None, typer.Option(metavar="ID", help="Of an encoder-decoder's texts the first token; default: the model's.")
+]
 PenaltyOption = Annotated[float | None, typer.Option(metavar="X", help="Above 1: tokens seen come less.")]
 
 
@@ -57,6 +60,7 @@ def generate(
     no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="No run of N tokens twice.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
     stop: StopOption = None,
+    decoder_start_token_id: StartOption = None,
     slots: Annotated[int | None, typer.Option(metavar="N", help="Texts worked on at once.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; default: the model's.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines, one a prompt.")] = None,
@@ -84,6 +88,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "no_repeat_ngram": no_repeat_ngram,
         "seed": seed,
+        "decoder_start_token_id": decoder_start_token_id,
     }
     made = _made(generator, given, settings, shown=not json and out is None)
     if json:

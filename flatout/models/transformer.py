@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +93,14 @@ class Positioned(nn.Module):
         self.sines: Tensor
         self.register_buffer("sines", sines(config.max_tokens, config.width), persistent=False)
 
-    def forward(self, tokens: Tensor, name: str = "tokens") -> Tensor:
-        """int64 or int32 [batch, tokens] -> the weight's dtype [batch, tokens, width]; `name` is for errors."""
-        check_tokens(tokens, max_tokens=self.max_tokens, name=name)
+    def forward(self, tokens: Tensor, name: str = "tokens", start: int = 0) -> Tensor:
+        """int64 or int32 [batch, tokens] -> the weight's dtype [batch, tokens, width].
+
+        name: for errors. start: the position of the first token.
+        """
+        check_tokens(tokens, max_tokens=self.max_tokens - start, name=name)
         # As a head the weight must be small (variance 1 / width); as an embedding it is scaled to match the sines.
-        return self.dropout(self.tokens(tokens) * self.scale + self.sines[: tokens.shape[1]])
+        return self.dropout(self.tokens(tokens) * self.scale + self.sines[start : start + tokens.shape[1]])
 
 
 class TransformerLM(nn.Module):
@@ -158,6 +162,35 @@ class DecoderBlock(nn.Module):
         x = x + self.dropout(self.attention(self.norm1(x)))
         x = x + self.dropout(self.cross_attention(self.norm2(x), memory, mask))
         return x + self.feed_forward(self.norm3(x))
+
+    def advance(self, x: Tensor, seen: Seen, causal: Tensor, mask: Tensor) -> tuple[Tensor, Seen]:
+        """As forward, for tokens that follow those in `seen`; also gives `seen` with them.
+
+        causal: bool [tokens, tokens seen and new], mask: bool [batch, 1, 1, source tokens], True = may look.
+        """
+        queries, keys, values = self.attention.queries_keys_values(self.norm1(x))
+        seen = seen._replace(keys=torch.cat((seen.keys, keys), dim=2), values=torch.cat((seen.values, values), dim=2))
+        x = x + self.dropout(self.attention.attend(queries, seen.keys, seen.values, causal))
+        mixed = self.cross_attention.attend(self.norm2(x), seen.source_keys, seen.source_values, mask)
+        x = x + self.dropout(mixed)
+        return x + self.feed_forward(self.norm3(x)), seen
+
+
+class Seen(NamedTuple):
+    """What a decoder block keeps of a text: keys and values, each [batch, heads, tokens, width / heads]."""
+
+    keys: Tensor
+    values: Tensor
+    source_keys: Tensor
+    source_values: Tensor
+
+
+class Seq2SeqState(NamedTuple):
+    """A source that was read, and a target so far."""
+
+    mask: Tensor
+    """bool [batch, 1, 1, source tokens], True = a real token of the source."""
+    blocks: tuple[Seen, ...]
 
 
 class Encoder(nn.Module):
@@ -223,6 +256,35 @@ class Seq2SeqTransformer(nn.Module):
         x = self.embedding(target, "target")
         x = self.decoder(x, memory, key_mask(source_valid, *memory.shape[:2]))
         return self.head(x)[..., : self.config.vocab_size]
+
+    def begin(self, source: Tensor, source_valid: Tensor | None = None) -> Seq2SeqState:
+        """Read a source, for `advance`: int64 or int32 [batch, source tokens]; source_valid as in forward."""
+        memory = self.encode(source, source_valid)
+        mask = key_mask(source_valid, *source.shape)
+        if mask is None:
+            mask = torch.ones(len(source), 1, 1, source.shape[1], dtype=torch.bool, device=source.device)
+        blocks = []
+        for block in self.decoder.blocks:
+            assert isinstance(block, DecoderBlock), "a Decoder is made of them"
+            keys, values = block.cross_attention.keys_values(memory)
+            blocks.append(Seen(keys[:, :, :0], values[:, :, :0], keys, values))
+        return Seq2SeqState(mask=mask, blocks=tuple(blocks))
+
+    def advance(self, target: Tensor, state: Seq2SeqState) -> tuple[Tensor, Seq2SeqState]:
+        """The target's next tokens, [batch, tokens], after those in the state -> logits [batch, tokens, vocabulary].
+
+        Together they are what `forward` computes from the whole target; each token is computed once.
+        """
+        start, count = state.blocks[0].keys.shape[2], target.shape[1]
+        x = self.embedding(target, "target", start)
+        causal = torch.ones(count, start + count, dtype=torch.bool, device=x.device).tril(start)
+        blocks = []
+        for block, seen in zip(self.decoder.blocks, state.blocks, strict=True):
+            assert isinstance(block, DecoderBlock), "a Decoder is made of them"
+            x, seen = block.advance(x, seen, causal, state.mask)
+            blocks.append(seen)
+        logits = self.head(self.decoder.norm(x))[..., : self.config.vocab_size]
+        return logits, state._replace(blocks=tuple(blocks))
 
 
 def sines(tokens: int, width: int) -> Tensor:

@@ -84,7 +84,7 @@ def test_a_plan_and_what_goes_before_it(capsys: Any, tmp_path: Path) -> None:
         (["--prompts", "none.txt"], "cannot read none.txt"),
         (["--prompt", "a", "--tokenizer", "net_to_speak.py:GPT2Config"], "without encode"),
         (["--prompt", "1", "--out", "none/made.jsonl"], "cannot write none/made.jsonl"),
-        (["--prompt", ",".join(["1"] * 64)], "prompt 0 has 64 tokens; the model reads 64"),
+        (["--prompt", ",".join(["1"] * 64)], "prompt 0 has 64 tokens; the model reads prompts of at most 63"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(options: list[str], told: str, capsys: Any) -> None:
@@ -92,3 +92,26 @@ def test_bad_input_ends_with_code_2_and_no_traceback(options: list[str], told: s
     error = capsys.readouterr().err
     assert told in error
     assert "Traceback" not in error
+
+
+def test_models_without_a_fast_path(capsys: Any) -> None:
+    """One that keeps a state, and an encoder-decoder, which needs to know its first token."""
+    Path("net_to_speak.py").write_text(
+        "import torch\n"
+        "from flatout.models import CharacterGenerator, CharacterGeneratorConfig, Seq2SeqConfig, Seq2SeqTransformer\n"
+        "def letters():\n"
+        "    config = CharacterGeneratorConfig(vocab_size=9, embedding_width=4, hidden_width=4)\n"
+        "    return CharacterGenerator(config).eval()\n"
+        "def pairs():\n"
+        "    config = Seq2SeqConfig(vocab_size=9, width=8, heads=2, encoder_layers=1, decoder_layers=1)\n"
+        "    return Seq2SeqTransformer(config).eval()\n"
+    )
+    options = ["--prompt", "1,2,3", "--max-new-tokens", "4", "--json"]
+    assert main(["generate", "net_to_speak.py:letters", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["engine"].endswith("by its state after each token")
+    assert main(["generate", "net_to_speak.py:pairs", *options]) == 2
+    assert "pass decoder_start_token_id=" in capsys.readouterr().err
+    assert main(["generate", "net_to_speak.py:pairs", *options, "--decoder-start-token-id", "1"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert len(made["tokens"][0]) == 4
+    assert "each source is encoded once" in made["engine"]

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from flatout.infer.choosing.closeness import Accuracy, Closeness
 from flatout.infer.choosing.search import Option
-from flatout.infer.generation.cache import KeyValueCache
+from flatout.infer.generation.cache import KeyValueCache, Span
 from flatout.infer.generation.generated import Generation
+from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.prompts import read_prompts
-from flatout.infer.generation.span import Span
 from flatout.infer.generation.token_generator import TokenGenerator
+from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.levers.observed import Observed
 from flatout.levers.threads import Threads
 from flatout.machine.description import Machine
@@ -136,6 +137,7 @@ class GeneratingRunner:
 def _logits(generator: TokenGenerator, text: list[int]) -> Tensor:
     """fp32 [tokens, vocabulary] on the CPU: what the engine says after every token of the text."""
     engine = generator.engine
+    assert isinstance(engine, NativeDecoder | TorchDecoder), "a generator with a decoder has one of these"
     dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
     cache = KeyValueCache(engine.decoder, slots=1, length=len(text), dtype=dtype, device=engine.device)
     with torch.no_grad():

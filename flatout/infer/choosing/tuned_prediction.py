@@ -119,7 +119,7 @@ class TunedPrediction:
         if linears:
             both = {"weights": "int8", "activations": "int8"}
             found.append(Option(label="int8 weights and activations", choices=both))
-        if linears and not cuda:  # on CUDA they are widened for each product
+        if linears and not cuda:  # refused on CUDA, which has no kernel that reads them
             narrow = Option(label="int8 weights", choices={"weights": "int8"}, unless=("activations",))
             found.append(narrow)
         return [*found, *self._compiled(cuda)]

@@ -77,10 +77,11 @@ def export(
 
     example_inputs: a tensor, a tuple of positional inputs, or a dict of named ones, on the model's device. Whole
     numbers stand for their range: fresh inputs stay between the example's least and greatest.
-    path: the file, or its name without a suffix, to which each format adds its own (.pt2, .aoti.pt2, .onnx,
+    path: the file, or its name without a suffix, to which each format adds its own (.pt2, .aoti.pt2, .onnx, .pte,
     .torchscript.pt). The folder exists. A file that is there is replaced, once the new one is verified.
     format: 'pt2' (torch.export), 'aoti' (AOTInductor: machine code, needs a C++ compiler), 'onnx' (needs
-    flatout[export]), 'torchscript' (legacy). They share one trace.
+    flatout[export]), 'executorch' (needs that package; of fixed sizes alone), 'torchscript' (legacy). They share one
+    trace.
     dynamic: sizes that may differ from the example's: 'batch' = dimension 0, 'length' = that and dimension 1 of
     sequences, 'none'.
     allow_fixed: a module that cannot vary its sizes is exported with the example's, and the report says so.
@@ -132,7 +133,7 @@ def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
         raise UsageError(f"{path} is a folder", limit="an export is a file", remedy=f"name one: {path}/model")
     suffix = EXPORTERS[formats[0]].suffix
     last = f".{suffix.rpartition('.')[2]}"
-    if len(formats) == 1 and path.suffix in (".pt2", ".onnx", ".pt"):
+    if len(formats) == 1 and path.suffix in (".pt2", ".onnx", ".pte", ".pt"):
         if path.suffix != last:
             what = f"{path.name} does not end in {last}"
             raise UsageError(what, limit=f"a {formats[0]} file does", remedy=f"name it {path.stem}{suffix}")

@@ -3,6 +3,7 @@
 pt2          torch.export's program; read by torch alone, in Python
 aoti         AOTInductor: that program compiled to machine code, for this kind of processor; Python or C++
 onnx         for onnxruntime and others; needs no torch
+executorch   for phones and microcontrollers; C++ alone; sizes are fixed, since its memory is planned beforehand
 torchscript  legacy: torch has deprecated it, and a trace of it does not notice Python decisions
 """
 
@@ -173,6 +174,39 @@ def _load_onnx(job: Job, path: Path) -> Runner:
     return run
 
 
+def _needs_executorch() -> None:
+    if importlib.util.find_spec("executorch") is None:
+        limit = "its files are written, and verified in its runtime, by that package"
+        raise MachineError("executorch is not installed", limit=limit, remedy="pip install executorch")
+
+
+def _write_executorch(job: Job, path: Path) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    if job.varying:
+        limit = "memory for an executorch file is planned before it runs, for one size"
+        remedy = "export at the example's sizes: dynamic='none', or allow_fixed"
+        raise UsageError(f"{' and '.join(job.varying)} may vary", limit=limit, remedy=remedy)
+    lowered = to_edge_transform_and_lower(_program(job).program, partitioner=[XnnpackPartitioner()])
+    path.write_bytes(lowered.to_executorch().buffer)
+
+
+def _load_executorch(job: Job, path: Path) -> Runner:
+    from executorch.runtime import Runtime
+
+    program = Runtime.get().load_program(path)  # the method refers to its memory
+    method = program.load_method("forward")
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        assert program is not None
+        call = Example(args=args, kwargs=kwargs, batch=None, length=None)
+        fed = [tensor.detach().cpu().contiguous() for tensor in call.tensors.values()]
+        return [one.clone() for one in method.execute(fed)]
+
+    return run
+
+
 def _write_torchscript(job: Job, path: Path) -> None:
     from torch.utils import _pytree as pytree
 
@@ -208,6 +242,7 @@ def _load_torchscript(job: Job, path: Path) -> Runner:
 
 LEGACY = "legacy: torch has deprecated TorchScript; use pt2 for Python, aoti or onnx elsewhere"
 HERE_ONLY = "machine code for this kind of processor, read by the torch release that made it"
+XNNPACK = "products run by XNNPACK, on the CPU of the device"
 
 EXPORTERS: dict[Format, Exporter] = {
     "pt2": Exporter(suffix=".pt2", needs=_torch_alone, write=_write_pt2, load=_load_pt2),
@@ -220,6 +255,13 @@ EXPORTERS: dict[Format, Exporter] = {
         notes=(HERE_ONLY,),
     ),
     "onnx": Exporter(suffix=".onnx", needs=_needs_onnx, write=_write_onnx, load=_load_onnx),
+    "executorch": Exporter(
+        suffix=".pte",
+        needs=_needs_executorch,
+        write=_write_executorch,
+        load=_load_executorch,
+        notes=(XNNPACK,),
+    ),
     "torchscript": Exporter(
         suffix=".torchscript.pt",
         needs=_torch_alone,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Format = Literal["pt2", "aoti", "onnx", "torchscript"]
+Format = Literal["pt2", "aoti", "onnx", "executorch", "torchscript"]
 Dynamic = Literal["none", "batch", "length"]
 
 

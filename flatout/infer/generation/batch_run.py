@@ -15,29 +15,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.cache import Span
 from flatout.infer.generation.generated import Piece, Reason
-from flatout.infer.generation.rows import Choice, Rows, place_of
 from flatout.infer.generation.sampling import Uniforms, no_usable_logits
-from flatout.infer.generation.share import Work
-from flatout.infer.generation.span import Span
+from flatout.infer.generation.share import Untold, Work
 from flatout.infer.generation.stopping import Watch
-from flatout.infer.generation.storage import Storage
-from flatout.infer.generation.token_rules import Place
+from flatout.infer.generation.token_choice import Choice, Place, Rows, place_of
 
 PASSES_BETWEEN_LOOKS = 16
 """On a GPU: each look waits for it. What a text makes past its end is thrown away."""
 
 
-class Engine(Protocol):
-    """What runs passes over a cache of this run's own: NativePasses, TorchPasses."""
+class Passes(Protocol):
+    """What runs passes over a cache, states or texts of this run's own: NativePasses, TorchPasses, WholeTextPasses,
+    StatePasses."""
 
-    decoder: Decoder
-    storage: Storage
-    device: torch.device
-    weight_bytes: int
-    cache: KeyValueCache
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def note(self) -> str:
+        """What this run found out about the model, in words; '' for nothing."""
+
+    def work(self) -> Work | Untold: ...
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor: ...
 
@@ -52,7 +55,7 @@ class Guesses(Protocol):
 
     def note_plain_pass(self, texts: int, seconds: float) -> None: ...
 
-    def advance(self, engine: Engine, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]: ...
+    def advance(self, engine: Passes, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]: ...
 
 
 @dataclass(kw_only=True)
@@ -61,6 +64,9 @@ class Text:
 
     index: int
     prompt: list[int]
+    """What it goes on from; of an encoder-decoder the decoder's first token."""
+    source: list[int] | None = None
+    """What an encoder reads before it begins."""
     limit: int
     """The most tokens to generate."""
     at_limit: Reason
@@ -100,23 +106,26 @@ class Text:
 
 
 class BatchRun:
-    """One call of generate: `pieces` runs it. check: called before each pass; raises where going on would be wrong."""
+    """One call of generate: `pieces` runs it.
+
+    check: called before each pass; raises where going on would be wrong. encode: called with the slots and sources of
+    texts that begin, where they have sources.
+    """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Passes,
         choice: Choice,
         texts: Sequence[Text],
         guesser: Guesses | None = None,
         check: Callable[[], None] = lambda: None,
+        encode: Callable[[Sequence[int], Sequence[list[int]]], None] | None = None,
     ) -> None:
-        self.engine, self.choice, self.guesser, self._check = engine, choice, guesser, check
+        self.engine, self.choice, self.guesser, self._check, self._encode = engine, choice, guesser, check, encode
         self._waiting = deque(texts)
-        self._free = list(range(min(engine.cache.slots, len(texts))))[::-1]
+        self._free = list(range(min(engine.slots, len(texts))))[::-1]
         self._active: list[Text] = []
-        element = engine.cache.keys[0].element_size()
-        work = (engine.decoder, engine.storage, engine.weight_bytes, element, engine.device.type == "cuda")
-        self.reading, self.writing = Work(*work), Work(*work)
+        self.reading, self.writing = engine.work(), engine.work()
         self.passes = 0
 
     def pieces(self) -> Iterator[Piece]:
@@ -140,6 +149,8 @@ class BatchRun:
             text.slot = self._free.pop()
             fresh.append(text)
         began = time.perf_counter()
+        if self._encode is not None:
+            self._encode([text.slot for text in fresh], [text.source or [] for text in fresh])
         tokens = torch.tensor([token for text in fresh for token in text.prompt], device=self.engine.device)
         spans = [Span(slot=text.slot, start=0, length=len(text.prompt)) for text in fresh]
         logits = self.engine.advance(tokens, spans)

@@ -6,12 +6,23 @@ is given to another sequence, or cut back after a wrong guess, without being cle
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from flatout.errors import UsageError
 from flatout.infer.generation.decoder import Decoder
-from flatout.infer.generation.span import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """`length` tokens of the sequence in `slot` of the cache, the first at position `start`."""
+
+    slot: int
+    start: int
+    length: int = 1
+
 
 LENGTH_STEP = 16
 """Lengths are multiples of it: the native kernel keeps keys in panels of so many positions."""

@@ -71,7 +71,7 @@ class Generation:
     prefill_share: Share
     decode_share: Share
     storage: str
-    """How the weights were held: fp32, bf16, int8, int4."""
+    """How the weights were held (fp32, bf16, int8, int4), or in what numbers the model's own forward pass computes."""
     engine: str
     """What ran the passes, and why if that is not the fastest there is."""
     model_settings: Mapping[str, Any]

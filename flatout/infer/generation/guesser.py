@@ -13,18 +13,20 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flatout.infer.generation.batch_run import Engine, Text
-from flatout.infer.generation.rows import Choice, place_of
+from flatout.infer.generation.batch_run import Passes, Text
+from flatout.infer.generation.cache import Span
+from flatout.infer.generation.native_decoder import NativePasses
 from flatout.infer.generation.sampling import next_tokens, no_usable_logits, probabilities, unusable
-from flatout.infer.generation.span import Span
 from flatout.infer.generation.speculation import Lookup, accept, accept_equal
 from flatout.infer.generation.throttle import Throttle
+from flatout.infer.generation.token_choice import Choice, place_of
+from flatout.infer.generation.torch_decoder import TorchPasses
 
 
 class Guesser:
     """Of one run. draft: None = look for the guess in the text so far."""
 
-    def __init__(self, choice: Choice, draft: Engine | None) -> None:
+    def __init__(self, choice: Choice, draft: NativePasses | TorchPasses | None) -> None:
         self._choice, self._sampling, self._draft = choice, choice.sampling, draft
         self._throttle = Throttle()
         self._lookups: dict[int, Lookup] = {}
@@ -54,7 +56,7 @@ class Guesser:
         """A pass without guesses over so many texts took `seconds`."""
         self._throttle.observe(0, [0] * texts, seconds)
 
-    def advance(self, engine: Engine, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    def advance(self, engine: Passes, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """One pass, where guesses were found: new tokens of each text, and the spans (start, length) that were read."""
         guesses, chances = self._drafts(texts, self._room) if self._draft else (self._looked, None)
         spans = [

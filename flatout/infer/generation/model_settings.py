@@ -32,6 +32,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
     "token_healing": (False,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
     "max_length": (20,),  # the default of releases that wrote it into every config
 }
 """Setting -> values that mean the same as none."""
@@ -44,7 +46,7 @@ _WITHOUT_EFFECT = frozenset(
         *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
         *("assistant_ensemble_weight", "prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type"),
         *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),  # of beams, which are refused
-        *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "decoder_start_token_id", "bos_token_id"),
+        *("decoder_start_token_id", "bos_token_id"),
         "renormalize_logits",  # adds the same number to all logits of a row
         "remove_invalid_values",  # logits that are not finite raise NumericsError here
     }
@@ -56,6 +58,8 @@ _HANDLED = frozenset(
         *("repetition_penalty", "no_repeat_ngram_size", "max_new_tokens", "max_length", "stop_strings"),
     }
 )
+_ONLY_ENCODERS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
+"""Refused for encoder-decoders; other models have no source that they could be about."""
 _ONLY_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 """Refused where tokens are drawn; a greedy text does not depend on them."""
 _DEFAULT_TOP_K = 50
@@ -76,6 +80,8 @@ class ModelSettings:
     max_length: int | None = None
     """Prompt and new tokens together; not looked at beside max_new_tokens."""
     stop_strings: tuple[str, ...] = ()
+    decoder_start_token: int | None = None
+    """What an encoder-decoder's text begins with, before the first generated token."""
 
     @property
     def taken(self) -> dict[str, Any]:
@@ -85,14 +91,17 @@ class ModelSettings:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def read_settings(model: Any, given: Mapping[str, Any]) -> ModelSettings:
-    """`given`: what the caller set, which goes before. UsageError for a setting that cannot be carried out here."""
+def read_settings(model: Any, given: Mapping[str, Any], *, encodes: bool = False) -> ModelSettings:
+    """`given`: what the caller set, which goes before. encodes: whether the model is an encoder-decoder.
+
+    UsageError for a setting that cannot be carried out here.
+    """
     config = getattr(model, "generation_config", None)
     if config is None:
         return ModelSettings(end_tokens=_tokens(getattr(getattr(model, "config", None), "eos_token_id", None)))
     value = _reader(config)
     sampled = given["temperature"] != 0 if given.get("temperature") is not None else bool(value("do_sample"))
-    _refuse_others(config, value, sampled)
+    _refuse_others(config, value, sampled, encodes)
     ngram = value("no_repeat_ngram_size")
     sampling = {"repetition_penalty": value("repetition_penalty"), "no_repeat_ngram": ngram}
     if sampled:
@@ -109,6 +118,7 @@ def read_settings(model: Any, given: Mapping[str, Any]) -> ModelSettings:
         max_new_tokens=most if given.get("max_new_tokens") is None else None,
         max_length=value("max_length") if most is None and given.get("max_new_tokens") is None else None,
         stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()),
+        decoder_start_token=_start(value) if encodes else None,
     )
 
 
@@ -125,13 +135,13 @@ def _drawing(value: Callable[[str], Any], given: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool) -> None:
+def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool, encodes: bool) -> None:
     """Whatever transformers knows and would carry out, and nothing here does. Entries unknown to it have no effect."""
     known = set(vars(type(config)())) | {"num_beams", "penalty_alpha", "guidance_scale"}
     for name in sorted(set(vars(config)) & known):
         if name.startswith("_") or name in _HANDLED or name in _WITHOUT_EFFECT or value(name) is None:
             continue
-        if name in _ONLY_SAMPLING and not sampled:
+        if (name in _ONLY_SAMPLING and not sampled) or (name in _ONLY_ENCODERS and not encodes):
             continue
         if name == "penalty_alpha" and (sampled or (value("top_k") or _DEFAULT_TOP_K) <= 1):
             continue  # contrastive search is neither drawing nor looking at one candidate
@@ -151,6 +161,12 @@ def _reader(config: Any) -> Callable[[str], Any]:
         return None if found is None or any(found is one or found == one for one in _NEUTRAL.get(name, ())) else found
 
     return value
+
+
+def _start(value: Callable[[str], Any]) -> int | None:
+    """As transformers finds it."""
+    start = value("decoder_start_token_id")
+    return value("bos_token_id") if start is None else start
 
 
 def _tokens(found: Any) -> tuple[int, ...]:

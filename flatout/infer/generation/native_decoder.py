@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Block, Decoder, Linear
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage, storage_of_head
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Block, Decoder, Linear, Storage, storage_of_head
+from flatout.infer.generation.share import Work, work_of
 from flatout.kernels.decoder_pass import ACTIVATIONS, NORMS, DecoderStruct, LayerStruct, run_pass
 from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, WeightStruct, pack, pointer
 from flatout.precision.quantize import INT4_GROUP
@@ -105,9 +104,11 @@ class NativeDecoder:
 class NativePasses:
     """Passes over one cache. Several may run at once, in threads too, each with a cache of its own."""
 
+    note = ""
+
     def __init__(self, of: NativeDecoder, cache: KeyValueCache) -> None:
         self._of, self.cache = of, cache
-        self.decoder, self.storage, self.device, self.weight_bytes = of.decoder, of.storage, of.device, of.weight_bytes
+        self.decoder, self.storage, self.device, self.slots = of.decoder, of.storage, of.device, cache.slots
         self._layers = type(of.layers).from_buffer_copy(of.layers)
         self._struct = DecoderStruct.from_buffer_copy(of.struct)
         for index, layer in enumerate(self._layers):
@@ -116,6 +117,10 @@ class NativePasses:
         self._struct.layer = ctypes.addressof(self._layers)
         self._struct.cache_is_bf16 = int(cache.dtype == torch.bfloat16)
         self._struct.cache_length = cache.length
+
+    def work(self) -> Work:
+        """Nothing yet: for passes to be added to."""
+        return work_of(self.decoder, self._of.storage, self._of.weight_bytes, self.cache)
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Read tokens, int64 [sum of the spans' lengths], and put their keys and values into the cache.

@@ -13,19 +13,24 @@ from collections import deque
 import torch
 from torch import nn
 
-from flatout.errors import PlanError, UsageError
+from flatout.errors import UsageError
+from flatout.infer.generation.batch_run import Passes
 from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.decoder import Decoder, storage_of
+from flatout.infer.generation.encoder_decoder import EncoderDecoderSteps, is_encoder_decoder
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.native_decoder import NativeDecoder, NativePasses
+from flatout.infer.generation.own_forward import OwnForward
 from flatout.infer.generation.self_check import check_against_model
-from flatout.infer.generation.storage import Storage, storage_of
+from flatout.infer.generation.stepping import ModelSteps, StateEngine, recurrent_steps
 from flatout.infer.generation.torch_decoder import TorchDecoder, TorchPasses
 from flatout.infer.generation.weights_seen import WeightsSeen
+from flatout.infer.generation.whole_texts import WholeTexts
 from flatout.kernels.native import native
+from flatout.models.transformer import Seq2SeqTransformer, TransformerLM
 from flatout.plan import Plan
 
-Passes = NativePasses | TorchPasses
+Engine = NativeDecoder | TorchDecoder | WholeTexts | StateEngine
 CACHE_STEP = 64
 """Cache lengths are multiples of it, so that one cache serves calls of about the same length."""
 MOST_FREE = 4
@@ -39,18 +44,44 @@ class Prepared:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         _check_device(model)
         self.seen = WeightsSeen(model)  # before they are read: what changes meanwhile is noticed
+        self.engine: Engine
         self.engine, self.reason = _engine(model, plan)
-        check_against_model(model, self.engine.decoder, self.engine)
-        self._free: deque[Passes] = deque()
+        if isinstance(self.engine, WholeTexts | StateEngine):
+            self.seen = WeightsSeen(model, buffers=False)
+        else:
+            check_against_model(model, self.engine.decoder, self.engine)
+        self._free: deque[NativePasses | TorchPasses] = deque()
 
     @property
-    def decoder(self) -> Decoder:
-        return self.engine.decoder
+    def decoder(self) -> Decoder | None:
+        """Sizes and weights of a model that was read; None for one that is run by its own forward pass."""
+        return None if isinstance(self.engine, WholeTexts | StateEngine) else self.engine.decoder
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        engine = self.engine
+        return engine.vocabulary if isinstance(engine, WholeTexts | StateEngine) else engine.decoder.vocabulary
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest sequence, prompt and new tokens together (of an encoder-decoder: source, and target); None = no
+        limit is known."""
+        engine = self.engine
+        return engine.max_tokens if isinstance(engine, WholeTexts | StateEngine) else engine.decoder.max_tokens
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it is an encoder-decoder."""
+        return isinstance(self.engine, StateEngine) and self.engine.encodes
 
     def lease(self, length: int, slots: int) -> Passes:
-        """Passes over a cache that holds so many sequences of this length, for one run until it gives them back."""
-        length = min(-(-length // CACHE_STEP) * CACHE_STEP, self.decoder.max_tokens)
-        too_small: list[Passes] = []
+        """Passes that hold so many sequences of this length, for one run until it gives them back."""
+        engine = self.engine
+        if isinstance(engine, WholeTexts | StateEngine):
+            return engine.passes(slots)
+        length = min(-(-length // CACHE_STEP) * CACHE_STEP, engine.decoder.max_tokens)
+        too_small: list[NativePasses | TorchPasses] = []
         while self._free:
             try:
                 one = self._free.pop()
@@ -61,18 +92,18 @@ class Prepared:
                 return one
             too_small.append(one)
         self._free.extend(too_small[1:])  # the new one takes the place of one that did not do
-        dtype = torch.float32 if self.engine.storage == "fp32" else torch.bfloat16
-        device = self.engine.device
-        return self.engine.with_cache(
-            KeyValueCache(self.decoder, slots=slots, length=length, dtype=dtype, device=device)
+        dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
+        return engine.with_cache(
+            KeyValueCache(engine.decoder, slots=slots, length=length, dtype=dtype, device=engine.device)
         )
 
     def give_back(self, passes: Passes) -> None:
-        if len(self._free) < MOST_FREE:
+        """Caches are used again; texts and states of a run are not."""
+        if isinstance(passes, NativePasses | TorchPasses) and len(self._free) < MOST_FREE:
             self._free.append(passes)
 
 
-_KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Storage, int | None], Prepared]] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Prepared]] = weakref.WeakKeyDictionary()
 _KEPT_LOCK = threading.RLock()
 
 
@@ -81,7 +112,7 @@ def kept(model: nn.Module, plan: Plan) -> Prepared:
 
     One form is kept for a model. It holds no reference to the model itself.
     """
-    key = (storage_of(plan), plan.threads)
+    key = (plan.weights, plan.precision, plan.threads)
     with _KEPT_LOCK:
         found = _KEPT.get(model)
     if found is not None and found[0] == key and not found[1].seen.changed(model):
@@ -95,14 +126,19 @@ def kept(model: nn.Module, plan: Plan) -> Prepared:
     return prepared
 
 
-def _engine(model: nn.Module, plan: Plan) -> tuple[NativeDecoder | TorchDecoder, str]:
+def _engine(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
     """What runs the model where its weights are, and in words: with the reason, if that is not the fastest."""
+    if isinstance(model, Seq2SeqTransformer) or is_encoder_decoder(model):
+        return _encoder_decoder(model, plan)
+    if isinstance(model, TransformerLM) and not model.config.causal:
+        what = "the TransformerLM is not causal"
+        raise UsageError(what, limit="a next token follows from those before it", remedy="train it with causal=True")
+    try:
+        decoder = read_decoder(model)
+    except UsageError as error:
+        return _by_own_forward(model, plan, error.what)
     storage = storage_of(plan)
     device = next(model.parameters()).device
-    if device.type == "cuda" and storage in ("int8", "int4"):
-        limit = "only the CPU has kernels that read them; on CUDA each product would widen the whole matrix first"
-        raise PlanError(f"the plan's weights is {storage!r} on {device}", limit=limit, remedy="set precision = 'bf16'")
-    decoder = read_decoder(model)
     if device.type == "cuda":
         return TorchDecoder(decoder, storage=storage, device=device), "CUDA graphs"
     kernel = native()
@@ -111,9 +147,32 @@ def _engine(model: nn.Module, plan: Plan) -> tuple[NativeDecoder | TorchDecoder,
     return NativeDecoder(decoder, storage=storage, threads=plan.threads), "native kernel"
 
 
+def _encoder_decoder(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
+    run = OwnForward(model, plan, "it is an encoder-decoder")
+    reason = "the model's own decoder with its cache; each source is encoded once"
+    if is_encoder_decoder(model):
+        return StateEngine(run, EncoderDecoderSteps(run), run.longest), reason
+    return StateEngine(run, ModelSteps(run, method="advance"), run.longest), reason
+
+
+def _by_own_forward(model: nn.Module, plan: Plan, why: str) -> tuple[Engine, str]:
+    """By its states, if it keeps any; else the whole text each time. why: what keeps its weights from being read."""
+    run = OwnForward(model, plan, why)
+    steps, no_state = (None, "") if run.from_transformers else recurrent_steps(run)
+    if steps is not None:
+        what = "its decoder; each source is encoded once" if steps.encodes else "its state after each token"
+        return StateEngine(run, steps, run.longest), f"the model's own forward pass, by {what}"
+    reason = f"the model's own forward pass over the whole text for each token, without a cache, because {why}"
+    reason += f" ({no_state})" if no_state else ""
+    reason += "; its own generate() has a cache" if run.from_transformers else ""
+    return WholeTexts(run), reason
+
+
 def _check_device(model: nn.Module) -> None:
     devices = {parameter.device for parameter in model.parameters()}
+    if not devices:
+        return  # it computes without any, on the CPU
     if len(devices) != 1 or next(iter(devices)).type not in DEVICES:
-        names = ", ".join(sorted(map(str, devices))) or "nowhere"
+        names = ", ".join(sorted(map(str, devices)))
         limit = "they must be on one CPU or CUDA device"
         raise UsageError(f"the model's weights are on {names}", limit=limit, remedy="move it with model.to(...)")

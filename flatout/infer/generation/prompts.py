@@ -24,7 +24,8 @@ def read_prompts(
     *,
     tokenizer: Any,
     vocabulary: int,
-    max_tokens: int,
+    max_tokens: int | None,
+    leave: int = 1,
     attention_mask: Any = None,
     pad_token: int | None = None,
     end_tokens: Sequence[int] = (),
@@ -34,7 +35,8 @@ def read_prompts(
     prompts: a text, a list of ids or a whole-number tensor [tokens] is one prompt; a list of those, or a tensor
     [prompts, tokens], are several; so is what a tokenizer of transformers returns, a mapping with input_ids and
     attention_mask. Texts need a tokenizer (anything with `encode`). attention_mask: 1 = text, 0 = padding, in the
-    shape of the ids; padding stands before or behind a text. UsageError for a prompt that is empty, fills the model's
+    shape of the ids; padding stands before or behind a text. max_tokens: of the longest sequence, `leave` of which are
+    for what is generated (None = no limit is known). UsageError for a prompt that is empty, fills the model's
     longest sequence, holds an id outside of the vocabulary, or is of another type.
     """
     if isinstance(prompts, Mapping):
@@ -48,7 +50,8 @@ def read_prompts(
     elif _may_be_padded(prompts, ids, pad_token):
         assert pad_token is not None
         ids = _without_pads(ids, pad_token, end_tokens)
-    return [_checked(index, one, vocabulary, max_tokens) for index, one in enumerate(ids)]
+    most = None if max_tokens is None else max_tokens - leave
+    return [_checked(index, one, vocabulary, most) for index, one in enumerate(ids)]
 
 
 def _of_tokenizer(found: Mapping[str, Any], mask: Any) -> tuple[Any, Any]:
@@ -165,12 +168,12 @@ def _leading(ids: Sequence[int], pad: int) -> int:
     return next((place for place, one in enumerate(ids) if one != pad), len(ids))
 
 
-def _checked(index: int, ids: list[int], vocabulary: int, max_tokens: int) -> list[int]:
+def _checked(index: int, ids: list[int], vocabulary: int, most: int | None) -> list[int]:
     if not ids:
         remedy = "begin with the model's first token (often called bos)"
         raise UsageError(f"prompt {index} is empty", limit="a text goes on from at least one token", remedy=remedy)
-    if len(ids) >= max_tokens:
-        limit = f"the model reads {max_tokens}, and one must be left to generate"
+    if most is not None and len(ids) > most:
+        limit = f"the model reads prompts of at most {most} tokens"
         raise UsageError(f"prompt {index} has {len(ids)} tokens", limit=limit, remedy="cut it at the front")
     for place, token in enumerate(ids):
         if not 0 <= token < vocabulary:

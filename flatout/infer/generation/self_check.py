@@ -8,19 +8,15 @@ do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Decoder, Storage
+from flatout.infer.generation.native_decoder import NativeDecoder
+from flatout.infer.generation.own_forward import difference, evaluating
 from flatout.infer.generation.plain_modules import REMEDY
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage
 from flatout.infer.generation.torch_decoder import TorchDecoder
 
 TOKENS, THROUGH_CACHE = 5, 1
@@ -30,22 +26,7 @@ LIMITS: dict[Storage, float] = {"fp32": 2e-3, "bf16": 0.15, "int8": 0.5, "int4":
 that have nothing to do with each other differ by 1.4."""
 
 
-class Passes(Protocol):
-    """What runs passes over one cache: NativePasses, TorchPasses."""
-
-    def advance(self, tokens: Tensor, spans: list[Span], *, every: bool = False) -> Tensor: ...
-
-
-class Engine(Protocol):
-    """A prepared model: NativeDecoder, TorchDecoder."""
-
-    storage: Storage
-    decoder: Decoder
-
-    def with_cache(self, cache: KeyValueCache) -> Passes: ...
-
-
-def check_against_model(model: nn.Module, decoder: Decoder, engine: Any) -> None:
+def check_against_model(model: nn.Module, decoder: Decoder, engine: NativeDecoder | TorchDecoder) -> None:
     """UsageError where logits differ by more than LIMITS; those that are not finite are for generation to report."""
     device = engine.device
     count = min(TOKENS, decoder.max_tokens)
@@ -68,17 +49,16 @@ def check_against_model(model: nn.Module, decoder: Decoder, engine: Any) -> None
 
 
 def _compare(found: Tensor, wanted: Tensor, most: float, what: str) -> None:
-    spread = max(float(wanted.std()), 1e-4 * float(wanted.abs().max()), 1e-30)
-    off = float((found - wanted).square().mean().sqrt()) / spread
+    off = difference(found, wanted)
     if not off <= most:
-        place = int((found - wanted).square().mean(-1).sqrt().gt(most * spread).int().argmax())
+        place = int((found - wanted).square().mean(-1).argmax())
         told = f"with {what}, the logits of a test prompt differ from the model's by {off:.1%} of their spread"
-        limit = f"{most:.1%} is allowed; token {place} is the first that differs"
+        limit = f"{most:.1%} is allowed; token {place} differs most"
         remedy = f"look for what changes the forward pass of its class or of torch; {REMEDY}"
         raise UsageError(told, limit=limit, remedy=remedy)
 
 
-def _logits(engine: Any, tokens: Tensor, *, cut: int) -> Tensor:
+def _logits(engine: NativeDecoder | TorchDecoder, tokens: Tensor, *, cut: int) -> Tensor:
     """fp32 [tokens, vocabulary]: `cut` tokens in one pass, the others in another over their keys and values."""
     decoder, count = engine.decoder, len(tokens)
     dtype = torch.float32 if engine.storage == "fp32" else torch.bfloat16
@@ -92,21 +72,8 @@ def _logits(engine: Any, tokens: Tensor, *, cut: int) -> Tensor:
 def _own_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """fp32 [tokens, vocabulary], by the model's own forward pass without dropout."""
     options = {"use_cache": False} if hasattr(model, "generation_config") else {}
-    with _evaluating(model), torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+    with evaluating(model), torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         found = model(tokens[None], **options)
     logits = getattr(found, "logits", found)
     assert isinstance(logits, Tensor), "a causal language model gives logits"
     return logits[0].float()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; each module is left in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from flatout.infer.generation.decoder import Decoder
+from flatout.infer.generation.cache import KeyValueCache
+from flatout.infer.generation.decoder import Decoder, Storage
 from flatout.infer.generation.generated import Share
-from flatout.infer.generation.storage import Storage
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.detect import detect
 from flatout.machine.device import device_name
@@ -59,6 +59,22 @@ def last_cache_bytes() -> int | None:
 
 
 _UNITS = {"K": 2**10, "M": 2**20}
+
+
+@dataclass
+class Untold:
+    """Seconds of passes whose work is not counted."""
+
+    why: str
+    seconds: float = 0.0
+
+    def add(self, spans: list[tuple[int, int]], logit_rows: int, seconds: float) -> None:
+        """A pass in `seconds`."""
+        self.seconds += seconds
+
+    def share(self, ceilings: Ceilings | None) -> Share:
+        """Unknown, and why."""
+        return Share(of="the ceilings", share=None, why_unknown=self.why)
 
 
 @dataclass
@@ -106,3 +122,8 @@ class Work:
             return Share(of="memory bandwidth", share=None, why_unknown=in_cache)
         of = "memory bandwidth" if by_memory >= by_products else products
         return Share(of=of, share=max(by_memory, by_products) / self.seconds)
+
+
+def work_of(decoder: Decoder, storage: Storage, weight_bytes: int, cache: KeyValueCache) -> Work:
+    """Nothing yet, of passes that read so many bytes of weights and this cache."""
+    return Work(decoder, storage, weight_bytes, cache.dtype.itemsize, cache.keys[0].is_cuda)

@@ -19,22 +19,22 @@ from typing import Any
 from torch import nn
 
 from flatout.arguments import as_model, as_plan, as_whole_number
-from flatout.errors import UsageError
+from flatout.errors import PlanError, UsageError
 from flatout.infer.generation.batch_run import BatchRun, Text
 from flatout.infer.generation.decoder import Decoder
 from flatout.infer.generation.detokenising import Decode
 from flatout.infer.generation.generated import Generation, Piece, Reason, Speculation
 from flatout.infer.generation.guesser import Guesser
 from flatout.infer.generation.model_settings import ModelSettings, read_settings
-from flatout.infer.generation.native_decoder import NativeDecoder
-from flatout.infer.generation.prepared import Prepared, kept
+from flatout.infer.generation.native_decoder import NativePasses
+from flatout.infer.generation.prepared import Engine, Prepared, kept
 from flatout.infer.generation.prompts import read_prompts
-from flatout.infer.generation.rows import Choice
 from flatout.infer.generation.sampling import Sampling, Uniforms, fresh_seed
 from flatout.infer.generation.share import known_ceilings
+from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
-from flatout.infer.generation.token_rules import TokenRules
-from flatout.infer.generation.torch_decoder import TorchDecoder
+from flatout.infer.generation.token_choice import Choice, TokenRules
+from flatout.infer.generation.torch_decoder import TorchPasses
 from flatout.infer.tokenizer_source import decode_of
 from flatout.plan import Plan
 
@@ -60,17 +60,25 @@ class _Request:
 
     @property
     def length(self) -> int:
+        """Of the longest text; of an encoder-decoder, of its target."""
         return max(len(text.prompt) + text.limit for text in self.texts)
 
 
 class TokenGenerator:
-    """A model's weights in the form in which they are read fastest, and what else generating needs.
+    """What generating with one model needs, prepared once.
 
-    Making it checks the model: modules of the very classes that are known, without hooks, and the logits of a few
-    tokens against the model's own (UsageError names what differs). The model is left alone. Before each text the
-    weights are looked at again: where they have changed (a training step, `load_state_dict`), they are prepared anew,
-    so that a text is always that of the model as it is when the text is begun. Weights that change while a text is
-    being made are an error in that text.
+    Models whose layout is known (GPT-2 and TransformerLM of flatout.models; GPT-2, Llama, Mistral, Qwen2 and Qwen3 of
+    transformers) have their weights read, in the form in which they are read fastest. Any other model is run by its own
+    forward pass, and the result's `engine` says how and why:
+
+    - with a state, where it keeps one (CharacterGenerator, any recurrent model: see stepping.py for the protocol);
+    - an encoder-decoder (Seq2SeqTransformer, T5, BART) by its decoder's cache, each source encoded once;
+    - else, for logits [batch, tokens, vocabulary], without a cache: the whole text is computed anew for each token.
+
+    Making it checks the model: the logits of a few tokens against the model's own (UsageError names what differs). The
+    model is left alone. Before each text the weights are looked at again: where they have changed (a training step,
+    `load_state_dict`), they are prepared anew, so that a text is always that of the model as it is when the text is
+    begun. Weights that change while a text is being made are an error in that text.
 
     Settings of a `generation_config` that the model carries are the defaults, as in transformers; what is given to
     `generate` goes before, and what cannot be carried out here is refused by name.
@@ -79,9 +87,10 @@ class TokenGenerator:
     the one that it would have alone. On a GPU that holds up to rounding: its kernels depend on the number of sequences
     and on the length of the cache, and so may the choice between tokens that are nearly as likely.
 
-    plan: precision (fp32 unless it says bf16), weights (int8, int4), speculation, threads. tokenizer: anything with
-    `encode` and `decode`, where prompts or stops are texts. draft: a smaller model of the same vocabulary that guesses
-    tokens ahead; what comes out is distributed as without it. slots: sequences worked on at once.
+    plan: precision (fp32 unless it says bf16), weights (int8, int4), speculation, threads; a model run by its own
+    forward pass keeps its precision unless it says bf16, and takes neither weights nor speculation. tokenizer:
+    anything with `encode` and `decode`, where prompts or stops are texts. draft: a smaller model of the same vocabulary
+    that guesses tokens ahead; what comes out is distributed as without it. slots: sequences worked on at once.
     """
 
     def __init__(
@@ -102,12 +111,15 @@ class TokenGenerator:
         self._preparing = threading.Lock()
         self._prepared = self._prepare(model, self.plan)
         self._draft: Prepared | None = None
+        if draft is not None or self.plan.speculation is not None:
+            _check_guesses(self._prepared, "the model")
         if draft is not None:
             self._draft = self._prepare(as_model(draft, "draft"), self.plan)
-            _check_draft(self.decoder.vocabulary, self._draft.decoder.vocabulary)
+            _check_guesses(self._draft, "the draft")
+            _check_draft(self._prepared.vocabulary, self._draft.vocabulary)
 
     @property
-    def engine(self) -> NativeDecoder | TorchDecoder:
+    def engine(self) -> Engine:
         """What runs the passes."""
         return self._prepared.engine
 
@@ -118,8 +130,12 @@ class TokenGenerator:
 
     @property
     def decoder(self) -> Decoder:
-        """The model's sizes and weights."""
-        return self._prepared.decoder
+        """The model's sizes and weights. UsageError for a model that is run by its own forward pass."""
+        found = self._prepared.decoder
+        if found is None:
+            limit = f"its weights are not read: it is run by {self.engine_reason}"
+            raise UsageError(f"the {type(self._model).__name__} has no decoder here", limit=limit)
+        return found
 
     def generate(
         self,
@@ -129,6 +145,7 @@ class TokenGenerator:
         attention_mask: Any = None,
         stop: Any = None,
         ignore_end: bool = False,
+        decoder_start_token_id: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         pieces: Callable[[Piece], None] | None = None,
         **settings: Any,
@@ -141,6 +158,9 @@ class TokenGenerator:
         is part of the result, nor is the model's end token, which stops a text unless `ignore_end`. progress: called
         with (texts ended, tokens made); pieces: with each piece as it comes.
 
+        Of an encoder-decoder the prompts are the sources, and the texts begin after `decoder_start_token_id` (None = as
+        the model's generation_config says), with which penalties and lengths count.
+
         settings: the fields of Sampling (temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, seed)
         and of TokenRules (min_new_tokens, suppress_tokens, bad_words_ids ...); without a temperature: greedy, unless
         the model's generation_config says do_sample. A prompt's text depends on the seed and its number, not on the
@@ -149,7 +169,8 @@ class TokenGenerator:
 
         UsageError: a prompt or setting that cannot be used. NumericsError: logits that are NaN, +inf or all -inf.
         """
-        request = self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end)
+        start = decoder_start_token_id
+        request = self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end, start)
         run = _Run(request)
         ended = made = 0
         strings = ["" for _ in request.texts]
@@ -171,42 +192,55 @@ class TokenGenerator:
         attention_mask: Any = None,
         stop: Any = None,
         ignore_end: bool = False,
+        decoder_start_token_id: int | None = None,
         **settings: Any,
     ) -> Iterator[Piece]:
         """The same as pieces, as they come; those of several prompts take turns."""
-        return _Run(self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end)).pieces()
+        start = decoder_start_token_id
+        request = self._request(prompts, max_new_tokens, attention_mask, settings, stop, ignore_end, start)
+        return _Run(request).pieces()
 
     # inside
 
     def _request(
-        self, prompts: Any, max_new_tokens: Any, attention_mask: Any, settings: dict[str, Any], stop: Any, no_end: bool
+        self,
+        prompts: Any,
+        max_new_tokens: Any,
+        attention_mask: Any,
+        settings: dict[str, Any],
+        stop: Any,
+        no_end: bool,
+        start: int | None,
     ) -> _Request:
         _check_count("max_new_tokens", max_new_tokens)
         prepared, draft = self._current()
-        decoder = prepared.decoder
-        own = read_settings(self._model, {**settings, "max_new_tokens": max_new_tokens, "stop": stop})
+        vocabulary, encodes = prepared.vocabulary, prepared.encodes
+        given = {**settings, "max_new_tokens": max_new_tokens, "stop": stop}
+        own = read_settings(self._model, given, encodes=encodes)
         pad = own.pad_token if own.pad_token is not None else getattr(self.tokenizer, "pad_token_id", None)
         ids = read_prompts(
             prompts,
             tokenizer=self.tokenizer,
-            vocabulary=decoder.vocabulary,
-            max_tokens=decoder.max_tokens,
+            vocabulary=vocabulary,
+            max_tokens=prepared.max_tokens,
+            leave=0 if encodes else 1,
             attention_mask=attention_mask,
             pad_token=pad,
             end_tokens=own.end_tokens,
         )
-        ends = [] if no_end else [one for one in own.end_tokens if one < decoder.vocabulary]
+        first = _start_token(start, own, vocabulary, encodes)
+        ends = [] if no_end else [one for one in own.end_tokens if one < vocabulary]
         choice = _choice(settings, own, ends)
-        choice.rules.check(decoder.vocabulary)
-        stops = stops_from(
-            list(own.stop_strings) if stop is None else stop, ends, self._words, vocabulary=decoder.vocabulary
-        )
+        choice.rules.check(vocabulary)
+        stops = stops_from(list(own.stop_strings) if stop is None else stop, ends, self._words, vocabulary=vocabulary)
         seed = None if choice.sampling.greedy else choice.sampling.seed
         seed = fresh_seed() if seed is None and not choice.sampling.greedy else seed
-        texts = [
-            self._text(index, one, decoder.max_tokens - len(one), _wanted(one, max_new_tokens, own), stops, seed)
-            for index, one in enumerate(ids)
-        ]
+        texts = []
+        for index, one in enumerate(ids):
+            prompt = one if first is None else [first]
+            wanted = _wanted(prompt, max_new_tokens, own)
+            room = wanted if prepared.max_tokens is None else prepared.max_tokens - len(prompt)
+            texts.append(self._text(index, prompt, None if first is None else one, room, wanted, stops, seed))
         slots = min(self._slots or DEFAULT_SLOTS[prepared.engine.device.type], len(texts))
         return _Request(
             prepared=prepared,
@@ -235,15 +269,26 @@ class TokenGenerator:
                 self._draft = self._prepare(self._draft_model, self.plan)
             return self._prepared, self._draft
 
-    def _text(self, index: int, prompt: list[int], room: int, wanted: int, stops: Stops, seed: int | None) -> Text:
+    def _text(
+        self,
+        index: int,
+        prompt: list[int],
+        source: list[int] | None,
+        room: int,
+        wanted: int,
+        stops: Stops,
+        seed: int | None,
+    ) -> Text:
         limit = min(wanted, room)
         at_limit: Reason = "length" if limit == wanted else "context"
         return Text(
             index=index,
             prompt=prompt,
+            source=source,
             limit=limit,
             at_limit=at_limit,
-            watch=Watch(stops, limit=limit, decode=self._words, before=prompt),
+            # What a decoder begins with is no text that goes on.
+            watch=Watch(stops, limit=limit, decode=self._words, before=prompt if source is None else ()),
             uniforms=None if seed is None else Uniforms(seed, [index], limit),
         )
 
@@ -254,16 +299,21 @@ class _Run:
     def __init__(self, request: _Request) -> None:
         self._request = request
         self._run: BatchRun | None = None
+        self._note = ""
 
     def pieces(self) -> Iterator[Piece]:
         request = self._request
         sources = [one for one in (request.prepared, request.draft) if one is not None]
-        leased = [one.lease(min(request.length, one.decoder.max_tokens), request.slots) for one in sources]
-        draft = leased[1] if request.draft is not None else None
+        leased = [one.lease(request.length, request.slots) for one in sources]
+        draft = leased[1] if len(leased) > 1 else None
+        assert draft is None or isinstance(draft, NativePasses | TorchPasses), "another draft was refused"
+        encode = leased[0].encode if isinstance(leased[0], StatePasses) and request.prepared.encodes else None
         try:
-            self._run = BatchRun(leased[0], request.choice, request.texts, self._guesser(draft), self._check)
+            guesser = self._guesser(draft)
+            self._run = BatchRun(leased[0], request.choice, request.texts, guesser, self._check, encode)
             yield from self._run.pieces()
         finally:  # at the end, and where a stream is left in its middle
+            self._note = leased[0].note
             for one, passes in zip(sources, leased, strict=True):
                 one.give_back(passes)
 
@@ -287,21 +337,21 @@ class _Run:
             texts=strings,
             reasons=reasons,
             seed=request.seed,
-            prompt_tokens=sum(len(text.prompt) for text in texts),
+            prompt_tokens=sum(len(text.source or text.prompt) for text in texts),
             generated_tokens=sum(len(text.made) for text in texts),
             prefill_seconds=run.reading.seconds,
             decode_seconds=run.writing.seconds,
             prefill_share=run.reading.share(ceilings),
             decode_share=run.writing.share(ceilings),
             storage=engine.storage,
-            engine=request.prepared.reason,
+            engine="; ".join(part for part in (request.prepared.reason, self._note) if part),
             model_settings=request.settings.taken,
             speculation=None
             if guesser is None
             else Speculation(proposed=guesser.proposed, accepted=guesser.accepted, passes=run.passes),
         )
 
-    def _guesser(self, draft: Any) -> Guesser | None:
+    def _guesser(self, draft: NativePasses | TorchPasses | None) -> Guesser | None:
         wanted = draft is not None or self._request.guesses
         return Guesser(self._request.choice, draft) if wanted else None
 
@@ -325,6 +375,7 @@ def generate(
     tokenizer: Any = None,
     draft: nn.Module | None = None,
     ignore_end: bool = False,
+    decoder_start_token_id: int | None = None,
     **settings: Any,
 ) -> Generation:
     """New tokens for every prompt: see TokenGenerator and its `generate`.
@@ -338,6 +389,7 @@ def generate(
         attention_mask=attention_mask,
         stop=stop,
         ignore_end=ignore_end,
+        decoder_start_token_id=decoder_start_token_id,
         **settings,
     )
 
@@ -412,6 +464,29 @@ def _choice(settings: dict[str, Any], own: ModelSettings, ends: Sequence[int]) -
     sampling = {**own.sampling, **{name: value for name, value in given.items() if name in of_sampling}}
     rules = {**own.rules, **{name: value for name, value in given.items() if name in of_rules}}
     return Choice(sampling=Sampling(**sampling), rules=TokenRules(**rules).with_ends(ends))
+
+
+def _start_token(given: int | None, own: ModelSettings, vocabulary: int, encodes: bool) -> int | None:
+    """What the texts of an encoder-decoder begin with; None for another model."""
+    if not encodes:
+        if given is not None:
+            what = f"decoder_start_token_id is {given!r}"
+            raise UsageError(what, limit="it is for encoder-decoders, and the model is none", remedy="leave it out")
+        return None
+    start = own.decoder_start_token if given is None else given
+    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < vocabulary:
+        limit = f"an encoder-decoder's text begins with one of its tokens, 0 to {vocabulary - 1}"
+        remedy = "pass decoder_start_token_id=..., the token that targets began with in training"
+        raise UsageError(f"decoder_start_token_id is {start!r}", limit=limit, remedy=remedy)
+    return start
+
+
+def _check_guesses(prepared: Prepared, name: str) -> None:
+    """PlanError for a model with which nothing can be guessed ahead."""
+    if prepared.decoder is None:
+        what = f"guessing ahead, and {name} is run by {prepared.reason}"
+        limit = "a wrong guess is cut from a cache that is kept here"
+        raise PlanError(what, limit=limit, remedy="leave out speculation and draft")
 
 
 def _check_draft(vocabulary: int, of_draft: int) -> None:

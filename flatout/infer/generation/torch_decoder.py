@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Block, Decoder, Linear, Norm
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage, storage_of_head
+from flatout.errors import PlanError
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Block, Decoder, Linear, Norm, Storage, storage_of_head
+from flatout.infer.generation.share import Work, work_of
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
 
 Matrix = Callable[[Tensor], Tensor]
@@ -148,11 +148,17 @@ class TorchDecoder:
 class TorchPasses:
     """Passes over one cache. Several may run at once, in threads too, each with a cache of its own."""
 
+    note = ""
+
     def __init__(self, of: TorchDecoder, cache: KeyValueCache) -> None:
         self._of, self.cache = of, cache
-        self.decoder, self.storage, self.device, self.weight_bytes = of.decoder, of.storage, of.device, of.weight_bytes
+        self.decoder, self.storage, self.device, self.slots = of.decoder, of.storage, of.device, cache.slots
         self._graphs: dict[int, _StepGraph] = {}
         """They write where this cache lies."""
+
+    def work(self) -> Work:
+        """Nothing yet: for passes to be added to."""
+        return work_of(self.decoder, self._of.storage, self._of.weight_bytes, self.cache)
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Read tokens, int64 [sum of the spans' lengths] on the device; their keys and values go into the cache.
@@ -249,8 +255,12 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def _matrix(linear: Linear, storage: Storage, device: torch.device, dtype: torch.dtype) -> tuple[Matrix, int]:
     """A function x -> x @ weight.T + bias in `dtype`, and the bytes that it moves.
 
-    Fewer bits are widened in each call: the narrow matrix is read, the wide one written and read again.
+    On a CPU without the native kernel fewer bits are widened in each call: the narrow matrix is read, the wide one
+    written and read again. Elsewhere they are a PlanError.
     """
+    if device.type != "cpu" and storage in ("int8", "int4"):
+        limit = "only the CPU has kernels that read them; on CUDA each product would widen the whole matrix first"
+        raise PlanError(f"the plan's weights is {storage!r} on {device}", limit=limit, remedy="set precision = 'bf16'")
     wide_bytes = linear.outputs * linear.inputs * dtype.itemsize
     held_bias = linear.bias()
     bias = None if held_bias is None else held_bias.to(device, dtype)

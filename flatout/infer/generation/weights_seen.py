@@ -32,10 +32,13 @@ class WeightsSeen:
     other memory (`.to()`, `.data = `), anything that autograd counts (optimizer steps, `copy_`, `load_state_dict`),
     and writing past its counter (`.data.mul_()`, a numpy view) that changes a whole tensor, row or column: a value out
     of each row is compared too. A single value written past the counter may go unnoticed.
+
+    buffers: False for a model that is run by its own forward pass, which may write to them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors = list(_tensors(model))
+    def __init__(self, model: nn.Module, *, buffers: bool = True) -> None:
+        self._buffers = buffers
+        self._tensors = list(_tensors(model, buffers))
         self._versions = [_version(one) for one in self._tensors]
         self._places = [_place(one) for one in self._tensors]
         self._settings = settings_of(model)
@@ -47,7 +50,7 @@ class WeightsSeen:
 
     def changed(self, model: nn.Module) -> bool:
         """Whether the model is another one than at that moment."""
-        now = list(_tensors(model))
+        now = list(_tensors(model, self._buffers))
         if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
             return True
         if self.written() or [_place(one) for one in now] != self._places or settings_of(model) != self._settings:
@@ -56,9 +59,9 @@ class WeightsSeen:
         return any(not torch.equal(found[kind], sample) for kind, sample in self._samples.items())
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
+def _tensors(model: nn.Module, buffers: bool) -> Iterator[Tensor]:
     yield from model.parameters()
-    yield from model.buffers()
+    yield from model.buffers() if buffers else ()
 
 
 def _version(tensor: Tensor) -> int:

@@ -22,11 +22,9 @@ from typing import Any
 from torch import Tensor
 
 from flatout.infer.prediction.agreement import Agreement, Outputs, same_bits
-from flatout.infer.prediction.layout import find_layout
-from flatout.infer.prediction.model_batch import Batching, Runner
+from flatout.infer.prediction.model_batch import Batching, Runner, find_layout
 from flatout.infer.prediction.packing import CannotPack
-from flatout.infer.prediction.samples import Sample
-from flatout.infer.prediction.unlike import Noise, disturbed, shortened
+from flatout.infer.prediction.samples import Noise, Sample, disturbed, shortened
 
 BEYOND = 2
 """Lengths that leave what was tried by this factor are tried anew."""

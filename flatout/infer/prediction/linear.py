@@ -5,6 +5,7 @@ library is half as fast). A layer that is only run can reorder once:
 
     PackedLinear       fp32, bf16 or fp16 weights, in oneDNN's own layout (CPU)
     RoundedLinear      8- or 4-bit weights, turned back into the inputs' dtype for each product: half the memory or less
+                       (on the CPU only: elsewhere that would move more memory than it saves)
     Int8Linear         8-bit weights and 8-bit inputs, one scale a token: products of whole numbers
 
 >>> import torch
@@ -109,9 +110,8 @@ class Int8Linear(nn.Linear):
         levels, token_scales = to_levels(rows)
         if self.onednn:
             y = self._by_onednn(levels)
-        elif rows.is_cuda and rows.shape[0] > 16 and not (self.in_features % 8 or self.out_features % 8):
-            signed = (levels.to(torch.int16) - ZERO_POINT).to(torch.int8)
-            y = torch._int_mm(signed, self.values.t()) * self.scales
+        elif rows.is_cuda:
+            y = whole_number_products(levels, self.values) * self.scales
         else:  # whole numbers in floating point: slow, the same result
             y = nn.functional.linear(levels.float() - ZERO_POINT, self.values.float()) * self.scales
         y = scale_back(y, token_scales, self.bias)
@@ -121,6 +121,23 @@ class Int8Linear(nn.Linear):
         out = self.dtype if self.dtype is torch.bfloat16 else torch.float32
         quantised = (levels, self.one, self.zero_point, self.weight, self.scales, self.no_zeros)
         return torch.ops.onednn.qlinear_pointwise.tensor(*quantised, None, 1.0, 0, out, "none", [], "")
+
+
+INT_MM_ROWS, INT_MM_MULTIPLE = 17, 8
+"""What torch's kernel for CUDA asks for: rows of the inputs at least; what both sizes of a weight are multiples of."""
+
+
+def fits_int_mm(layer: nn.Linear) -> bool:
+    """Whether CUDA multiplies this layer's whole numbers as they are."""
+    return layer.in_features % INT_MM_MULTIPLE == 0 and layer.out_features % INT_MM_MULTIPLE == 0
+
+
+def whole_number_products(levels: Tensor, values: Tensor) -> Tensor:
+    """uint8 inputs [rows, in], ZERO_POINT for 0, and int8 weights [out, in] -> int32 [rows, out], nothing widened."""
+    rows = len(levels)
+    signed = (levels.to(torch.int16) - ZERO_POINT).to(torch.int8)
+    signed = nn.functional.pad(signed, (0, 0, 0, max(0, INT_MM_ROWS - rows)))
+    return torch._int_mm(signed, values.t())[:rows]
 
 
 def multiplies_int8() -> bool:

@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatout.arguments import as_device, as_model
-from flatout.errors import UsageError
-from flatout.infer.prediction.linear import Int8Linear, PackedLinear, RoundedLinear, packs, swap_linears
+from flatout.errors import PlanError, UsageError
+from flatout.infer.prediction.linear import (
+    INT_MM_MULTIPLE,
+    Int8Linear,
+    PackedLinear,
+    RoundedLinear,
+    fits_int_mm,
+    packs,
+    swap_linears,
+)
 from flatout.plan import Plan
 from flatout.precision.quantize import INT4_GROUP
 from flatout.train.placement import join_recurrent_weights
@@ -54,6 +62,7 @@ def place(model: nn.Module, plan: Plan, device: Any = None) -> Placed:
     result_dtype = torch.float32 if first is None else first.dtype
     dtype = DTYPES[plan.precision] if plan.precision else result_dtype
     target = _device(device, torch.device("cpu") if first is None else first.device)
+    check_bits(plan, target)
     channels_last = plan.memory_format == "channels_last"
 
     def make() -> nn.Module:
@@ -67,6 +76,18 @@ def place(model: nn.Module, plan: Plan, device: Any = None) -> Placed:
     return Placed(make(), dtype, result_dtype, target, rate, channels_last, make)
 
 
+def check_bits(plan: Plan, device: torch.device) -> None:
+    """PlanError for weights in few bits where no kernel reads them: each product would widen the whole matrix first."""
+    if plan.weights is not None and plan.activations is None and device.type != "cpu":
+        limit = (
+            "only the CPU holds weights alone in few bits; elsewhere each product would widen the whole matrix first"
+        )
+        remedy = (
+            "set activations = 'int8' beside weights = 'int8', which multiplies whole numbers, or precision = 'bf16'"
+        )
+        raise PlanError(f"the plan's weights is {plan.weights!r} on {device}", limit=limit, remedy=remedy)
+
+
 def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) -> str:
     """Linear layers in the plan's bits; those of full bits in oneDNN's layout, where the processor has one.
 
@@ -74,10 +95,20 @@ def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) ->
     """
     on_cpu = placed.device.type == "cpu"
     if plan.activations == "int8":
-        count = swap_linears(placed.model, Int8Linear, besides)
-        return f"{count} linear layers multiply 8-bit inputs by 8-bit weights"
+        odd: list[nn.Linear] = []
+
+        def make_int8(layer: nn.Linear) -> nn.Module | None:
+            if on_cpu or fits_int_mm(layer):
+                return Int8Linear(layer)
+            odd.append(layer)
+            return None
+
+        count = swap_linears(placed.model, make_int8, besides)
+        skipped = f"; {len(odd)} left, whose sizes are no multiples of {INT_MM_MULTIPLE}" if odd else ""
+        return f"{count} linear layers multiply 8-bit inputs by 8-bit weights{skipped}"
     if plan.weights is not None:
-        left = []
+        check_bits(plan, placed.device)
+        left: list[nn.Linear] = []
 
         def make(layer: nn.Linear) -> nn.Module | None:
             if plan.weights == "int4" and layer.in_features % INT4_GROUP:
@@ -87,8 +118,7 @@ def round_and_pack(placed: Placed, plan: Plan, besides: Collection[str] = ()) ->
 
         count = swap_linears(placed.model, make, besides)
         skipped = f"; {len(left)} left, whose inputs are no multiple of {INT4_GROUP}" if left else ""
-        widened = "" if on_cpu else ", widened for each product: less memory, not less time"
-        return f"{count} linear layers hold {plan.weights} weights{widened}{skipped}"
+        return f"{count} linear layers hold {plan.weights} weights{skipped}"
     if on_cpu and plan.compile is None and packs(placed.dtype):
         pack = lambda layer: PackedLinear(layer) if _packable(layer, placed) else None  # noqa: E731
         count = swap_linears(placed.model, pack, besides)

@@ -23,14 +23,12 @@ from torch import Tensor
 from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 from flatout.infer.left_unchanged import left_unchanged
-from flatout.infer.prediction.agreement import Agreement
+from flatout.infer.prediction.agreement import Agreement, Audit, Mismatch
 from flatout.infer.prediction.allowed import Allowed, Trial
-from flatout.infer.prediction.audit import Audit, Mismatch
 from flatout.infer.prediction.batching import Bounds, batches_of, bucket_length
 from flatout.infer.prediction.calling import calling_of
 from flatout.infer.prediction.compiled import CompiledModel
-from flatout.infer.prediction.layout import Layout
-from flatout.infer.prediction.model_batch import Batching, Runner
+from flatout.infer.prediction.model_batch import Batching, Layout, Runner
 from flatout.infer.prediction.operations import Operations
 from flatout.infer.prediction.packing import row_length
 from flatout.infer.prediction.placed import Placed

@@ -243,7 +243,7 @@ def bad() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"budget_seconds": 0}, "budget_seconds is 0"
     yield {"plan": "bf16"}, "plan is 'bf16'"
     yield {"max_error": -1}, "max_error is -1"
-    yield {"task": "generate"}, "the model is a Mlp"
+    yield {"task": "generate"}, "the Mlp gives torch.float32"
 
 
 @pytest.mark.parametrize(("changed", "said"), list(bad()))

@@ -266,7 +266,7 @@ def test_arrays_as_scikit_learn_gives_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"format": "tflite"}, "format is 'tflite'; formats are pt2, aoti, onnx, torchscript"),
+        ({"format": "tflite"}, "format is 'tflite'; formats are pt2, aoti, onnx, executorch, torchscript"),
         ({"format": ()}, "no format is given"),
         ({"dynamic": "everything"}, "dynamic is 'everything'"),
         ({"dynamic": "length"}, "have no sequence"),

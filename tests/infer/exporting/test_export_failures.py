@@ -147,3 +147,30 @@ def test_a_full_disk_is_a_reason_like_any_other(tmp_path: Path, monkeypatch: pyt
     assert report.files[0].failure is not None
     assert "No space left on device" in report.files[0].failure.what
     assert list(tmp_path.iterdir()) == []
+
+
+def test_executorch_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    missing = lambda name, *rest: None if name == "executorch" else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(export_formats.importlib.util, "find_spec", missing)
+    report = export(nn.Linear(4, 2), torch.randn(3, 4), tmp_path / "net", format="executorch", allow_fixed=True)
+    failure = report.files[0].failure
+    assert failure is not None
+    assert failure.what == "executorch is not installed"
+    assert failure.remedy == "pip install executorch"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of executorch's own imports
+def test_executorch_is_of_fixed_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).eval()
+    report = export(model, torch.randn(3, 4), tmp_path / "net", format="executorch")
+    failure = report.files[0].failure
+    assert failure is not None
+    assert failure.what.startswith("batch may vary")
+    report = export(model, torch.randn(3, 4), tmp_path / "net", format="executorch", allow_fixed=True)
+    assert report.ok, report.files[0].failure
+    assert report.files[0].dynamic == ()
+    assert (tmp_path / "net.pte").stat().st_size == report.files[0].bytes
+    assert len(report.files[0].checks) > 1

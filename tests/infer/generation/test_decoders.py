@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.errors import UsageError
-from flatout.infer.generation.cache import KeyValueCache
-from flatout.infer.generation.decoder import Decoder, Linear
+from flatout.errors import PlanError, UsageError
+from flatout.infer.generation.cache import KeyValueCache, Span
+from flatout.infer.generation.decoder import Decoder, Linear, Storage, storage_of_head
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.native_decoder import NativeDecoder, packed
-from flatout.infer.generation.span import Span
-from flatout.infer.generation.storage import Storage, storage_of_head
 from flatout.infer.generation.torch_decoder import TorchDecoder
 from flatout.kernels.native import native
 from flatout.precision.quantize import (
@@ -227,3 +225,10 @@ def test_a_cache_longer_than_the_model_reads() -> None:
     decoder = read_decoder(model("own GPT-2"))
     with pytest.raises(UsageError, match="a cache of 129 tokens; the model reads at most 128"):
         KeyValueCache(decoder, slots=1, length=129, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_few_bits_are_refused_where_no_kernel_reads_them(bits: Any) -> None:
+    decoder = read_decoder(model("own GPT-2"))
+    with pytest.raises(PlanError, match=rf"weights is '{bits}' on meta; .* widen the whole matrix first"):
+        TorchDecoder(decoder, storage=bits, device="meta")

@@ -12,10 +12,9 @@ import torch
 import flatout
 from flatout.errors import UsageError
 from flatout.infer.generation.model_settings import read_settings
-from flatout.infer.generation.rows import Choice, place_of
 from flatout.infer.generation.sampling import Sampling, probabilities
+from flatout.infer.generation.token_choice import Choice, TokenRules, place_of
 from flatout.infer.generation.token_generator import TokenGenerator
-from flatout.infer.generation.token_rules import TokenRules
 from flatout.plan import Plan
 from tests.infer.generation.tiny import CONTEXT, END, VOCABULARY, model, prompts
 

@@ -1,4 +1,4 @@
-"""A model that does more than its weights say is refused by name, never read as if it did not."""
+"""A model that does more than its weights say is run by its own forward pass, never read as if it did not."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.errors import UsageError
+from flatout.errors import PlanError, UsageError
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.kernels.native import native
 from flatout.models import GPT2
 from flatout.plan import Plan
-from tests.infer.generation.tiny import model
+from tests.infer.generation.tiny import greedy, model
 
 
 @pytest.fixture(scope="module")
@@ -97,21 +97,40 @@ def _same_name(network: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_lora, r"model.layers.1.self_attn.q_proj \(LoRALinear\) is of the class tests\..*merge_and_unload"),
-        (_hook, r"model.layers.0.mlp \(LlamaMLP\) has a forward hook; .* remove it while generating"),
-        (_pre_hook, r"model.norm \(LlamaRMSNorm\) has a forward pre-hook"),
-        (_weight_norm, r"lm_head \(ParametrizedLinear\) has a parametrization"),
-        (_old_weight_norm, r"model.layers.0.mlp.up_proj \(Linear\) has a forward pre-hook"),
-        (_own_forward, r"model.layers.2.mlp \(LlamaMLP\) has a forward of its own"),
-        (_scaling, r"model.layers.1.self_attn.scaling is 0.5; generation here takes one value for all layers, 0.25"),
-        (_epsilon, r"model.layers.1.input_layernorm.variance_epsilon is 0.001; .* 1e-06"),
-        (_extra_weight, r"the weight model.layers.1.steering was not expected"),
-        (_quantised, r"the weight model.layers.0.mlp.up_proj.weight is torch.int8; .* without quantisation"),
-        (_derived, r"the model is a Mine of"),
-        (_same_name, r"the model is a LlamaForCausalLM of tests|is of the class"),
+        (_lora, r"because model.layers.1.self_attn.q_proj \(LoRALinear\) is of the class tests\."),
+        (_hook, r"because model.layers.0.mlp \(LlamaMLP\) has a forward hook"),
+        (_pre_hook, r"because model.norm \(LlamaRMSNorm\) has a forward pre-hook"),
+        (_weight_norm, r"because lm_head \(ParametrizedLinear\) has a parametrization"),
+        (_old_weight_norm, r"because model.layers.0.mlp.up_proj \(Linear\) has a forward pre-hook"),
+        (_own_forward, r"because model.layers.2.mlp \(LlamaMLP\) has a forward of its own"),
+        (_scaling, r"because model.layers.1.self_attn.scaling is 0.5"),
+        (_epsilon, r"because model.layers.1.input_layernorm.variance_epsilon is 0.001"),
+        (_extra_weight, r"because the weight model.layers.1.steering was not expected"),
+        (_same_name, r"because the model is a LlamaForCausalLM of tests|is of the class"),
     ],
 )
-def test_what_the_weights_do_not_say_is_named(change: Callable[[Any], None], told: str, llama: Any) -> None:
+def test_what_the_weights_do_not_say_is_computed_and_named(
+    change: Callable[[Any], None], told: str, llama: Any
+) -> None:
+    network = copy.deepcopy(llama)
+    change(network)
+    made = TokenGenerator(network).generate([[1, 2, 3], [4]], max_new_tokens=5)
+    assert re.search(told, made.engine)
+    assert "over the whole text for each token, without a cache" in made.engine
+    assert "its own generate() has a cache" in made.engine
+    assert made.tokens == [greedy(network, prompt, 5) for prompt in ([1, 2, 3], [4])]
+    with pytest.raises(PlanError, match=told.removeprefix("because ").split("|")[0]):
+        TokenGenerator(network, Plan(weights="int8"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_quantised, r"the model fails on tokens \[1, 1\]: RuntimeError"),
+        (_derived, r"the Mine gives a NoneType for tokens \[1, 1\]; generating needs logits \[1, 1, vocabulary\]"),
+    ],
+)
+def test_a_model_that_cannot_run_by_itself_either(change: Callable[[Any], None], told: str, llama: Any) -> None:
     network = copy.deepcopy(llama)
     change(network)
     with pytest.raises(UsageError, match=told):
@@ -166,11 +185,13 @@ def test_a_model_of_two_positions() -> None:
     assert TokenGenerator(tiny).generate([[1]], max_new_tokens=5).reasons == ["context"]
 
 
-def test_a_derived_class_of_our_own_is_refused() -> None:
+def test_a_derived_class_of_our_own_is_run_as_it_is() -> None:
     class Mine(GPT2):
-        pass
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return -super().forward(tokens)
 
     network = model("own GPT-2")
     network.__class__ = Mine
-    with pytest.raises(UsageError, match=re.escape("the model is a Mine of tests")):
-        TokenGenerator(network)
+    made = TokenGenerator(network).generate([[1, 2, 3]], max_new_tokens=5)
+    assert "because the model is a Mine of tests" in made.engine
+    assert made.tokens == [greedy(network, [1, 2, 3], 5)]

@@ -15,6 +15,7 @@ import flatout
 from flatout.errors import UsageError
 from flatout.infer.generation import prepared as prepared_module
 from flatout.infer.generation.token_generator import TokenGenerator
+from flatout.models import CharacterGenerator, CharacterGeneratorConfig
 from flatout.plan import Plan
 from tests.infer.generation.tiny import greedy, model
 
@@ -102,13 +103,13 @@ def test_the_next_text_is_that_of_the_changed_model(
 def test_a_hook_or_attribute_that_comes_later_is_noticed(network: Any) -> None:
     generator = TokenGenerator(network)
     handle = network.norm.register_forward_hook(lambda module, given, made: made + 1)
-    with pytest.raises(UsageError, match=r"norm .* has a forward hook"):
-        generator.generate([PROMPT])
+    made = generator.generate([PROMPT], max_new_tokens=4)
+    assert "because norm (LayerNorm) has a forward hook" in made.engine
+    assert made.tokens == [greedy(network, PROMPT, 4)]
     handle.remove()
-    generator.generate([PROMPT], max_new_tokens=2)
+    assert "forward pass" not in generator.generate([PROMPT], max_new_tokens=2).engine
     network.blocks[0].norm1.eps = 0.5
-    with pytest.raises(UsageError, match=r"blocks.0.norm1.eps is 0.5"):
-        generator.generate([PROMPT])
+    assert "because blocks.0.norm1.eps is 0.5" in generator.generate([PROMPT], max_new_tokens=2).engine
 
 
 def test_weights_that_change_within_a_text_end_it(network: Any, other: Any) -> None:
@@ -170,3 +171,12 @@ def test_what_was_kept_goes_with_the_model(network: Any) -> None:
     gc.collect()
     assert held() is None
     assert engine() is None
+
+
+def test_what_was_kept_of_a_model_run_by_itself_goes_too() -> None:
+    alone = CharacterGenerator(CharacterGeneratorConfig(vocab_size=9, embedding_width=4, hidden_width=4)).eval()
+    flatout.generate(alone, [[1]], max_new_tokens=2)
+    engine, held = weakref.ref(prepared_module._KEPT[alone][1].engine), weakref.ref(alone)
+    del alone
+    gc.collect()
+    assert (held(), engine()) == (None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from flatout.infer.prediction.linear import (
     multiplies_int8,
     packs,
     swap_linears,
+    whole_number_products,
 )
-from flatout.infer.prediction.placed import place, round_and_pack
+from flatout.infer.prediction.placed import check_bits, place, round_and_pack
+from flatout.kernels.token_scales import ZERO_POINT
 from flatout.plan import Plan
 
 
@@ -235,3 +238,30 @@ def test_a_fold_that_changes_the_outputs_is_undone() -> None:
 
 def test_int8_is_known_from_the_processor() -> None:
     assert isinstance(multiplies_int8(), bool)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_weights_in_few_bits_are_never_widened_on_a_gpu(bits: Any) -> None:
+    plan = Plan(weights=bits)
+    told = rf"the plan's weights is '{bits}' on cuda:0; only the CPU .* widen the whole matrix first; set activations"
+    with pytest.raises(PlanError, match=told):
+        check_bits(plan, torch.device("cuda", 0))
+    check_bits(plan, torch.device("cpu"))
+    check_bits(Plan(weights="int8", activations="int8"), torch.device("cuda", 0))
+
+
+def test_layers_that_cuda_cannot_multiply_in_whole_numbers_stay() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 65), nn.Linear(65, 64))
+    placed = place(model, Plan())
+    placed.device = torch.device("cuda", 0)  # what is done depends on it, and not on where the weights are
+    told = round_and_pack(placed, Plan(weights="int8", activations="int8"))
+    assert told == "1 linear layers multiply 8-bit inputs by 8-bit weights; 2 left, whose sizes are no multiples of 8"
+    assert [type(layer) for layer in placed.model.children()] == [Int8Linear, nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_whole_numbers_are_multiplied_exactly_at_every_size(rows: int) -> None:
+    levels = torch.randint(0, 256, (rows, 32), dtype=torch.uint8)
+    values = torch.randint(-127, 128, (24, 32), dtype=torch.int8)
+    expected = (levels.int() - ZERO_POINT) @ values.int().T
+    assert torch.equal(whole_number_products(levels, values), expected)

@@ -168,7 +168,7 @@ def images(value: float, count: int) -> list[Tensor]:
 
 
 def test_what_only_a_later_batch_shows_ends_the_run_or_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.infer.prediction.audit.SHARE", 1e9)  # each batch is looked at
+    monkeypatch.setattr("flatout.infer.prediction.agreement.SHARE", 1e9)  # each batch is looked at
     bad = [torch.full((4,), 0.77)] * 8
     predictor = Predictor(LateBranch(), Plan(batching="equal", batch_tokens=32), look_ahead=8)
     with pytest.raises(UsageError, match=r"input 1\d, in a batch \(equal\) of 8: output differs .*batch_tokens=1"):

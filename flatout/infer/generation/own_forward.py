@@ -1,0 +1,175 @@
+"""Runs a model by its own forward pass, for models whose weights generation does not read itself.
+
+In evaluation mode without gradients, whatever the model and the caller's code are set to; both are left as they were.
+The model is referred to weakly, so that what was prepared for it can be kept as long as it lives.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import FlatoutError, PlanError, UsageError
+from flatout.plan import Plan
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_LONGEST = (
+    *("max_position_embeddings", "n_positions", "max_tokens", "block_size", "max_seq_len", "max_seq_length"),
+    *("max_sequence_length", "context_length", "n_ctx"),
+)
+"""What configs call the longest text that a model reads."""
+FULL_CLOSENESS, HALF_CLOSENESS = 2e-3, 0.15
+"""In fp32, and where products are rounded to fewer bits."""
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+"""One pass of a model at a time: each puts it into evaluation mode and back."""
+
+
+class OwnForward:
+    """A model as the plan runs it. PlanError for a plan that only weights read here can follow.
+
+    why: what keeps the model from being read, for the errors.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, why: str) -> None:
+        self._model = weakref.ref(model)
+        self._lock = _LOCKS.setdefault(model, threading.RLock())
+        self.from_transformers = hasattr(model, "generation_config") and hasattr(model, "config")
+        first = next(model.parameters(), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
+        self.dtype = kinds.pop() if len(kinds) == 1 else torch.float32
+        self._autocast: torch.dtype | None = None
+        self._check_plan(plan, why)
+        self.longest = longest_text(model)
+        """Tokens of the longest text that the model's config says it reads; None if it says nothing."""
+
+    @property
+    def storage(self) -> str:
+        """The numbers that products are made of: fp32, bf16, fp16 or fp64."""
+        return _NAMES.get(self._autocast or self.dtype, str(self.dtype))
+
+    @property
+    def closeness(self) -> float:
+        """The most by which logits computed in two ways may differ, as a share of their spread; see `difference`."""
+        exact = self.storage in ("fp32", "fp64") and torch.get_float32_matmul_precision() == "highest"
+        rounded = self.device.type == "cuda" and torch.backends.cudnn.allow_tf32  # recurrent layers, unless told not to
+        return FULL_CLOSENESS if exact and not rounded else HALF_CLOSENESS
+
+    @property
+    def model(self) -> Any:
+        found = self._model()
+        assert found is not None, "whoever generates holds the model"
+        return found
+
+    def __call__(self, *given: Any, method: str = "forward", **named: Any) -> Any:
+        """What the model, or one of its methods, gives; of "get_encoder()" what that module gives.
+
+        UsageError where it fails on this text.
+        """
+        model = self.model
+        call = model if method == "forward" else getattr(model, method.removesuffix("()"))
+        call = call() if method.endswith("()") else call
+        with self._lock, evaluating(model), torch.no_grad(), self._numbers():
+            try:
+                return call(*given, **named)
+            except (FlatoutError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # a model of anybody's raises of any kind
+                shape = next((list(one.shape) for one in (*given, *named.values()) if isinstance(one, Tensor)), [])
+                what = f"the model fails on tokens {shape}: {type(error).__name__}: {error}"
+                limit = "it is called with token ids, int64 [batch, tokens]"
+                remedy = "if the text became too long for it, pass a smaller max_new_tokens"
+                raise UsageError(what, limit=limit, remedy=remedy) from error
+
+    def _numbers(self) -> Any:
+        """The plan's precision, and not that of an autocast around the call."""
+        kind = self.device.type
+        return torch.autocast(kind, dtype=self._autocast, enabled=self._autocast is not None)
+
+    def _check_plan(self, plan: Plan, why: str) -> None:
+        here = f"the model is run by its own forward pass: {why}"
+        if plan.weights is not None:
+            limit = f"fewer bits are for models whose weights are read and run here, and {here}"
+            raise PlanError(f"the plan's weights is {plan.weights!r}", limit=limit, remedy="set precision = 'bf16'")
+        if plan.precision == "bf16" and self.dtype != torch.bfloat16:
+            self._autocast = torch.bfloat16
+        elif plan.precision not in (None, _NAMES.get(self.dtype)):
+            limit = f"the weights are {_NAMES.get(self.dtype, self.dtype)}, and {here}"
+            remedy = "leave precision out, or convert the model: model.float(), model.bfloat16()"
+            raise PlanError(f"the plan's precision is {plan.precision!r}", limit=limit, remedy=remedy)
+
+
+def longest_text(model: Any) -> int | None:
+    """What the model, or its config, says under one of the usual names; None if there is none."""
+    config = getattr(model, "config", None)
+    found = (
+        [config] if isinstance(config, Mapping) else [vars(one) for one in (config, model) if hasattr(one, "__dict__")]
+    )
+    for place in found:
+        for name in _LONGEST:
+            value = place.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def logits_of(found: Any, tokens: Tensor, model: Any, places: int | None = None) -> Tensor:
+    """The logits [batch, tokens, vocabulary] of what a model gave for tokens [batch, tokens].
+
+    They may be all that it gave, its `logits`, or the first of several things; of the last token alone, [batch, 1,
+    vocabulary], if it gives no others. places: of how many tokens they were asked for, if not of all. UsageError for
+    anything else.
+    """
+    logits = found
+    if isinstance(found, Mapping) and "logits" in found:
+        logits = found["logits"]
+    elif not isinstance(found, Tensor) and hasattr(found, "logits"):
+        logits = found.logits
+    elif type(found) in (tuple, list) and found:  # the fields of a named tuple have other names
+        logits = found[0]
+    batch, count = len(tokens), places or tokens.shape[1]
+    if (
+        not isinstance(logits, Tensor)
+        or logits.dim() != 3
+        or logits.shape[0] != batch
+        or logits.shape[1] not in (1, count)
+        or not logits.is_floating_point()
+    ):
+        given = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        what = f"the {type(model).__name__} gives {given} for tokens [{batch}, {count}]"
+        limit = f"generating needs logits [{batch}, {count}, vocabulary]: all that it gives, its .logits, or the first"
+        raise UsageError(what, limit=limit, remedy="wrap it in a module whose forward gives those")
+    return logits
+
+
+def trial_tokens(model: nn.Module, vocabulary: int, count: int, seed: int = 1) -> Tensor:
+    """Ids int64 [count], which every embedding of the model has."""
+    rows = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(min([vocabulary, *rows]), (count,), generator=generator)
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Between logits of one shape, as a share of their spread: rounding in fp32 is far below 0.001, others are 1.4."""
+    found, wanted = found.float(), wanted.float()
+    spread = max(float(wanted.std()), 1e-4 * float(wanted.abs().max()), 1e-30)
+    return float((found - wanted).square().mean().sqrt()) / spread
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; each module is left in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
