@@ -77,7 +77,7 @@ def fit(**given: Any) -> Any:
 
 
 def evaluate(**given: Any) -> Any:
-    return flatout.evaluate(**({"model": MODEL, "batches": [(X, Y)], "measure": LOSS.measure} | given))
+    return flatout.evaluate(**({"model": MODEL, "batches": [(X, Y)], "measure": LOSS.metrics} | given))
 
 
 def with_budget(**given: Any) -> Any:
@@ -133,7 +133,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             **TRAINING,
             "scheduler": SCHEDULERS,
             "clip_norm": {"0": 0, "text": "1"},
-            "weigh": {"number": 3, "no argument": lambda: 1},
+            "count_terms": {"number": 3, "no argument": lambda: 1},
         },
     ),
     "batch_curve": (

@@ -51,7 +51,7 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def measure(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+def metrics(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     logits = model(batch[:, :-1])
     return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")}
 
@@ -109,7 +109,7 @@ def main() -> None:
         step,
         train,
         steps=arguments.steps,
-        evaluation=lambda: flatout.evaluate(model, test, measure, plan),
+        evaluation=lambda: flatout.evaluate(model, test, metrics, plan=plan),
         checkpoints=flatout.Checkpoints(arguments.folder, asynchronous=True),
         save_every_steps=100,
     )

@@ -58,9 +58,9 @@ def undisturbed() -> list[torch.Tensor]:
 
 def test_what_it_did_is_what_it_says() -> None:
     step, source = parts(plan=Plan())
-    measure = supervised(nn.CrossEntropyLoss()).measure
+    metrics = supervised(nn.CrossEntropyLoss()).metrics
     held_out = batches((torch.randn(20, 6), torch.zeros(20, dtype=torch.long)), 20, shuffle=False)
-    found = fit(step, source, epochs=EPOCHS, evaluation=lambda: evaluate(step.model, held_out, measure))
+    found = fit(step, source, epochs=EPOCHS, evaluation=lambda: evaluate(step.model, held_out, metrics))
     assert (found.steps, found.epochs, found.skipped, found.resumed_at_step) == (21, 3, 0, None)
     assert [set(figures) for figures in found.evaluations] == [{"loss", "accuracy"}] * 3
     assert found.loss is not None
@@ -90,7 +90,7 @@ inner = step.loss_fn
 def slow(model, batch):
     time.sleep(0.004)
     return inner(model, batch)
-step.loss_fn, step._weigh = slow, inner.weigh
+step.loss_fn, step.count_terms = slow, inner.count_terms
 print("begins", flush=True)
 fit(step, source, epochs=EPOCHS, checkpoints=Checkpoints({folder!r}, asynchronous={background}), save_every_steps=1)
 torch.save(weights(step), {out!r})
