@@ -57,7 +57,10 @@ def evaluate(
         around.enter_context(evaluating(model))
         # not inference_mode: what a model makes when it is first needed, and keeps, could not be trained with later
         around.enter_context(torch.no_grad())
-        _enter_precision(around, plan, model, home)
+        if plan.precision in DTYPES:
+            around.enter_context(calls_wrapped(model, autocast_call(plan.precision)))
+        if plan.matmul_precision is not None:
+            around.enter_context(matmul_precision(plan.matmul_precision))
         for given in data:
             batch = given if home is None else to_device(given, home)
             totals.add(_measured(model, batch, metrics), batch)
@@ -78,13 +81,6 @@ def _subject(
         limit = "a model alone does not say what is to be measured"
         raise wrong("metrics", None, limit, f"pass a TrainStep, or {_REMEDY}")
     return model, as_metrics(metrics), as_plan(plan, "step")
-
-
-def _enter_precision(around: contextlib.ExitStack, plan: Plan, model: Any, home: Any) -> None:
-    if plan.precision in DTYPES:
-        around.enter_context(calls_wrapped(model, autocast_call(plan.precision)))
-    elif plan.precision == "tf32" and home is not None and home.type == "cuda":
-        around.enter_context(matmul_precision("high"))
 
 
 class _Totals:

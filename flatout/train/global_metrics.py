@@ -1,14 +1,14 @@
 """Metrics that are no means over items (F1, AUC, correlation): computed once, over the outputs of all batches.
 
-    f1 = torchmetrics.F1Score(task="multiclass", num_classes=10)
+f1 = torchmetrics.F1Score(task="multiclass", num_classes=10)
 
-    def metrics(model, batch):
-        inputs, targets = batch
-        scores = model(inputs)
-        return {
-            "f1": flatout.over_all(f1, scores, targets),                        # update(...), compute() in the end
-            "auc": flatout.over_all(roc_auc_score, targets, scores[:, 1]),      # any function of all the rows
-        }
+def metrics(model, batch):
+    inputs, targets = batch
+    scores = model(inputs)
+    return {
+        "f1": flatout.over_all(f1, scores, targets),                        # update(...), compute() in the end
+        "auc": flatout.over_all(roc_auc_score, targets, scores[:, 1]),      # any function of all the rows
+    }
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.train.flops import count_step
@@ -77,6 +77,11 @@ class Progress:
         rate = (self._steps - self._drawn_steps) / (time.perf_counter() - self._drawn_at)
         self._drawn_at, self._drawn_steps = time.perf_counter(), self._steps
         self._bar.update(self._task, completed=self._done + self._steps, description=self._text(value, rate, samples))
+
+    def say_figures(self, epoch: int, figures: Mapping[str, float]) -> None:
+        """An epoch's figures, above the bar."""
+        if figures:
+            self.say(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
 
     def say(self, text: str) -> None:
         """A line above the bar."""

@@ -412,14 +412,21 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         raise UsageError(
             "the scheduler is ReduceLROnPlateau",
             limit="TrainStep steps its scheduler once a call, without a metric",
-            remedy="keep it out of TrainStep and call scheduler.step(metric) after evaluating",
+            remedy="pass it to flatout.fit as epoch_scheduler, or call scheduler.step(metric) after evaluating",
         )
+    check_scheduler_of(optimizer, scheduler, "scheduler")
+
+
+def check_scheduler_of(optimizer: Any, scheduler: Any, name: str) -> None:
+    """Refuse what is no schedule, and that of another optimizer."""
+    import torch
+
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        raise wrong("scheduler", scheduler, "it is one of torch.optim.lr_scheduler", "make it from the optimizer")
+        raise wrong(name, scheduler, "it is one of torch.optim.lr_scheduler", "make it from the optimizer")
     moved = getattr(scheduler, "optimizer", optimizer)
     if isinstance(moved, torch.optim.Optimizer) and moved.param_groups is not optimizer.param_groups:
         raise UsageError(
-            "the scheduler is that of another optimizer",
+            f"the {name} is that of another optimizer",
             limit="it would move learning rates that nothing uses",
             remedy="make it from the optimizer that is given",
         )
