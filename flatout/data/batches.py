@@ -269,9 +269,9 @@ def batches(
 
     `length` puts samples of similar lengths into one batch, so that little is padded: a function of a sample, or the
     lengths of all samples, in order. With `tokens` a batch has as many samples as fit into that number of places once
-    each is padded to the longest (of all ranks together; `batch_size` then only limits the number of samples). The order
-    is random all the same: samples are shuffled, those near one another sorted by length and cut into batches, and the
-    batches shuffled. `padding_share` of the result says what is padded.
+    each is padded to the longest (of all ranks together; `batch_size` then only limits the number of samples). The
+    order is random all the same: samples are shuffled, those near one another sorted by length and cut into batches,
+    and the batches shuffled. `padding_share` of the result says what is padded.
 
     Where a data set's own code holds the steps back, it runs in worker processes: they have the data set as it is when
     an epoch begins, and what it changes there is not seen here. `Plan(loader_workers=0)` keeps it in this process.
@@ -287,11 +287,11 @@ def batches(
     order: EpochOrder | BatchOrder | BucketOrder | None = None
     check_tokens(tokens, length, drop_last=drop_last)
     if isinstance(data, DataLoader):
-        loader, data, limit = data, data.dataset, batch_size
+        loader, data, most = data, data.dataset, batch_size
         batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, ranks)
         collate_fn, drop_last = collate_fn or loader.collate_fn, drop_last or loader.drop_last
         if tokens is not None:
-            batch_size = limit
+            batch_size = most
     if length is not None:
         if order is not None or _is_stream(data):
             raise UsageError(

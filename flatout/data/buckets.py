@@ -1,7 +1,7 @@
 """Batches of samples of similar lengths, so that little is padded; as many samples as a budget of tokens allows.
 
-An epoch's samples are shuffled and cut into pools of some fifty batches. Within a pool they are sorted by length and cut
-into batches, and the batches of the whole epoch are shuffled. All of that follows from seed, epoch and lengths alone.
+An epoch's samples are shuffled and cut into pools of some fifty batches. Within a pool they are sorted by length and
+cut into batches, and the batches of the whole epoch are shuffled. All of that follows from seed, epoch and lengths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batches that somebody else makes: an iterable of them, resumed by reading on to the position.
 
 Whether it gives the same batches again cannot be known beforehand. So the random generators are put back to where they
-were when the epoch began, while it is read to the position, and the last batch is compared with the one of then.
+were when the epoch began, while it is read to the position, and the last batch is compared with what it was then.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, set_generators
 from flatout.plan import Plan
 
+_END = object()
 BATCH_SIZE = 64
 """For data that is not in batches yet."""
 
@@ -31,13 +32,16 @@ class GivenBatches:
         self.once = iter(data) is data
         self._data, self._device = data, device
         self._began: Mapping[str, Any] | None = None
+        self._before_last: Mapping[str, Any] | None = None
+        """Random states: when the epoch began, and when its last batch was made."""
         self._last: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, and what is needed to find it again."""
         place: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "batches": True}
         if self.position:
-            place |= {"generators": self._began, "checksum": self._last_checksum()}
+            states = {"generators": self._began, "generators_of_last": self._before_last}
+            place |= {**states, "checksum": self._last_checksum()}
         return place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -50,6 +54,7 @@ class GivenBatches:
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self._began, self._last = state.get("generators"), state.get("checksum")
+        self._before_last = state.get("generators_of_last")
 
     def __iter__(self) -> Iterator[Any]:
         if (set_epoch := getattr(self._data, "set_epoch", None)) is not None:
@@ -59,9 +64,13 @@ class GivenBatches:
         else:
             self._began = generator_states()
             rest = iter(self._data)
-        for given in rest:  # none is read ahead: its random draws have their place between those of the steps
+        while True:  # none is read ahead: its random draws have their place between those of the steps
+            before = generator_states()
+            given = next(rest, _END)
+            if given is _END:
+                break
             batch = to_device(given, self._device)
-            self.position, self._last = self.position + 1, batch
+            self.position, self._last, self._before_last = self.position + 1, batch, before
             self.batch_size = _samples_of(batch)
             yield batch
         if self.position == 0:
@@ -75,12 +84,15 @@ class GivenBatches:
     def _from_position(self) -> Iterator[Any]:
         """What comes after the batches that were handed out before, read under the random numbers of then."""
         expected = self._last_checksum()
+        assert self._began is not None
+        assert self._before_last is not None
         with generators_kept():
-            if self._began is not None:
-                set_generators(self._began)
+            set_generators(self._began)
             rest, last = iter(self._data), None
             for passed in range(self.position):
-                if (last := next(rest, None)) is None:
+                if passed and passed == self.position - 1:
+                    set_generators(self._before_last)
+                if (last := next(rest, _END)) is _END:
                     raise _other_data(f"ended after {passed} of the {self.position} batches that were trained on")
         if _checksum(last) != expected:
             raise _other_data(f"gave another batch {self.position} than before")

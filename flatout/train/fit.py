@@ -47,7 +47,7 @@ class FitResult:
     """Epochs that are complete, those before a resume included."""
     seconds: float
     loss: float | None
-    """Mean over the last epoch that had a step in this call, each step weighted by its terms; None if there was none."""
+    """Mean over the last epoch that had a step in this call, each weighted by its terms; None if there was none."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """The figures that loss_fn gave beside the loss, averaged in the same way."""
     evaluations: tuple[Mapping[str, float], ...] = ()
@@ -86,8 +86,8 @@ def fit(
     """Train for `epochs` epochs, or until the step has taken `steps` steps, whichever comes first.
 
     `data` is what `flatout.batches` gives; a DataLoader; columns such as (inputs, targets) or a data set, in shuffled
-    batches of 64; or any other iterable, of batches. The last resumes within an epoch only if it gives the same batches
-    again, by set_epoch(epoch) or by the global random generators; where it does not, resuming raises UsageError.
+    batches of 64; or any other iterable, of batches. The last resumes within an epoch only if it gives the same
+    batches again, by set_epoch(epoch) or by the global random generators; where it does not, that is a UsageError.
 
     After each step, in this order: the average of the weights `ema` (torch.optim.swa_utils.AveragedModel, best with
     use_buffers=True) is updated; `after_step(step, loss)` is called, loss being a device tensor; every
@@ -107,15 +107,16 @@ def fit(
 
     With `checkpoints` (or a folder) the run resumes from the newest whole one: the step with all that it trains, the
     place in the data, random numbers, average, schedule, patience, logs (see `flatout.train.loggers`) and `objects`,
-    further ones with state_dict() by name. `progress` shows a bar; by default on a terminal. Of several ranks each calls
-    it, with the same arguments; figures are averaged over them, the first one logs, and all stop after the same step.
+    further ones with state_dict() by name. `progress` shows a bar; by default on a terminal. Of several ranks each
+    calls it, with the same arguments; figures are averaged over them, the first one logs, and asked to stop they stop
+    after the same step.
 
     SIGTERM and Ctrl-C end the step or the evaluation under way, or the wait for data; then all is saved, and fit raises
     SystemExit(143) for SIGTERM, KeyboardInterrupt for Ctrl-C. A second Ctrl-C ends it at once, with nothing saved.
 
     Weights that are inf or NaN end it with NumericsError before they are saved: looked at after each epoch and before
-    each save. UsageError: an argument of the wrong kind, a stream that runs dry, a metric that is not among the figures.
-    Otherwise whatever the step, the evaluation or the functions raise.
+    each save. UsageError: an argument of the wrong kind, a stream that runs dry, a metric that is not among the
+    figures. Otherwise whatever the step, the evaluation or the functions raise.
     """
     _check_functions(evaluation, after_step, after_epoch, stop_when)
     _check_length(epochs, steps, save_every_steps)
@@ -127,6 +128,7 @@ def fit(
     if run.stopped and stop_when is not None:  # asked again, so that another rule may let it go on
         run.stopped = _any_rank(run.call(stop_when, dict(run.figures)), step)
     with (
+        run.logging(),
         stop_on_signals(breaks_off=stopping.alone) as stop,
         Progress(_total(source, epochs, steps), first, shown=progress) as bar,
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from flatout.data.given_batches import GivenBatches
 from flatout.errors import NumericsError, UsageError
 from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop
-from flatout.train.loggers import Logger, restore_loggers, states_of
+from flatout.train.loggers import Logger, flush, restore_loggers, states_of
 from flatout.train.loss import terms_or_none
 from flatout.train.patience import Waiting
 from flatout.train.ranks import mean_figures, ranks_of
@@ -145,6 +146,14 @@ class Run:
     def log(self, figures: dict[str, float], step: int) -> None:
         for logger in self.loggers:
             logger.log(figures, step)
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[None]:
+        """However it ends, what was logged is written."""
+        try:
+            yield
+        finally:
+            flush(self.loggers)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """One of the user's functions; an exception in it passes after everything was saved."""

@@ -1,8 +1,8 @@
 """Where `fit` writes its figures: a CSV file, TensorBoard, or anything with `log(figures, step)`.
 
-A logger may also have `state_dict()` and `load_state_dict(state)`: they are saved and restored with the run, and with
-them a log that was written past the last checkpoint goes back to where that one was. Without them the rows of steps that
-are trained again come twice.
+A logger may also have `flush()`, called when `fit` ends in any way, and `state_dict()` and `load_state_dict(state)`:
+they are saved and restored with the run, and with them a log that was written past the last checkpoint goes back to
+where that one was. Without them the rows of steps that are trained again come twice.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from flatout.arguments import as_path, as_whole_number
 from flatout.errors import MachineError, UsageError
+
+ROWS_HELD = 64
+"""Rows of steps that are written together."""
 
 
 @runtime_checkable
@@ -37,28 +40,38 @@ class CSVLog:
         self._path, self._every = as_path(path, "path"), as_whole_number(every, "every")
         self._columns: list[str] = ["step"]
         self._rows = 0
-        self._file: Any = None
+        self._unwritten: list[list[Any]] = []
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         if _is_of_a_step(figures) and step % self._every:
             return
         if new := [name for name in figures if name not in self._columns]:
+            self.flush()
             self._columns += new
             self._write(self._read() if self._rows else [])
         row = {**figures, "step": step}
-        csv.writer(self._opened()).writerow([row.get(name, "") for name in self._columns])
+        self._unwritten.append([row.get(name, "") for name in self._columns])
         self._rows += 1
+        if not _is_of_a_step(figures) or len(self._unwritten) >= ROWS_HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._unwritten:
+            with self._path.open("a", newline="") as file:
+                csv.writer(file).writerows(self._unwritten)
+                self._unwritten = []
+                file.flush()
+                os.fsync(file.fileno())
 
     def state_dict(self) -> dict[str, Any]:
         """How many rows there are; they are on the disk then."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        self.flush()
         return {"rows": self._rows, "columns": list(self._columns)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Drop the rows that were written since."""
-        self.close()
+        self._unwritten = []
         self._columns, self._rows = list(state["columns"]), state["rows"]
         if not self._rows:
             return
@@ -68,26 +81,14 @@ class CSVLog:
         self._rows = min(self._rows, len(found))
         self._write(found[: self._rows])
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _opened(self) -> Any:
-        if self._file is None:
-            self._file = self._path.open("a", newline="")
-        return self._file
-
     def _read(self) -> list[dict[str, str]]:
         """The whole rows; one that a kill cut short has no end of line."""
-        self.close()
         text = self._path.read_text()
         lines = text[: text.rfind("\n") + 1].splitlines()
         return list(csv.DictReader(lines))
 
     def _write(self, rows: Sequence[Mapping[str, str]]) -> None:
         """The file with these rows and all columns, whole or not at all."""
-        self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if not rows and self._path.exists():
             self._path.replace(self._path.with_name(self._path.name + ".old"))
@@ -141,8 +142,7 @@ class TensorBoardLog:
             self._writer.add_scalar(name, value, step)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._writer is not None:
-            self._writer.flush()
+        self.flush()
         step, rows = self._latest
         return {"step": step, "rows": rows}
 
@@ -152,6 +152,10 @@ class TensorBoardLog:
         self._writer = self._make(str(self._folder), purge_step=max(state["step"], 0))
         for row in self._latest[1]:
             self._add(row, state["step"])
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
@@ -176,6 +180,12 @@ def check_loggers(loggers: Any) -> tuple[Logger, ...]:
 
 def states_of(loggers: Sequence[Logger]) -> dict[str, Any]:
     return {name: one.state_dict() for name, one in _named(loggers).items()}
+
+
+def flush(loggers: Sequence[Any]) -> None:
+    for one in loggers:
+        if callable(written := getattr(one, "flush", None)):
+            written()
 
 
 def restore_loggers(loggers: Sequence[Logger], states: Mapping[str, Any]) -> None:

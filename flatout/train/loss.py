@@ -156,9 +156,9 @@ class Supervised:
 def supervised(criterion: Callable[..., Any], metrics: Mapping[str, Any] | None = None) -> Supervised:
     """A loss function for batches that are (inputs, targets), such as `supervised(nn.CrossEntropyLoss())`.
 
-    `metrics`: further ones over all outputs by name, which `evaluate` gives beside loss and accuracy. Each is a function
-    of (outputs, targets) or an object of torchmetrics, as `flatout.over_all` takes them. Of class indices it gets the
-    valid targets, [items], and their scores, [items, classes].
+    `metrics`: further ones over all outputs by name, which `evaluate` gives beside loss and accuracy. Each is a
+    function of (outputs, targets) or an object of torchmetrics, as `flatout.over_all` takes them. Of class indices it
+    gets the valid targets, [items], and their scores, [items, classes].
 
     Raises UsageError for what cannot be called so, and for reduction 'none': a step needs one number.
     """

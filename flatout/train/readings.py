@@ -1,7 +1,7 @@
 """Values of many steps, read from the device some steps later, all together.
 
-Reading one value waits for everything that the device still has to do. Kept for some steps and copied to the host on the
-way, they are there when they are read, and no step waits.
+Reading one value waits for everything that the device still has to do. Kept for some steps and copied to the host on
+the way, they are there when they are read, and no step waits.
 """
 
 from __future__ import annotations
