@@ -73,10 +73,10 @@ class Gathered:
             reset()
 
     def add(self, given: OverAll) -> None:
-        if given.metric is not self.metric:
+        if given.metric is not self.metric and isinstance(self.metric, Metric):
             raise UsageError(
                 f"the metric of the figure {self.name!r} is another one in each batch",
-                limit="what is computed over all batches is one function or object",
+                limit="an object that is updated by all batches is one",
                 remedy="make it once, outside of the function that measures a batch",
             )
         if isinstance(self.metric, Metric):

@@ -153,7 +153,7 @@ class Supervised:
         return found | {name: over_all(metric, outputs, targets) for name, metric in self.over_all.items()}
 
 
-def supervised(criterion: Callable[..., Any], metrics: Mapping[str, Any] | None = None) -> Supervised:
+def supervised(criterion: Callable[..., Any], *, metrics: Mapping[str, Any] | None = None) -> Supervised:
     """A loss function for batches that are (inputs, targets), such as `supervised(nn.CrossEntropyLoss())`.
 
     `metrics`: further ones over all outputs by name, which `evaluate` gives beside loss and accuracy. Each is a
