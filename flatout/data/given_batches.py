@@ -29,7 +29,8 @@ class GivenBatches:
         """The epoch that is under way, and how many of its batches were handed out."""
         self.batch_size = 1
         """Samples of the last batch, as far as they can be counted."""
-        self.once = iter(data) is data
+        self.once = hasattr(data, "__next__")
+        """Is it an iterator, which can be read once? (Asking it for one may start its workers.)"""
         self._data, self._device = data, device
         self._began: Mapping[str, Any] | None = None
         self._before_last: Mapping[str, Any] | None = None
@@ -131,9 +132,9 @@ def _samples_of(batch: Any) -> int:
 def batches_of(data: Any, plan: Plan, device: Any) -> Batches | Stream | GivenBatches:
     """What `fit` trains on: a source of `flatout.batches` as it is, and anything else made into one.
 
-    A DataLoader gives its data, batch size, order and collate function. Columns (a tuple or dict of tensors or arrays)
-    and data sets are cut into batches of 64 samples. Any other iterable, a list too, is one of batches. UsageError for
-    what is none of these.
+    A DataLoader gives its data, batch size, order (drawn from seed 0) and collate function. Columns
+    (a tuple or dict of tensors or arrays) and data sets are cut into batches of 64 samples. Any other iterable, a list
+    too, is one of batches. UsageError for what is none of these.
     """
     from torch.utils.data import DataLoader, Dataset
 

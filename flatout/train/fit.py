@@ -172,10 +172,12 @@ def _train_epoch(
     """The rest of the epoch that is under way, or until the last of `steps`; True if it is complete."""
     step, source = run.step, run.source
     run.begin_epoch()
+    at = source.position
     for batch in run.batches(stop):
         bar.step_begins()
         loss = run.take(batch)
-        bar.step_ended(loss, source.batch_size)
+        bar.step_ended(loss, source.batch_size if isinstance(source, GivenBatches) else source.position - at)
+        at = source.position
         if after_step is not None:
             run.call(after_step, step, loss)
         if stopping(stop.requested):

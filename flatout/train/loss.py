@@ -57,7 +57,7 @@ def own_metrics(loss_fn: LossFn, count_terms: CountTerms, model: Any, batch: Any
 
     Where a batch's samples cannot be counted, nor its terms, each batch weighs the same.
     """
-    if isinstance(loss_fn, HasMetrics):
+    if isinstance(loss_fn, HasMetrics) and callable(loss_fn.metrics):
         return loss_fn.metrics(model, batch)
     from flatout.train.loss_parts import figures_of
 

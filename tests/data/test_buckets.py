@@ -142,13 +142,13 @@ class Stream(IterableDataset[Any]):
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="a budget of tokens needs the samples' lengths; pass length=len"):
         batches(Texts([1, 2]), tokens=10)
-    with pytest.raises(UsageError, match="the longest sample has 37 tokens, and tokens is 30; .*pass tokens=37"):
+    with pytest.raises(UsageError, match=r"the longest sample has 37 tokens, and tokens is 30; .*pass tokens=37"):
         source_of(LENGTHS, tokens=30)
     with pytest.raises(UsageError, match="each of 2 ranks; pass tokens=74"):
         source_of(LENGTHS, tokens=40, rank=0, ranks=2)
     with pytest.raises(UsageError, match="length has 2 entries; the data has 3 samples"):
         batches(Texts([1, 2, 3]), tokens=10, length=[1, 2])
-    with pytest.raises(UsageError, match="a sample's length is 1.5"):
+    with pytest.raises(UsageError, match=r"a sample's length is 1.5"):
         batches(Texts([1, 2]), tokens=10, length=[1, 1.5])
     with pytest.raises(UsageError, match="length is given for a stream"):
         batches(Stream(), tokens=10, length=len)
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused() -> None:
     source = source_of(LENGTHS, tokens=100)
     next(iter(source))
     other = source_of(LENGTHS, tokens=200)
-    with pytest.raises(UsageError, match="an epoch of tokens 100, .*; here is tokens 200"):
+    with pytest.raises(UsageError, match=r"an epoch of tokens 100, .*; here is tokens 200"):
         other.load_state_dict(source.state_dict())
     other.load_state_dict({**source.state_dict(), "epoch": 1, "position": 0})
     assert other.epoch == 1

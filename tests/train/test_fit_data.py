@@ -123,7 +123,7 @@ def test_other_batches_than_before_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the data ended after 3 of the 4 batches"):
         fit(training(), slices(), steps=8, checkpoints=tmp_path / "a")
     with pytest.raises(
-        UsageError, match="the checkpoint does not fit|saved position is in a data set|is that of samples"
+        UsageError, match=r"the checkpoint does not fit|saved position is in a data set|is that of samples"
     ):
         fit(training(), (X, Y), steps=8, checkpoints=tmp_path / "b") and fit(
             training(), slices(), steps=9, checkpoints=tmp_path / "b"
