@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -84,6 +85,7 @@ import sys, time
 sys.path.insert(0, {here!r}), sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads(1)
+from flatout.train.loggers import CSVLog
 from test_fit import parts, weights, fit, Checkpoints, EPOCHS
 step, source = parts()
 inner = step.loss_fn
@@ -92,7 +94,8 @@ def slow(model, batch):
     return inner(model, batch)
 step.loss_fn, step.count_terms = slow, inner.count_terms
 print("begins", flush=True)
-fit(step, source, epochs=EPOCHS, checkpoints=Checkpoints({folder!r}, asynchronous={background}), save_every_steps=1)
+checkpoints = Checkpoints({folder!r}, asynchronous={background})
+fit(step, source, epochs=EPOCHS, checkpoints=checkpoints, save_every_steps=1, loggers=[CSVLog({folder!r} + ".csv")])
 torch.save(weights(step), {out!r})
 """
 
@@ -120,6 +123,9 @@ def test_kills_at_any_moment_leave_the_same_weights(tmp_path: Path, background: 
     assert ended.returncode == 0, ended.stderr
     for ours, expected in zip(torch.load(out), undisturbed(), strict=True):
         assert torch.equal(ours, expected)
+    rows = list(csv.DictReader((tmp_path / "run.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows if row["batch_loss"]] == [str(i + 1) for i in range(21)]
+    assert [row["epoch"] for row in rows if row["epoch"]] == ["1", "2", "3"]
 
 
 def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
