@@ -90,7 +90,7 @@ def fit(
     batches again, by set_epoch(epoch) or by the global random generators; where it does not, that is a UsageError.
 
     After each step, in this order: the average of the weights `ema` (torch.optim.swa_utils.AveragedModel, best with
-    use_buffers=True) is updated; `after_step(step, loss)` is called, loss being a device tensor; every
+    use_buffers=True; evaluated by `evaluate(ema, test, step.metrics, plan=plan)`) is updated; `after_step(step, loss)` is called, loss being a device tensor; every
     `save_every_steps` steps all is saved.
 
     After each epoch: `evaluation()` gives figures. With the training's own, train_loss and train_NAME for each figure
@@ -125,8 +125,8 @@ def fit(
     resumed_at = run.resume()
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.model), run.source
     _check_passes(source, epochs, steps)
-    if run.stopped and stop_when is not None:  # asked again, so that another rule may let it go on
-        run.stopped = _any_rank(run.call(stop_when, dict(run.figures)), step)
+    if run.stopped:  # asked again, so that another rule, or none, lets it go on
+        run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), step)
     with (
         run.logging(),
         stop_on_signals(breaks_off=stopping.alone) as stop,

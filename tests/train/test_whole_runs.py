@@ -198,8 +198,10 @@ def test_stop_when_ends_a_run_and_is_asked_again_at_the_next_start(tmp_path: Pat
     found = fit(step, source, epochs=3, stop_when=lambda figures: figures["train_loss"] > 0, checkpoints=tmp_path)
     assert (found.steps, found.ended) == (0, "stop_when")
     step, source = plain()
-    found = fit(step, source, epochs=3, stop_when=lambda figures: False, checkpoints=tmp_path)
-    assert (found.steps, found.epochs, found.ended) == (14, 3, "epochs")
+    found = fit(step, source, epochs=2, stop_when=lambda figures: False, checkpoints=tmp_path)
+    assert (found.steps, found.epochs, found.ended) == (7, 2, "epochs")
+    fit(step, source, epochs=3, stop_when=lambda figures: True, checkpoints=tmp_path)
+    assert fit(step, source, epochs=4, checkpoints=tmp_path).ended == "epochs"
 
 
 def test_means_of_an_epoch_are_weighted_by_terms() -> None:
