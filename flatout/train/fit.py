@@ -90,8 +90,8 @@ def fit(
     batches again, by set_epoch(epoch) or by the global random generators; where it does not, that is a UsageError.
 
     After each step, in this order: the average of the weights `ema` (torch.optim.swa_utils.AveragedModel, best with
-    use_buffers=True; evaluated by `evaluate(ema, test, step.metrics, plan=plan)`) is updated; `after_step(step, loss)` is called, loss being a device tensor; every
-    `save_every_steps` steps all is saved.
+    use_buffers=True) is updated; `after_step(step, loss)` is called, loss being a device tensor; every
+    `save_every_steps` steps all is saved. The average is evaluated by `evaluate(ema, test, step.metrics, plan=plan)`.
 
     After each epoch: `evaluation()` gives figures. With the training's own, train_loss and train_NAME for each figure
     beside the loss, they are the epoch's figures; one of them, `metric`, ranks the checkpoints. `epoch_scheduler` is
