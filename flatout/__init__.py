@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from flatout.train.fit import fit
     from flatout.train.fit_into import fit_into
     from flatout.train.forecast import forecast
+    from flatout.train.global_metrics import over_all
     from flatout.train.largest_batch import largest_batch
+    from flatout.train.loggers import CSVLog, TensorBoardLog
     from flatout.train.loss import supervised
+    from flatout.train.patience import Patience
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
     from flatout.tuning.tune import tune
@@ -36,11 +39,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CSVLog",
     "Checkpoints",
     "Finding",
     "FlatoutError",
     "Machine",
+    "Patience",
     "Plan",
+    "TensorBoardLog",
     "TokenGenerator",
     "TrainStep",
     "UsageError",
@@ -56,6 +62,7 @@ __all__ = [
     "forecast",
     "generate",
     "largest_batch",
+    "over_all",
     "predict",
     "restore",
     "supervised",
@@ -65,11 +72,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CSVLog": "flatout.train.loggers",
     "Checkpoints": "flatout.checkpoint.folder",
     "Finding": "flatout.diagnose.finding",
     "FlatoutError": "flatout.errors",
     "Machine": "flatout.machine.description",
+    "Patience": "flatout.train.patience",
     "Plan": "flatout.plan",
+    "TensorBoardLog": "flatout.train.loggers",
     "TokenGenerator": "flatout.infer.generation.token_generator",
     "TrainStep": "flatout.train.step",
     "UsageError": "flatout.errors",
@@ -84,6 +94,7 @@ _HOMES = {
     "forecast": "flatout.train.forecast",
     "generate": "flatout.infer.generation.token_generator",
     "largest_batch": "flatout.train.largest_batch",
+    "over_all": "flatout.train.global_metrics",
     "predict": "flatout.infer.prediction.predict",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",

@@ -88,9 +88,9 @@ def as_loss_fn(value: Any, name: str = "loss_fn") -> Any:
     return _of_model_and_batch(value, name, "returns the mean loss", "")
 
 
-def as_measure(value: Any, name: str = "measure") -> Any:
-    """`measure(model, batch)`."""
-    return _of_model_and_batch(value, name, "returns a dict of figures", ".measure")
+def as_metrics(value: Any, name: str = "metrics") -> Any:
+    """`metrics(model, batch)`."""
+    return _of_model_and_batch(value, name, "returns a dict of figures", ".metrics")
 
 
 def _of_model_and_batch(value: Any, name: str, returns: str, part: str) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.swa_utils import AveragedModel
 
 import flatout
 from flatout.arguments import described
@@ -20,7 +20,6 @@ X, Y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
 MODEL = nn.Linear(4, 3)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
-LOADER = DataLoader(TensorDataset(X, Y), 4)
 GPT = flatout.models.GPT2(flatout.models.GPT2Config(vocab_size=9, max_tokens=8, width=8, heads=1, layers=1))
 
 Wrong = dict[str, Any]
@@ -72,12 +71,12 @@ def of_training(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fit(**given: Any) -> Any:
-    usual = {"step": step(), "source": flatout.batches((X, Y), 4), "epochs": 1}
+    usual = {"step": step(), "data": flatout.batches((X, Y), 4), "epochs": 1}
     return flatout.fit(**(usual | given))
 
 
 def evaluate(**given: Any) -> Any:
-    return flatout.evaluate(**({"model": MODEL, "batches": [(X, Y)], "measure": LOSS.measure} | given))
+    return flatout.evaluate(**({"step_or_model": MODEL, "data": [(X, Y)], "metrics": LOSS.metrics} | given))
 
 
 def with_budget(**given: Any) -> Any:
@@ -86,7 +85,7 @@ def with_budget(**given: Any) -> Any:
 
 TRAINING = {"model": MODELS, "optimizer": OPTIMIZERS, "loss_fn": LOSSES, "plan": PLANS}
 ON_AN_EXAMPLE = {**TRAINING, "example_batch": EXAMPLES}
-SOURCES: Wrong = {"tuple": (X, Y), "loader": LOADER, "text": "data", "None": None, "list": [(X, Y)]}
+SOURCES: Wrong = {"text": "data", "None": None, "number": 3, "empty": [], "differing": (X, Y[:3])}
 DATA: Wrong = {
     "None": None,
     "text": "data.npz",
@@ -114,6 +113,14 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "best": {"name": "accuracy"},
         },
     ),
+    "CSVLog": (
+        lambda **given: flatout.CSVLog(**({"path": "log.csv"} | given)),
+        {"path": {"None": None, "number": 3}, "every": {"0": 0, "text": "2"}},
+    ),
+    "Patience": (
+        lambda **given: flatout.Patience(**({"epochs": 3} | given)),
+        {"epochs": {"0": 0, "None": None}, "best": {"high": "high"}, "least_gain": {"-1": -1.0, "text": "0"}},
+    ),
     "Plan": (
         flatout.Plan,
         {
@@ -122,6 +129,10 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "accumulate": {"old name": 4},
             "compile": {"flag": True},
         },
+    ),
+    "TensorBoardLog": (
+        lambda **given: flatout.TensorBoardLog(**({"folder": "logs"} | given)),
+        {"folder": {"None": None, "number": 3}, "every": {"0": 0}},
     ),
     "TokenGenerator": (
         lambda **given: flatout.TokenGenerator(**({"model": GPT} | given)),
@@ -133,7 +144,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             **TRAINING,
             "scheduler": SCHEDULERS,
             "clip_norm": {"0": 0, "text": "1"},
-            "weigh": {"number": 3, "no argument": lambda: 1},
+            "count_terms": {"number": 3, "no argument": lambda: 1},
         },
     ),
     "batch_curve": (
@@ -157,6 +168,8 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "plan": PLANS,
             "seed": {"text": "a", "None": None},
             "collate_fn": {"number": 3, "no argument": lambda: None},
+            "tokens": {"0": 0, "without lengths": 64},
+            "length": {"number": 3, "text": "len", "of a tuple": len},
             "device": DEVICES,
             "rank": {"-1": -1, "beyond": 2},
         },
@@ -176,9 +189,9 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "evaluate": (
         evaluate,
         {
-            "model": MODELS,
-            "batches": {**ITERABLES, "none": []},
-            "measure": {
+            "step_or_model": MODELS,
+            "data": {**ITERABLES, "none": []},
+            "metrics": {
                 "None": None,
                 "supervised": LOSS,
                 "criterion": nn.MSELoss(),
@@ -196,7 +209,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         fit,
         {
             "step": {"model": MODEL, "None": None, "class": flatout.TrainStep},
-            "source": SOURCES,
+            "data": SOURCES,
             "epochs": {"0": 0, "float": 1.5, "none": None},
             "steps": {"text": "5"},
             "save_every_steps": {"0": 0},
@@ -204,6 +217,13 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "metric": {"number": 3},
             "checkpoints": {"number": 3, "class": flatout.Checkpoints},
             "objects": {"list": [MODEL], "number": 3},
+            "after_step": {"number": 3, "no argument": lambda: None},
+            "after_epoch": {"two arguments": lambda step, epoch: None},
+            "stop_when": {"no argument": lambda: True},
+            "epoch_scheduler": SCHEDULERS,
+            "ema": {"model": MODEL, "of another model": AveragedModel(nn.Linear(5, 3))},
+            "patience": {"0": 0, "text": "5", "float": 1.5},
+            "loggers": {"number": 3, "one": flatout.CSVLog("log.csv"), "class": [flatout.CSVLog]},
         },
     ),
     "fit_into": (with_budget, {**ON_AN_EXAMPLE, "budget": {"model": MODEL, "-1": -1, "text": "lots"}}),
@@ -213,6 +233,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         {"model": MODELS, "plan": PLANS, "prompts": {"None": None, "text": "no tokenizer"}},
     ),
     "largest_batch": (of_training(flatout.largest_batch), {**ON_AN_EXAMPLE, "limit_bytes": {"text": "lots", "0": 0}}),
+    "over_all": (flatout.over_all, {"metric": {"None": None, "text": "f1", "class": nn.MSELoss}}),
     "predict": (
         lambda **given: flatout.predict(**({"model": MODEL, "inputs": X} | given)),
         {"model": MODELS, "inputs": {"None": None, "number": 3, "text": "x"}, "plan": PLANS, "device": DEVICES},
@@ -234,7 +255,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
                 "text": "ce",
                 "class": nn.CrossEntropyLoss,
                 "not reduced": nn.MSELoss(reduction="none"),
-            }
+            },
         },
     ),
     "to_device": (lambda **given: flatout.to_device(**({"nested": X} | given)), {"device": DEVICES}),
@@ -303,7 +324,7 @@ def test_data_of_another_type_than_the_model_is_explained() -> None:
     with pytest.raises(FlatoutError, match=r"batch\[0\] is float64, .*weights are float32, .*astype\('float32'\)"):
         step()(next(iter(source)))
     with pytest.raises(FlatoutError, match=r"batch\[0\] is float64"):
-        evaluate(batches=source)
+        evaluate(data=source)
     with pytest.raises(FlatoutError, match=r"batch\[0\] is a numpy array; .*flatout.batches"):
         step()((X.numpy(), Y.numpy()))
 

@@ -37,9 +37,15 @@ def test_functions_are_short() -> None:
         f"{at(path, node)} {node.name}": lines
         for path in ALL
         for node in nodes(path)
-        if isinstance(node, functions) and (lines := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES
+        if isinstance(node, functions) and (lines := _statement_lines(node)) > FUNCTION_LINES
     }
     assert long == {}
+
+
+def _statement_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without its parameters and its docstring, which may explain much."""
+    first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
+    return (node.end_lineno or 0) - first.lineno + 1
 
 
 def test_every_file_says_what_it_holds() -> None:

@@ -51,11 +51,6 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def measure(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    logits = model(batch[:, :-1])
-    return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")}
-
-
 def write(model: nn.Module, alphabet: list[str], characters: int) -> None:
     """Let the model go on from "def "."""
     writer = flatout.TokenGenerator(model, flatout.Plan(precision="bf16"), tokenizer=Characters(alphabet))
@@ -109,7 +104,7 @@ def main() -> None:
         step,
         train,
         steps=arguments.steps,
-        evaluation=lambda: flatout.evaluate(model, test, measure, plan),
+        evaluation=lambda: flatout.evaluate(step, test),
         checkpoints=flatout.Checkpoints(arguments.folder, asynchronous=True),
         save_every_steps=100,
     )

@@ -45,7 +45,7 @@ def main() -> None:
         if best is None:
             raise SystemExit(f"no checkpoint in {arguments.folder}: train first")
         flatout.restore(best, model=model, generators=False)
-        figures = flatout.evaluate(model, test, loss_fn.measure)
+        figures = flatout.evaluate(model, test, loss_fn.metrics)
         print(f"step {best.step}: test loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.2%}")
         return
 
@@ -58,7 +58,7 @@ def main() -> None:
         step,
         train,
         epochs=arguments.epochs,
-        evaluation=lambda: flatout.evaluate(model, test, loss_fn.measure, plan),
+        evaluation=lambda: flatout.evaluate(step, test),
         metric="accuracy",
         checkpoints=checkpoints,
     )

@@ -65,6 +65,11 @@ class Checkpoints:
         # a failure that nobody waited for is at least shown when the interpreter exits
         self._at_exit = weakref.finalize(self, self._background.wait)
 
+    @property
+    def lowest_is_best(self) -> bool:
+        """Is the lowest metric the best one, or the highest?"""
+        return self._keeping.lowest_is_best
+
     def save(self, state: Mapping[str, Any], *, step: int, metric: float | None = None) -> None:
         """Put the state on the disk, whole or not at all, then delete what is kept no more.
 

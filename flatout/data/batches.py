@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number
+from flatout.data.buckets import BucketOrder, Lengths, check_tokens, lengths_of
 from flatout.data.given_orders import BatchOrder, EpochOrder
 from flatout.data.order import epoch_order, share_of_rank, spans
 from flatout.data.prefetch import on_device
@@ -55,7 +56,7 @@ class Batches:
         *,
         shuffle: bool,
         seed: int,
-        order: EpochOrder | BatchOrder | None = None,
+        order: EpochOrder | BatchOrder | BucketOrder | None = None,
     ) -> None:
         self.seed = seed
         self.samples = len(source) if order is None else order.samples
@@ -74,9 +75,11 @@ class Batches:
             )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Batches in a whole epoch; with `length` in the one under way, since their number differs a little."""
         if isinstance(self._order, BatchOrder):
             return len(self._order)
+        if isinstance(self._order, BucketOrder):
+            return len(self._order.spans(self.seed, self.epoch, 0, least=self._out.least_samples))
         whole, rest = divmod(self.samples, self._out.batch_size)
         return whole + (rest >= self._out.least_samples)
 
@@ -85,9 +88,24 @@ class Batches:
         """(processes that make batches, why so many)."""
         return self._pacing.count, self._pacing.reason
 
+    @property
+    def at_end(self) -> bool:
+        """Was the last batch of the epoch handed out? The next iteration then ends it, and gives no batch."""
+        return next(self._spans(), None) is None
+
+    @property
+    def padding_share(self) -> float | None:
+        """Of the places in the batches of this epoch, padded to their longest, how many are padding; None without
+        `length`."""
+        if not isinstance(self._order, BucketOrder):
+            return None
+        out = self._out
+        return self._order.padding_share(self.seed, self.epoch, out.ranks, least=out.least_samples)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins. A few numbers, whatever the size of the data."""
-        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "samples": self.samples}
+        place = {"seed": self.seed, "epoch": self.epoch, "position": self.position, "samples": self.samples}
+        return place | ({"buckets": self._order.rule} if isinstance(self._order, BucketOrder) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, whatever the batch size, workers and ranks were then."""
@@ -97,10 +115,17 @@ class Batches:
                 limit="an order is one of as many samples",
                 remedy="resume with the data of that run, or start the data anew by not restoring it",
             )
+        rule = self._order.rule if isinstance(self._order, BucketOrder) else None
+        if state["position"] and state.get("buckets") != rule:
+            raise UsageError(
+                f"the saved position is in an epoch of {_described(state.get('buckets'))}; here is {_described(rule)}",
+                limit="lengths decide which samples follow one another, so both have to be the same within an epoch",
+                remedy="resume with the same tokens, batch_size and length, or at the end of an epoch",
+            )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
     def __iter__(self) -> Iterator[Any]:
-        order = self._order(self.epoch) if self._order is not None else self._own_order(self.epoch)
+        order = self._epoch_order()
         while True:
             todo = list(self._spans())
             made = self._made([(self.epoch, self._share(order, span)) for span in todo])
@@ -115,15 +140,19 @@ class Batches:
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         if isinstance(self._order, BatchOrder):
-            return iter(self._order.spans(self.epoch, self.position))
+            return iter(self._order.spans(self.seed, self.epoch, self.position))
+        if isinstance(self._order, BucketOrder):
+            return iter(self._order.spans(self.seed, self.epoch, self.position, least=self._out.least_samples))
         return spans(self.samples, self.position, self._out.batch_size, least=self._out.least_samples)
 
     def _share(self, order: Any, span: tuple[int, int]) -> Any:
         start, stop = share_of_rank(*span, self._out.rank, self._out.ranks)
         return order[start:stop]
 
-    def _own_order(self, epoch: int) -> Any:
-        return epoch_order(self.samples, seed=self.seed, epoch=epoch, shuffle=self._shuffle)
+    def _epoch_order(self) -> Any:
+        if self._order is not None:
+            return self._order(self.seed, self.epoch)
+        return epoch_order(self.samples, seed=self.seed, epoch=self.epoch, shuffle=self._shuffle)
 
     def _first_pacing(self) -> Pacing:
         pacing = Pacing(usable_cores())
@@ -150,6 +179,10 @@ class Batches:
             )
             self._workers = count, made
         return self._workers[1].batches(keys)
+
+
+def _described(rule: Any) -> str:
+    return "batches in plain order" if rule is None else ", ".join(f"{name} {value}" for name, value in rule.items())
 
 
 class Stream:
@@ -220,6 +253,8 @@ def batches(
     shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool = False,
+    tokens: int | None = None,
+    length: Lengths | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     device: Any = None,
     rank: int | None = None,
@@ -232,6 +267,12 @@ def batches(
     `shuffle` is on by default, but for streams, which keep their order. `device` is where batches are handed out;
     by default they stay where they are. `rank` and `ranks` default to those of torch.distributed.
 
+    `length` puts samples of similar lengths into one batch, so that little is padded: a function of a sample, or the
+    lengths of all samples, in order. With `tokens` a batch has as many samples as fit into that number of places once
+    each is padded to the longest (of all ranks together; `batch_size` then only limits the number of samples). The
+    order is random all the same: samples are shuffled, those near one another sorted by length and cut into batches,
+    and the batches shuffled. `padding_share` of the result says what is padded.
+
     Where a data set's own code holds the steps back, it runs in worker processes: they have the data set as it is when
     an epoch begins, and what it changes there is not seen here. `Plan(loader_workers=0)` keeps it in this process.
     A loader's batch sampler makes the batches, unless batch_size is given.
@@ -243,11 +284,23 @@ def batches(
     plan = as_plan(plan, "batches")
     as_whole_number(seed, "seed", least=-(2**63))
     rank, ranks = _ranks(rank, ranks)
-    order: EpochOrder | BatchOrder | None = None
+    order: EpochOrder | BatchOrder | BucketOrder | None = None
+    check_tokens(tokens, length, drop_last=drop_last)
     if isinstance(data, DataLoader):
-        loader, data = data, data.dataset
-        batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, seed, ranks)
+        loader, data, most = data, data.dataset, batch_size
+        batch_size, shuffle, order = _of_loader(loader, batch_size, shuffle, ranks)
         collate_fn, drop_last = collate_fn or loader.collate_fn, drop_last or loader.drop_last
+        if tokens is not None:
+            batch_size = most
+    if length is not None:
+        if order is not None or _is_stream(data):
+            raise UsageError(
+                "length is given for a stream, or for a loader with a sampler of its own",
+                limit="it decides the order of the samples",
+                remedy="pass the data set, or leave length out",
+            )
+        order = _buckets(data, length, tokens, batch_size, shuffle is not False, ranks)
+        batch_size = order.largest_batch
     size = _checked(batch_size, ranks)
     if collate_fn is not None:
         as_function(collate_fn, "collate_fn", 1, limit="it is called with the list of a batch's samples")
@@ -262,9 +315,23 @@ def batches(
     if _is_stream(data):
         return _stream(data, handing_out, collate_fn, shuffle=shuffle)
     source = source_of(data, collate_fn, seed=seed)
+    if isinstance(order, BucketOrder) and order.samples != len(source):
+        limit, remedy = f"the data has {len(source)} samples", "give a length for each sample, in their order"
+        raise UsageError(f"length has {order.samples} entries", limit=limit, remedy=remedy)
     if plan.data_device is not None and hasattr(source, "to"):
         source.to(handing_out.device)
     return Batches(source, handing_out, shuffle=shuffle is not False, seed=seed, order=order)
+
+
+def _buckets(
+    data: Any, length: Lengths, tokens: int | None, batch_size: int | None, shuffle: bool, ranks: int
+) -> BucketOrder:
+    if tokens is None or batch_size is not None:
+        _checked(batch_size, ranks)
+    lengths = lengths_of(data, length)
+    if not lengths:
+        raise UsageError("the data set is empty", limit="an epoch needs at least one sample")
+    return BucketOrder(lengths, tokens, batch_size, shuffle=shuffle, ranks=ranks)
 
 
 def _is_stream(data: Any) -> bool:
@@ -282,7 +349,7 @@ def _stream(data: Any, handing_out: _HandingOut, collate_fn: Any, *, shuffle: bo
 
 
 def _of_loader(
-    loader: Any, batch_size: int | None, shuffle: bool | None, seed: int, ranks: int
+    loader: Any, batch_size: int | None, shuffle: bool | None, ranks: int
 ) -> tuple[int | None, bool | None, EpochOrder | BatchOrder | None]:
     """(batch size, shuffle, order of an epoch) of a DataLoader; a sampler that is none of torch's gives the order."""
     from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
@@ -292,10 +359,10 @@ def _of_loader(
         return batch_size or loader.batch_size, shuffle, None
     if loader.batch_size is None and batch_size is None:
         if loader.batch_sampler is None:
-            limit = "which samples form a batch is decided here, so that an order can be taken up"
+            limit = "which samples form a batch is decided here, so that a run can resume within an epoch"
             raise UsageError("the loader makes no batches", limit=limit, remedy="pass batch_size=64")
-        order = BatchOrder(loader.batch_sampler, seed, len(loader.dataset))
-        largest = max((stop - start for start, stop in order.spans(0, 0)), default=0)
+        order = BatchOrder(loader.batch_sampler, len(loader.dataset))
+        largest = max((stop - start for start, stop in order.spans(0, 0, 0)), default=0)
         return largest or None, False, order
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler) and ranks > 1:
@@ -303,7 +370,7 @@ def _of_loader(
         raise UsageError("the loader's sampler is a DistributedSampler", limit=limit, remedy="pass its data set")
     random = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
     if shuffle is None and not random and type(sampler) is not SequentialSampler:
-        return batch_size or loader.batch_size, True, EpochOrder(sampler, seed)
+        return batch_size or loader.batch_size, True, EpochOrder(sampler)
     return batch_size or loader.batch_size, random if shuffle is None else shuffle, None
 
 

@@ -1,6 +1,6 @@
 """Orders that are not ours: those that a DataLoader's sampler, or its batch sampler, draws; one for each epoch.
 
-They are drawn anew from a seed of the epoch, so that a run can be taken up in the middle of one.
+They are drawn anew from a seed of the epoch, so that a run can resume in the middle of one.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from flatout.generators import generators_kept, seed_generators
 class EpochOrder:
     """The order that a sampler draws."""
 
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self._sampler, self._seed = sampler, seed
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
         self.samples = len(sampler)
 
-    def __call__(self, epoch: int) -> Any:
+    def __call__(self, seed: int, epoch: int) -> Any:
         """The indices of an epoch, int64 [samples]."""
         import torch
 
-        return torch.as_tensor(_drawn(self._sampler, self._seed, epoch))
+        return torch.as_tensor(_drawn(self._sampler, seed, epoch))
 
 
 class BatchOrder:
     """The batches that a batch sampler draws: lists of indices, of any lengths."""
 
-    def __init__(self, sampler: Any, seed: int, samples: int) -> None:
-        self._sampler, self._seed = sampler, seed
+    def __init__(self, sampler: Any, samples: int) -> None:
+        self._sampler = sampler
         self.samples = samples
-        self._epoch: int | None = None
+        self._epoch: tuple[int, int] | None = None
         self._batches: list[list[int]] = []
 
     def __len__(self) -> int:
         """Batches in an epoch."""
         return len(self._sampler)
 
-    def __call__(self, epoch: int) -> Any:
+    def __call__(self, seed: int, epoch: int) -> Any:
         """The indices of an epoch, one batch after the other."""
         import torch
 
-        return torch.as_tensor([index for batch in self._of(epoch) for index in batch], dtype=torch.int64)
+        return torch.as_tensor([index for batch in self._of(seed, epoch) for index in batch], dtype=torch.int64)
 
-    def spans(self, epoch: int, position: int) -> list[tuple[int, int]]:
+    def spans(self, seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
         """(start, stop) of each batch of the epoch from a position on, which may lie within one."""
         found, start = [], 0
-        for batch in self._of(epoch):
+        for batch in self._of(seed, epoch):
             stop = start + len(batch)
             if stop > position:
                 found.append((max(start, position), stop))
             start = stop
         return found
 
-    def _of(self, epoch: int) -> list[list[int]]:
-        if epoch != self._epoch:
-            self._epoch, self._batches = epoch, [list(one) for one in _drawn(self._sampler, self._seed, epoch)]
+    def _of(self, seed: int, epoch: int) -> list[list[int]]:
+        if (seed, epoch) != self._epoch:
+            self._epoch, self._batches = (seed, epoch), [list(one) for one in _drawn(self._sampler, seed, epoch)]
             if not all(self._batches):
                 raise UsageError("the batch sampler made an empty batch", limit="a batch has at least one sample")
         return self._batches

@@ -1,78 +1,132 @@
 """Evaluation: no gradients, the model's modes put back, sums on the device, one wait at the end.
 
-    figures = evaluate(model, batches, supervised(nn.CrossEntropyLoss()).measure)
+    figures = evaluate(step, test)                        # a TrainStep: its model, precision, and its loss's metrics
+    figures = evaluate(model, test, metrics)              # metrics(model, batch) -> dict
     figures["accuracy"]
 
-`measure(model, batch)` returns a dict. A value is a tensor of one figure per item (all items of all batches are
-averaged); or a pair (sum over the items, their number); or a scalar, the mean over its batch, which counts as often as
-the batch has samples. So a last batch with fewer items does not count too much.
+A value of the dict is a tensor of one figure per item (all items of all batches are averaged); or a pair (sum over the
+items, their number); or a scalar, the mean over its batch, which counts as often as the batch has samples. So a last
+batch with fewer items does not count too much. What is no mean is a `flatout.over_all(...)`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from flatout.arguments import as_iterable, as_measure, as_model, as_plan, described
+from flatout.arguments import as_iterable, as_metrics, as_model, as_plan, described, wrong
 from flatout.data.nested import batch_length, to_device
 from flatout.errors import UsageError
 from flatout.levers.model_call import calls_wrapped
 from flatout.plan import Plan
 from flatout.precision.autocast import DTYPES, autocast_call
+from flatout.precision.matmul import matmul_precision
+from flatout.train.global_metrics import Gathered, OverAll
+from flatout.train.loss import Metrics
 from flatout.train.placement import explain_batch
+from flatout.train.step import TrainStep
 
-Measure = Callable[[Any, Any], Mapping[str, Any]]
-_REMEDY = "for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss()).measure"
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_REMEDY = "for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss()).metrics"
 
 
-def evaluate(model: Any, batches: Iterable[Any], measure: Measure, plan: Plan | None = None) -> dict[str, float]:
-    """The mean of each figure over all items of `batches`, in the precision of the plan.
+def evaluate(
+    step_or_model: TrainStep | Module, data: Iterable[Any], metrics: Metrics | None = None, *, plan: Plan | None = None
+) -> dict[str, float]:
+    """The figures of a model over all items of `data`, an iterable of batches.
 
-    Batches that lie elsewhere are brought to the model's device. Raises UsageError where there is no batch, or measure
-    returns something else than a dict of figures.
+    Of a TrainStep its model is evaluated, in the precision of its plan, by its loss function's own metrics; a loss
+    without any gives its mean, each batch weighted by `count_terms`. With a model, `metrics` is required and the
+    precision is that of `plan`. Metrics over all outputs, which are no means, are given by `flatout.over_all`.
+
+    Batches that lie elsewhere are brought to the model's device. A figure over no item at all is NaN. Of several ranks
+    each evaluates what it is given. Raises UsageError where there is no batch, or metrics returns something else than a
+    dict of figures.
     """
     import torch
 
-    precision = as_plan(plan, "step").precision
-    as_model(model)
+    model, metrics, plan = _subject(step_or_model, metrics, plan)
     remedy = "pass flatout.batches(data, 64, shuffle=False), or [batch]"
-    as_iterable(batches, "batches", limit="it is an iterable of batches", remedy=remedy)
-    as_measure(measure)
-    sums: dict[str, tuple[Any, Any]] = {}
+    as_iterable(data, "data", limit="it is an iterable of batches", remedy=remedy)
+    totals = _Totals()
     home = _only_device(model)
     with contextlib.ExitStack() as around:
         around.enter_context(evaluating(model))
         # not inference_mode: what a model makes when it is first needed, and keeps, could not be trained with later
         around.enter_context(torch.no_grad())
-        if precision in DTYPES:
-            around.enter_context(calls_wrapped(model, autocast_call(precision)))
-        for given in batches:
+        if plan.precision in DTYPES:
+            around.enter_context(calls_wrapped(model, autocast_call(plan.precision)))
+        if plan.matmul_precision is not None:
+            around.enter_context(matmul_precision(plan.matmul_precision))
+        for given in data:
             batch = given if home is None else to_device(given, home)
-            for name, (total, count) in _measured(model, batch, measure).items():
-                before = sums.get(name, (0.0, 0))
-                sums[name] = before[0] + total, before[1] + count
-    if not sums:
-        raise UsageError("there was nothing to evaluate on", limit="at least one batch is needed")
-    return {
-        name: float(total) / float(count) if float(count) else float("nan") for name, (total, count) in sums.items()
-    }
+            totals.add(_measured(model, batch, metrics), batch)
+    return totals.figures()
 
 
-def _measured(model: Any, batch: Any, measure: Measure) -> dict[str, tuple[Any, Any]]:
-    """Figure -> (sum over the items, their number) of one batch."""
+def _subject(
+    step_or_model: TrainStep | Module, metrics: Metrics | None, plan: Plan | None
+) -> tuple[Any, Metrics, Plan]:
+    if isinstance(step_or_model, TrainStep):
+        if plan is not None:
+            limit = "a TrainStep is evaluated by its own"
+            raise UsageError("plan is given beside a TrainStep", limit=limit, remedy="leave it out, or pass the model")
+        step = step_or_model
+        return step.model, step.metrics if metrics is None else as_metrics(metrics), step.plan
+    model = as_model(step_or_model, "step_or_model")
+    if metrics is None:
+        limit = "a model alone does not say what is to be measured"
+        raise wrong("metrics", None, limit, f"pass a TrainStep, or {_REMEDY}")
+    return model, as_metrics(metrics), as_plan(plan, "step")
+
+
+class _Totals:
+    """The figures while batches come: sums and numbers of items, and what is computed over all of them."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Any, Any]] = {}
+        self._gathered: dict[str, Gathered] = {}
+
+    def add(self, figures: Mapping[str, Any], batch: Any) -> None:
+        for name, value in figures.items():
+            if isinstance(value, OverAll):
+                if name not in self._gathered:
+                    self._gathered[name] = Gathered(name, value.metric)
+                self._gathered[name].add(value)
+                continue
+            total, count = _sum_and_count(name, value, batch)
+            before = self._sums.get(name, (0.0, 0))
+            self._sums[name] = before[0] + total, before[1] + count
+
+    def figures(self) -> dict[str, float]:
+        """Waits for the device."""
+        if not self._sums and not self._gathered:
+            raise UsageError("there was nothing to evaluate on", limit="at least one batch is needed")
+        means = {
+            name: float(total) / float(count) if float(count) else float("nan")
+            for name, (total, count) in self._sums.items()
+        }
+        for one in self._gathered.values():
+            means |= one.figures()
+        return means
+
+
+def _measured(model: Any, batch: Any, metrics: Metrics) -> Mapping[str, Any]:
     try:
-        figures = measure(model, batch)
+        figures = metrics(model, batch)
     except (RuntimeError, TypeError) as error:
         explain_batch(model, batch, error)
         raise
     if not isinstance(figures, Mapping):
         raise UsageError(
-            f"measure returned {described(figures)}",
+            f"metrics returned {described(figures)}",
             limit="it returns a dict: a name for each figure, with a tensor of one figure per item",
             remedy=_REMEDY,
         )
-    return {name: _sum_and_count(name, value, batch) for name, value in figures.items()}
+    return figures
 
 
 def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[Any, Any]:
@@ -87,7 +141,7 @@ def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[Any, Any]:
         values = torch.as_tensor(value).detach().double()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"measure returned {described(value)} as the figure {name!r}",
+            f"metrics returned {described(value)} as the figure {name!r}",
             limit="a figure is a tensor of one value per item, a pair (sum, number of items), or a mean over the batch",
         ) from error
     if values.numel() != 1:
@@ -96,7 +150,7 @@ def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[Any, Any]:
         samples = batch_length(batch)
     except UsageError as error:
         raise UsageError(
-            f"measure returned one value as the figure {name!r}",
+            f"metrics returned one value as the figure {name!r}",
             limit=f"such a mean counts as often as its batch has samples, and {error.what}",
             remedy="return a pair: (sum over the items, their number)",
         ) from error

@@ -1,10 +1,9 @@
-"""The parts put together: steps, progress, evaluation, checkpoints, resume. Read it; it is short, and yours to replace.
+"""The parts put together: steps, evaluation, averages, schedules, logs, checkpoints, resume. Yours to replace.
 
-    measured = lambda: evaluate(model, test, loss_fn.measure)
-    fit(step, train, epochs=10, evaluation=measured, checkpoints="runs/digits")
+    fit(step, train, epochs=10, evaluation=lambda: evaluate(step, test), checkpoints="runs/digits", patience=3)
 
-Started again after a crash, a kill, SIGTERM or Ctrl-C it goes on at the next sample, and ends with the weights of an
-undisturbed run.
+Started again after a crash, a kill, SIGTERM or Ctrl-C it resumes at the next sample, and ends with the weights, the
+average, the rates and the log of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -12,24 +11,31 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from flatout.arguments import as_function, as_instance, as_path, as_whole_number, described, wrong
-from flatout.checkpoint.capturing import capture
+from flatout.arguments import as_function, as_instance, as_path, as_whole_number, wrong
 from flatout.checkpoint.folder import Checkpoints
-from flatout.checkpoint.restoring import restore
-from flatout.data.batches import Batches, Stream
-from flatout.errors import NumericsError, UsageError
-from flatout.train.interruption import BrokenOff, Stop, stop_on_signals
+from flatout.data.batches import Batches
+from flatout.data.given_batches import GivenBatches, batches_of
+from flatout.errors import UsageError
+from flatout.train.fit_run import Evaluation, Run, Source, is_first
+from flatout.train.interruption import Stop, stop_on_signals
+from flatout.train.loggers import Logger, check_loggers
+from flatout.train.patience import Patience, Waiting, as_patience, direction
 from flatout.train.progress import Progress
-from flatout.train.ranks import SharedStop
-from flatout.train.step import TrainStep
+from flatout.train.ranks import SharedStop, gathered, ranks_of
+from flatout.train.step import TrainStep, check_scheduler_of
 
-Evaluation = Callable[[], Mapping[str, float]]
-_END = object()
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim.swa_utils import AveragedModel
+
+AfterStep: TypeAlias = "Callable[[TrainStep, Tensor], object]"
+AfterEpoch: TypeAlias = "Callable[[TrainStep, int, dict[str, float]], object]"
+StopWhen: TypeAlias = Callable[[dict[str, float]], bool]
+Ended = Literal["epochs", "steps", "patience", "stop_when"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,111 +47,25 @@ class FitResult:
     """Epochs that are complete, those before a resume included."""
     seconds: float
     loss: float | None
-    """Mean over the last epoch's steps of this call; None if there was none."""
+    """Mean over the last epoch that had a step in this call, each weighted by its terms; None if there was none."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """The figures that loss_fn gave beside the loss, averaged in the same way."""
     evaluations: tuple[Mapping[str, float], ...] = ()
     skipped: int = 0
     """Steps left out because a gradient was not finite (fp16, or the plan's nonfinite = 'skip')."""
     nonfinite_losses: int = 0
     """Steps of this TrainStep whose loss was inf or NaN, where the plan does not leave them out."""
     resumed_at_step: int | None = None
+    ended: Ended = "epochs"
+    """What ended the training."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-@dataclass
-class _Run:
-    """What `fit` holds between its steps."""
-
-    step: TrainStep
-    source: Batches | Stream
-    checkpoints: Checkpoints | None
-    metric: str
-    objects: Mapping[str, Any]
-    evaluations: list[Mapping[str, float]] = field(default_factory=list)
-    loss_sum: Any = None
-    loss_steps: int = 0
-
-    def resume(self) -> int | None:
-        """Go on from the newest whole checkpoint; the step that it was taken at."""
-        loaded = self.checkpoints.load() if self.checkpoints is not None else None
-        if loaded is None:
-            return None
-        state = loaded.state
-        if "step" not in state:  # saved by the first version of `fit`
-            state = {**state, "step": state.get("extra", {}).get("step", {})}
-        restore(state, self.step, self.source, **self.objects)
-        return self.step.steps
-
-    def save(self, metric: float | None = None) -> None:
-        """Raises NumericsError for weights that are not finite; where no loss was finite, nothing is saved."""
-        learnt = self.step.check_finite()
-        if self.checkpoints is None or not learnt:
-            return
-        state = capture(self.step, self.source, **self.objects)
-        self.checkpoints.save(state, step=self.step.steps, metric=metric)
-
-    def batches(self, stop: Stop) -> Iterator[Any]:
-        """The rest of the epoch. Asked to stop while it waits for data, it saves what stands and leaves."""
-        batches = iter(self.source)
-        while True:
-            place = self.source.state_dict()
-            try:
-                batch = stop.waiting(lambda: next(batches, _END))
-            except BrokenOff:
-                self.source.load_state_dict(place)  # whatever was handed out since was not trained on
-                self.leave(stop)
-            if batch is _END:
-                return
-            yield batch
-
-    def evaluate(self, evaluation: Evaluation | None) -> Mapping[str, float]:
-        if evaluation is None:
-            return {}
-        returned = evaluation()
-        if not isinstance(returned, Mapping):
-            raise UsageError(
-                f"evaluation returned {described(returned)}",
-                limit="it returns a dict of figures",
-                remedy="for example lambda: flatout.evaluate(model, test, loss_fn.measure)",
-            )
-        figures = {name: float(value) for name, value in returned.items()}
-        self.evaluations.append(figures)
-        return figures
-
-    def end_epoch(self, figures: Mapping[str, float], *, evaluated: bool) -> None:
-        """Save, ranked by the metric. UsageError where the evaluation has no such figure; what was learnt is saved."""
-        self.save(figures.get(self.metric))
-        if evaluated and self.checkpoints is not None and self.metric not in figures:
-            self.checkpoints.wait()
-            raise UsageError(
-                f"metric is {self.metric!r}",
-                limit=f"the evaluation gives {', '.join(map(repr, figures)) or 'no figure'}",
-                remedy="name one of these; the epoch is saved without a metric, and the run goes on from there",
-            )
-
-    def leave(self, stop: Stop, *, saved: bool = False) -> NoReturn:
-        """Save, unless that has just been done, and end as the signal wants it."""
-        try:
-            if not saved:
-                self.save()
-        except NumericsError as error:
-            warnings.warn(f"nothing was saved: {error}", stacklevel=3)
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-        stop.leave(self.step.steps)
-
-    def count(self, loss: Any) -> None:
-        self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
-        self.loss_steps += 1
-
-    def mean_loss(self) -> float | None:
-        return float(self.loss_sum) / self.loss_steps if self.loss_steps else None
-
-
 def fit(
     step: TrainStep,
-    source: Batches | Stream,
+    data: Batches | Iterable[Any] | Any,
     *,
     epochs: int | None = None,
     steps: int | None = None,
@@ -154,38 +74,73 @@ def fit(
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     save_every_steps: int | None = None,
     objects: Mapping[str, Any] | None = None,
+    after_step: AfterStep | None = None,
+    after_epoch: AfterEpoch | None = None,
+    stop_when: StopWhen | None = None,
+    epoch_scheduler: Any = None,
+    ema: AveragedModel | None = None,
+    patience: int | Patience | None = None,
+    loggers: Sequence[Logger] = (),
     progress: bool | None = None,
 ) -> FitResult:
     """Train for `epochs` epochs, or until the step has taken `steps` steps, whichever comes first.
 
-    `evaluation` runs after each epoch; its figure `metric` ranks the checkpoints. With `checkpoints` (or a folder)
-    the run goes on from the newest whole one, and saves after each epoch, every `save_every_steps` steps, and when it
-    is asked to stop: the step, all that it trains, the place in the data, random numbers, and `objects`, further ones
-    with state_dict() by name, such as {"ema": averaged}. `progress` shows a bar; by default on a terminal. Of several
-    ranks each calls it, with the same arguments; asked to stop, they stop after the same step.
+    `data` is what `flatout.batches` gives; a DataLoader; columns such as (inputs, targets) or a data set, in shuffled
+    batches of 64; or any other iterable, of batches. The last resumes within an epoch only if it gives the same
+    batches again, by set_epoch(epoch) or by the global random generators; where it does not, that is a UsageError.
+
+    After each step, in this order: the average of the weights `ema` (torch.optim.swa_utils.AveragedModel, best with
+    use_buffers=True) is updated; `after_step(step, loss)` is called, loss being a device tensor; every
+    `save_every_steps` steps all is saved. The average is evaluated by `evaluate(ema, test, step.metrics, plan=plan)`.
+
+    After each epoch: `evaluation()` gives figures. With the training's own, train_loss and train_NAME for each figure
+    beside the loss, they are the epoch's figures; one of them, `metric`, ranks the checkpoints. `epoch_scheduler` is
+    stepped (ReduceLROnPlateau with the metric), `patience` counts epochs without a better metric, the figures are
+    logged, then `after_epoch(step, epoch, figures)` is called, epoch being the number of complete ones, and
+    `stop_when(figures)`, which ends the training by returning True. All is saved. An exception in one of these three
+    functions ends the training after saving everything; they are not called again for that step or epoch.
+    Where `steps` ends the training within an epoch, it is evaluated, logged and saved, and the epoch stays unfinished.
+
+    `loggers` have log(figures, step), as CSVLog, TensorBoardLog and a run of wandb have: for each step batch_loss,
+    batch_NAME and lr, read from the device every 32 steps, at the end of an epoch and before a save; for each epoch its
+    figures and its number.
+
+    With `checkpoints` (or a folder) the run resumes from the newest whole one: the step with all that it trains, the
+    place in the data, random numbers, average, schedule, patience, logs (see `flatout.train.loggers`) and `objects`,
+    further ones with state_dict() by name. `progress` shows a bar; by default on a terminal. Of several ranks each
+    calls it, with the same arguments; figures are averaged over them, the first one logs, and asked to stop they stop
+    after the same step.
 
     SIGTERM and Ctrl-C end the step or the evaluation under way, or the wait for data; then all is saved, and fit raises
     SystemExit(143) for SIGTERM, KeyboardInterrupt for Ctrl-C. A second Ctrl-C ends it at once, with nothing saved.
 
     Weights that are inf or NaN end it with NumericsError before they are saved: looked at after each epoch and before
-    each save. UsageError: an argument of the wrong kind, a stream that runs dry, a metric that the evaluation does not
-    give. Otherwise whatever the step or the evaluation raise.
+    each save. UsageError: an argument of the wrong kind, a stream that runs dry, a metric that is not among the
+    figures. Otherwise whatever the step, the evaluation or the functions raise.
     """
-    run = _checked(step, source, evaluation, metric, checkpoints, objects)
+    _check_functions(evaluation, after_step, after_epoch, stop_when)
     _check_length(epochs, steps, save_every_steps)
+    patience = as_patience(patience)
+    run = _run(step, data, metric, checkpoints, objects, epoch_scheduler, ema, patience, loggers)
     resumed_at = run.resume()
-    first, began, stopping = step.steps, time.perf_counter(), SharedStop(step.model)
+    first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.model), run.source
     _check_passes(source, epochs, steps)
+    if run.stopped:  # asked again, so that another rule, or none, lets it go on
+        run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), step)
     with (
+        run.logging(),
         stop_on_signals(breaks_off=stopping.alone) as stop,
         Progress(_total(source, epochs, steps), first, shown=progress) as bar,
     ):
-        while source.epoch < (epochs or math.inf) and step.steps < (steps or math.inf):
-            _train_epoch(run, bar, stop, stopping, steps, save_every_steps)
-            figures = run.evaluate(evaluation)
-            if figures:
-                bar.say(f"epoch {source.epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-            run.end_epoch(figures, evaluated=evaluation is not None)
+        while (ended := _ended(run, epochs, steps)) is None:
+            whole = _train_epoch(run, bar, stop, stopping, steps, save_every_steps, after_step)
+            figures = run.end_epoch(evaluation, whole=whole)
+            bar.say_figures(source.epoch, figures)
+            if whole and after_epoch is not None:
+                run.call(after_epoch, step, source.epoch, dict(figures))
+            if whole and stop_when is not None:
+                run.stopped = _any_rank(run.call(stop_when, dict(figures)), step)
+            run.save_epoch(ranked=evaluation is not None)
             if stopping.alone and stop.requested:
                 run.leave(stop, saved=True)
     step.finish()
@@ -195,54 +150,154 @@ def fit(
         steps=step.steps - first,
         epochs=source.epoch,
         seconds=time.perf_counter() - began,
-        loss=run.mean_loss(),
+        loss=run.train_figures.get("loss"),
+        figures={name: value for name, value in run.train_figures.items() if name != "loss"},
         evaluations=tuple(run.evaluations),
         skipped=step.skipped,
         nonfinite_losses=step.nonfinite_losses,
         resumed_at_step=resumed_at,
+        ended=ended,
     )
 
 
 def _train_epoch(
-    run: _Run, bar: Progress, stop: Stop, stopping: SharedStop, steps: int | None, save_every_steps: int | None
-) -> None:
-    """The rest of the epoch that is under way, or until the last of `steps`."""
-    step = run.step
-    run.loss_sum, run.loss_steps = None, 0
+    run: Run,
+    bar: Progress,
+    stop: Stop,
+    stopping: SharedStop,
+    steps: int | None,
+    save_every_steps: int | None,
+    after_step: AfterStep | None,
+) -> bool:
+    """The rest of the epoch that is under way, or until the last of `steps`; True if it is complete."""
+    step, source = run.step, run.source
+    run.begin_epoch()
+    at = source.position
     for batch in run.batches(stop):
         bar.step_begins()
-        loss = step(batch)
-        run.count(loss)
-        bar.step_ended(loss, run.source.batch_size)
+        loss = run.take(batch)
+        bar.step_ended(loss, source.batch_size if isinstance(source, GivenBatches) else source.position - at)
+        at = source.position
+        if after_step is not None:
+            run.call(after_step, step, loss)
         if stopping(stop.requested):
             run.leave(stop)
-        if step.steps >= (steps or math.inf):
-            break
+        if step.steps >= (steps or math.inf) and not (isinstance(source, Batches) and source.at_end):
+            return False
         if save_every_steps is not None and step.steps % save_every_steps == 0:
             run.save()
+    return True
 
 
-def _checked(step: Any, source: Any, evaluation: Any, metric: Any, checkpoints: Any, objects: Any) -> _Run:
+def _ended(run: Run, epochs: int | None, steps: int | None) -> Ended | None:
+    if run.stopped:
+        return "stop_when"
+    if run.waiting is not None and run.waiting.over:
+        return "patience"
+    if run.source.epoch >= (epochs or math.inf):
+        return "epochs"
+    return "steps" if run.step.steps >= (steps or math.inf) and not _at_end(run.source) else None
+
+
+def _at_end(source: Source) -> bool:
+    """Does the epoch only have to be ended?"""
+    return isinstance(source, Batches) and source.position > 0 and source.at_end
+
+
+def _any_rank(answer: Any, step: TrainStep) -> bool:
+    return any(gathered(bool(answer), step.model))
+
+
+def _run(
+    step: Any,
+    data: Any,
+    metric: Any,
+    checkpoints: Any,
+    objects: Any,
+    epoch_scheduler: Any,
+    ema: Any,
+    patience: Patience | None,
+    loggers: Any,
+) -> Run:
+    """The parts checked, and put together."""
     remedy = "make one: flatout.TrainStep(model, optimizer, loss_fn)"
     as_instance(step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy=remedy)
-    limit, remedy = "it is what flatout.batches gives", "pass flatout.batches(data, 64); a DataLoader is such data too"
-    as_instance(source, "source", (Batches, Stream), limit=limit, remedy=remedy)
-    if evaluation is not None:
-        limit = "it is called as evaluation() and returns a dict of figures"
-        as_function(evaluation, "evaluation", 0, limit=limit, remedy="lambda: flatout.evaluate(model, test, measure)")
+    source = batches_of(data, step.plan, next(step.model.parameters()).device)
     as_instance(metric, "metric", str, limit="it is the name of a figure of the evaluation")
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        folder = as_path(checkpoints, "checkpoints")
-        if metric != "loss":
-            raise UsageError(
-                f"checkpoints is a folder, and metric is {metric!r}",
-                limit="whether a high or a low one is best has to be said",
-                remedy=f"pass flatout.Checkpoints({str(folder)!r}, best='max')",
-            )
-        checkpoints = Checkpoints(folder)
+    if epoch_scheduler is not None:
+        check_scheduler_of(step.optimizer, epoch_scheduler, "epoch_scheduler")
+    if ema is not None:
+        _check_ema(ema, step.model)
+    folder = (
+        None if checkpoints is None or isinstance(checkpoints, Checkpoints) else as_path(checkpoints, "checkpoints")
+    )
+    given = checkpoints if isinstance(checkpoints, Checkpoints) else None
+    needed = folder is not None or patience is not None
+    best = direction(metric, given, patience, epoch_scheduler, needed=needed)
+    if isinstance(source, GivenBatches) and checkpoints is not None and ranks_of(step.model) > 1:
+        raise UsageError(
+            "checkpoints are given, and the data is an iterable of batches",
+            limit="on several ranks its place cannot be found again",
+            remedy="pass flatout.batches(dataset, batch_size), which shares its batches among the ranks",
+        )
+    return Run(
+        step=step,
+        source=source,
+        checkpoints=Checkpoints(folder, best=best) if folder is not None else given,
+        metric=metric,
+        objects=_all_objects(objects, ema=ema, epoch_scheduler=epoch_scheduler),
+        ema=ema,
+        epoch_scheduler=epoch_scheduler,
+        waiting=None if patience is None else Waiting(patience, best),
+        loggers=check_loggers(loggers) if is_first(step.model) else (),
+    )
+
+
+def _all_objects(objects: Any, **parts: Any) -> dict[str, Any]:
     if not isinstance(objects, Mapping | None) or not all(isinstance(name, str) for name in objects or ()):
-        raise wrong("objects", objects, "it maps names to objects with state_dict()", 'for example {"ema": averaged}')
-    return _Run(step, source, checkpoints, metric, objects or {})
+        raise wrong(
+            "objects", objects, "it maps names to objects with state_dict()", 'for example {"sampler": sampler}'
+        )
+    given = {name: part for name, part in parts.items() if part is not None}
+    if double := sorted(given.keys() & (objects or {}).keys()):
+        raise UsageError(
+            f"{double[0]} is given, and in objects too", limit="it is saved once", remedy="leave it out of objects"
+        )
+    return {**(objects or {}), **given}
+
+
+def _check_ema(ema: Any, model: Any) -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    remedy = "AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True) of torch.optim.swa_utils"
+    as_instance(ema, "ema", AveragedModel, limit="it is torch.optim.swa_utils.AveragedModel", remedy=remedy)
+    ours, theirs = ([one.shape for one in module.parameters()] for module in (ema.module, model))
+    if ours != theirs:
+        raise UsageError("ema averages another model", limit="it is made from the model that is trained", remedy=remedy)
+
+
+def _check_functions(evaluation: Any, after_step: Any, after_epoch: Any, stop_when: Any) -> None:
+    table = [
+        (
+            evaluation,
+            "evaluation",
+            0,
+            "evaluation() and returns a dict of figures",
+            "lambda: flatout.evaluate(step, test)",
+        ),
+        (after_step, "after_step", 2, "after_step(step, loss)", ""),
+        (after_epoch, "after_epoch", 3, "after_epoch(step, epoch, figures)", ""),
+        (
+            stop_when,
+            "stop_when",
+            1,
+            "stop_when(figures) and returns True to stop",
+            "lambda figures: figures['loss'] < 0.1",
+        ),
+    ]
+    for function, name, arguments, called, remedy in table:
+        if function is not None:
+            as_function(function, name, arguments, limit=f"it is called as {called}", remedy=remedy)
 
 
 def _check_length(epochs: Any, steps: Any, save_every_steps: Any) -> None:
@@ -253,9 +308,10 @@ def _check_length(epochs: Any, steps: Any, save_every_steps: Any) -> None:
             as_whole_number(value, name)
 
 
-def _check_passes(source: Batches | Stream, epochs: int | None, steps: int | None) -> None:
+def _check_passes(source: Source, epochs: int | None, steps: int | None) -> None:
     """An iterator can be read once: said before the first epoch rather than after it."""
-    if isinstance(source, Stream) and source.once and steps is None and (epochs or 1) > source.epoch + 1:
+    once = not isinstance(source, Batches) and source.once
+    if once and steps is None and (epochs or 1) > source.epoch + 1:
         raise UsageError(
             f"epochs is {epochs}, and the data is an iterator",
             limit="it can be read once",
@@ -263,7 +319,7 @@ def _check_passes(source: Batches | Stream, epochs: int | None, steps: int | Non
         )
 
 
-def _total(source: Batches | Stream, epochs: int | None, steps: int | None) -> int | None:
+def _total(source: Source, epochs: int | None, steps: int | None) -> int | None:
     """Steps of the whole run, as far as it is known."""
     by_epochs = epochs * len(source) if epochs is not None and isinstance(source, Batches) else None
     known = [total for total in (by_epochs, steps) if total is not None]

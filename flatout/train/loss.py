@@ -1,21 +1,84 @@
-"""What a step minimises: `loss_fn(model, batch) -> loss`, the mean over whatever the batch holds of terms.
+"""What a step minimises: `loss_fn(model, batch) -> loss`, the mean over the terms that the batch holds.
 
 When a batch is split, the mean of the parts' means is the batch's mean only if each part has as many terms. Ragged
 batches do not: a part with 10 valid targets must not weigh as much as one with 500. So a loss function may say how many
-terms a batch has, by an attribute or argument `weigh(batch) -> number or tensor`; without it samples are counted.
+terms a batch has, by a method or attribute `count_terms(batch)`; without it samples are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from flatout.arguments import as_function
+from flatout.arguments import as_function, wrong
 from flatout.data.nested import batch_length
 from flatout.errors import UsageError
+from flatout.train.global_metrics import as_metric, over_all
 
-LossFn = Callable[[Any, Any], Any]
-Weigh = Callable[[Any], Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+CountTerms: TypeAlias = Callable[[Any], "Tensor | float | None"]
+"""Of how many terms the loss of a batch is the mean; None where it is their sum."""
+Metrics: TypeAlias = "Callable[[Module, Any], Mapping[str, Any]]"
+"""Figures of a batch by name, in the forms that `flatout.evaluate` takes."""
+
+
+class LossFn(Protocol):
+    """The loss of a batch: a scalar tensor, or (loss, figures) with further scalars by name, means as the loss is.
+
+    A batch is whatever the data gives. Two further methods are optional: `CountsTerms` and `HasMetrics`.
+    """
+
+    def __call__(self, model: Module, batch: Any, /) -> Tensor | tuple[Tensor, Mapping[str, Any]]: ...
+
+
+@runtime_checkable
+class CountsTerms(Protocol):
+    """A loss function that says of how many terms its mean is, such as the number of valid targets."""
+
+    def count_terms(self, batch: Any, /) -> Tensor | float | None:
+        """None where the loss is a sum."""
+        ...
+
+
+@runtime_checkable
+class HasMetrics(Protocol):
+    """A loss function that says what is to be measured when its model is evaluated."""
+
+    def metrics(self, model: Module, batch: Any, /) -> Mapping[str, Any]:
+        """Figures of a batch by name, in the forms that `flatout.evaluate` takes."""
+        ...
+
+
+def own_metrics(loss_fn: LossFn, count_terms: CountTerms, model: Any, batch: Any) -> Mapping[str, Any]:
+    """The loss function's own metrics; where it has none, its loss and the figures beside it, weighted by the terms.
+
+    Where a batch's samples cannot be counted, nor its terms, each batch weighs the same.
+    """
+    if isinstance(loss_fn, HasMetrics) and callable(loss_fn.metrics):
+        return loss_fn.metrics(model, batch)
+    from flatout.train.loss_parts import figures_of
+
+    loss, figures = figures_of(loss_fn(model, batch))
+    terms = terms_or_none(count_terms, batch)
+    of_sum = (loss, 1) if terms is None else (loss * terms, terms)
+    return {"loss": of_sum, **{name: _weighted(value, terms) for name, value in figures.items()}}
+
+
+def terms_or_none(count_terms: CountTerms, batch: Any) -> Any:
+    """How many terms the batch has; None for a loss that sums, and where nobody can say what a sample is."""
+    if count_terms is not batch_length:
+        return count_terms(batch)
+    try:
+        return batch_length(batch)
+    except UsageError:
+        return None
+
+
+def _weighted(value: Any, terms: Any) -> Any:
+    return (value, 1) if terms is None else (value * terms, terms)
 
 
 class Supervised:
@@ -25,8 +88,8 @@ class Supervised:
     classes last, [..., classes], as language models give them; targets of class indices are then [...].
     """
 
-    def __init__(self, criterion: Any) -> None:
-        self.criterion = criterion
+    def __init__(self, criterion: Callable[..., Any], metrics: Mapping[str, Any] | None = None) -> None:
+        self.criterion, self.over_all = criterion, dict(metrics or {})
 
     def __call__(self, model: Any, batch: Any) -> Any:
         outputs, targets = self.outputs(model, batch)
@@ -51,7 +114,7 @@ class Supervised:
             return outputs.flatten(0, -2), targets.flatten()
         return outputs, targets
 
-    def weigh(self, batch: Any) -> Any:
+    def count_terms(self, batch: Any) -> Any:
         """How many terms the criterion's mean has: the weight of the valid targets; None where it sums instead."""
         if getattr(self.criterion, "reduction", "mean") == "sum":
             pair(batch)
@@ -73,22 +136,29 @@ class Supervised:
             return (class_weights[targets.clamp(0, len(class_weights) - 1)] * valid).sum()
         return valid.sum()
 
-    def measure(self, model: Any, batch: Any) -> dict[str, Any]:
-        """For `evaluate`: the loss of each valid target and, for class indices, whether the best class is right."""
+    def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
+        """For `evaluate`: the loss of each valid target, for class indices whether the best class is right, and the
+        metrics over all outputs."""
         import torch
 
         outputs, targets = self.outputs(model, batch)
         loss, terms = self.criterion(outputs, targets), self._terms(batch)
-        found: dict[str, Any] = {"loss": (loss if self.weigh(batch) is None else loss * terms, terms)}
+        found: dict[str, Any] = {"loss": (loss if self.count_terms(batch) is None else loss * terms, terms)}
         if isinstance(targets, torch.Tensor) and not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
             valid = targets != getattr(self.criterion, "ignore_index", -100)
             right = (outputs.argmax(1) == targets) & valid
             found["accuracy"] = (right.sum(), valid.sum())
-        return found
+            if self.over_all:
+                outputs, targets = outputs.movedim(1, -1)[valid], targets[valid]
+        return found | {name: over_all(metric, outputs, targets) for name, metric in self.over_all.items()}
 
 
-def supervised(criterion: Any) -> Supervised:
+def supervised(criterion: Callable[..., Any], *, metrics: Mapping[str, Any] | None = None) -> Supervised:
     """A loss function for batches that are (inputs, targets), such as `supervised(nn.CrossEntropyLoss())`.
+
+    `metrics`: further ones over all outputs by name, which `evaluate` gives beside loss and accuracy. Each is a
+    function of (outputs, targets) or an object of torchmetrics, as `flatout.over_all` takes them. Of class indices it
+    gets the valid targets, [items], and their scores, [items, classes].
 
     Raises UsageError for what cannot be called so, and for reduction 'none': a step needs one number.
     """
@@ -98,7 +168,12 @@ def supervised(criterion: Any) -> Supervised:
         raise UsageError(
             "the criterion's reduction is 'none'", limit="a step minimises one number", remedy="use 'mean' or 'sum'"
         )
-    return Supervised(criterion)
+    if not isinstance(metrics, Mapping | None):
+        limit = "it maps names to functions of (outputs, targets) or metric objects"
+        raise wrong("metrics", metrics, limit, 'for example {"f1": f1_score}')
+    for metric in (metrics or {}).values():
+        as_metric(metric)
+    return Supervised(criterion, metrics)
 
 
 _ELEMENTWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BCEWithLogitsLoss")
@@ -122,7 +197,7 @@ class LanguageModelLoss:
         """The same loss, held in chunks."""
         return LanguageModelLoss(chunk_bytes=chunk_bytes)
 
-    def weigh(self, batch: Any) -> Any:
+    def count_terms(self, batch: Any) -> Any:
         return (batch[1] != -100).sum()
 
 

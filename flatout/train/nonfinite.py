@@ -1,20 +1,17 @@
 """Losses and weights that are inf or NaN, noticed without waiting for the device.
 
-Losses are kept for some steps and looked at together: on CUDA they are copied to the host meanwhile, and read when they
-have arrived. So the first one is named by its step, if some steps later.
+Losses are kept for some steps and looked at together, so that the first one is named by its step, if some steps later.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from flatout.errors import NumericsError
-
-STEPS_PER_LOOK = 32
+from flatout.train.readings import Readings
 
 
 class LossWatch:
@@ -25,8 +22,7 @@ class LossWatch:
         self.first: int | None = None
         """The first step whose loss was not finite; None: there is none, as far as is known."""
         self._steps_since, self._count_since = 0, 0
-        self._held: list[tuple[int, Any]] = []
-        self._asked: deque[tuple[list[int], Any, Any]] = deque()
+        self._readings: Readings[int] = Readings(lambda step, values: self._note(step, values[0]))
 
     def add(self, step: int, loss: Any) -> None:
         import torch
@@ -34,16 +30,11 @@ class LossWatch:
         if type(loss) is not torch.Tensor:  # a fake tensor of a forecast has no value
             return
         self._steps_since += 1
-        self._held.append((step, loss))
-        if len(self._held) >= STEPS_PER_LOOK:
-            self._ask()
-            self._read(wait=False)
+        self._readings.add(step, [loss])
 
     def look(self) -> None:
         """Until all is known. Waits for the device."""
-        if self._held:
-            self._ask()
-        self._read(wait=True)
+        self._readings.read()
 
     def none_finite_since(self) -> bool:
         """Was no loss finite since the last call of `begin`? Waits for the device."""
@@ -53,32 +44,6 @@ class LossWatch:
     def begin(self) -> None:
         """What `none_finite_since` speaks of begins here."""
         self._steps_since = self._count_since = 0
-
-    def _ask(self) -> None:
-        import torch
-
-        steps, losses = zip(*self._held, strict=True)
-        self._held = []
-        values = torch.stack(losses)
-        if values.device.type != "cuda":
-            self._asked.append((list(steps), values, None))
-            return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._asked.append((list(steps), host, event))
-
-    def _read(self, *, wait: bool) -> None:
-        while self._asked:
-            steps, host, event = self._asked[0]
-            if event is not None and not wait and not event.query():
-                return
-            if event is not None:
-                event.synchronize()
-            self._asked.popleft()
-            for step, value in zip(steps, host.tolist(), strict=True):
-                self._note(step, value)
 
     def _note(self, step: int, value: float) -> None:
         if math.isfinite(value):

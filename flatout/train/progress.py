@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.train.flops import count_step
@@ -30,7 +30,8 @@ class Progress:
         self._counting: Callable[[], Any] | None = None
         self._flops: float | None = None
         self._ceiling: tuple[float, str] | None = None
-        self._drawn_at, self._drawn_steps = time.perf_counter(), 0
+        self._samples = 0
+        self._drawn_at, self._drawn_steps, self._drawn_samples = time.perf_counter(), 0, 0
 
     def __enter__(self) -> Progress:
         if not self.shown:
@@ -65,7 +66,7 @@ class Progress:
         """`loss` is a device tensor; it is read only when something is drawn."""
         if not self.shown:
             return
-        self._steps += 1
+        self._steps, self._samples = self._steps + 1, self._samples + samples
         if self._steps == 1:
             self._ceiling = _ceiling(loss.device)
         if self._counting is not None:
@@ -74,17 +75,24 @@ class Progress:
         if now - self._drawn_at < REFRESH_SECONDS:
             return
         value = float(loss)
-        rate = (self._steps - self._drawn_steps) / (time.perf_counter() - self._drawn_at)
-        self._drawn_at, self._drawn_steps = time.perf_counter(), self._steps
-        self._bar.update(self._task, completed=self._done + self._steps, description=self._text(value, rate, samples))
+        seconds = time.perf_counter() - self._drawn_at
+        steps, samples = self._steps - self._drawn_steps, self._samples - self._drawn_samples
+        self._drawn_at, self._drawn_steps, self._drawn_samples = time.perf_counter(), self._steps, self._samples
+        text = self._text(value, steps / seconds, samples / seconds)
+        self._bar.update(self._task, completed=self._done + self._steps, description=text)
+
+    def say_figures(self, epoch: int, figures: Mapping[str, float]) -> None:
+        """An epoch's figures, above the bar."""
+        if figures:
+            self.say(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
 
     def say(self, text: str) -> None:
         """A line above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
 
-    def _text(self, loss: float, rate: float, samples: int) -> str:
-        parts = [f"loss {loss:.4g}", f"{rate * samples:,.0f} samples/s"]
+    def _text(self, loss: float, rate: float, samples_per_second: float) -> str:
+        parts = [f"loss {loss:.4g}", f"{samples_per_second:,.0f} samples/s"]
         parts.append(format_bytes(_memory_bytes()))
         if self._flops is not None and self._ceiling is not None:
             ceiling, dtype = self._ceiling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from flatout.train.split import batch_coupled_layers
@@ -136,3 +136,22 @@ class SharedStop:
             return host.tolist()
 
         return answer
+
+
+def gathered(value: Any, model: Any) -> list[Any]:
+    """Every rank's value, in their order; of a model that is not in DDP the one that is given."""
+    if ranks_of(model) == 1:
+        return [value]
+    from torch import distributed
+
+    found: list[Any] = [None] * ranks_of(model)
+    distributed.all_gather_object(found, value, group=model.process_group)
+    return found
+
+
+def mean_figures(figures: Mapping[str, float], model: Any) -> dict[str, float]:
+    """The means over the ranks, of what each of them has: all ranks then decide alike."""
+    every = gathered(dict(figures), model)
+    if len(every) == 1:
+        return dict(figures)
+    return {name: sum(one[name] for one in every) / len(every) for name in figures if all(name in one for one in every)}

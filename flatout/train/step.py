@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of, wrong
@@ -39,7 +39,7 @@ from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
-from flatout.train.loss import LossFn, Weigh
+from flatout.train.loss import CountTerms, LossFn, own_metrics
 from flatout.train.loss_parts import LossParts, figures_of
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
@@ -53,8 +53,8 @@ class TrainStep:
     """A callable training step.
 
     `loss_fn(model, batch)` returns the mean loss as a scalar tensor, or (loss, figures) with a dict of further scalars,
-    which are then in `figures`. `weigh(batch)` says of how many terms it is the mean (default: an attribute of that
-    name on `loss_fn`, else the number of samples). `scheduler` is stepped once a call. Choices of the plan that cannot
+    which are then in `figures`. `count_terms(batch)` says of how many terms it is the mean (default: `loss_fn`'s own,
+    else the number of samples). `scheduler` is stepped once a call. Choices of the plan that cannot
     be applied here are in `rolled_back`, with the reason. The first loss that is inf or NaN is warned of by its step's
     number, unless the plan says what to do with such steps (`nonfinite`, or fp16, which skips them).
 
@@ -70,20 +70,21 @@ class TrainStep:
         *,
         clip_norm: float | None = None,
         scheduler: Any = None,
-        weigh: Weigh | None = None,
+        count_terms: CountTerms | None = None,
     ) -> None:
         self.plan = as_plan(plan, "step")
         check_clip_norm(clip_norm)
         parameters = _trained(as_model(model), as_optimizer(optimizer))
         _check_scheduler(scheduler, optimizer)
         as_loss_fn(loss_fn)
-        _check_weigh(weigh)
+        _check_count_terms(count_terms)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
         """Optimizer steps taken, those included that were skipped."""
         self.micro_batches = self.plan.micro_batches or 1
         """Parts that a batch is split into; more than the plan says once a batch did not fit."""
-        self._weigh: Weigh = weigh or getattr(loss_fn, "weigh", None) or batch_length
+        self.count_terms: CountTerms = count_terms or getattr(loss_fn, "count_terms", None) or batch_length
+        """Of how many terms the loss of a batch is the mean; None where it sums over them."""
         self._subject = Subject()
         self._subject.modules.add(model)
         self._subject.optimizers.add(optimizer)
@@ -185,6 +186,14 @@ class TrainStep:
         watch.begin()
         return learnt
 
+    def metrics(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        """The loss function's own metrics of a batch; where it has none, its loss, weighted by `count_terms`.
+
+        `flatout.evaluate(step, data)` takes these; with another model (an average of the weights) they are given:
+        `flatout.evaluate(average, data, step.metrics, plan=plan)`.
+        """
+        return own_metrics(self.loss_fn, self.count_terms, model, batch)
+
     def sections(self) -> dict[str, Any]:
         """What a checkpoint of this training holds, by name, for `capture(step)` and `restore(..., step)`."""
         live = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self}
@@ -193,7 +202,7 @@ class TrainStep:
     def with_plan(self, plan: Plan, model: Any, optimizer: Any, loss_fn: LossFn) -> TrainStep:
         """A step of the same settings for copies of its model, optimizer and loss, without a scheduler."""
         clip_norm = self._update.clip_norm
-        return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, weigh=self._weigh)
+        return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, count_terms=self.count_terms)
 
     def close(self) -> None:
         """Take every lever back: model and optimizer are as they were given, but for what they learnt."""
@@ -290,7 +299,7 @@ class TrainStep:
         shared = self._shared
         if len(parts) == 1 and shared is None:
             return [1], None
-        weights = [self._weigh(part) for part in parts]
+        weights = [self.count_terms(part) for part in parts]
         if any(weight is None for weight in weights):
             return weights, None  # the loss sums over its terms
         if shared is None:
@@ -388,10 +397,10 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _check_weigh(weigh: Any) -> None:
-    if weigh is not None:
-        limit = "it is called as weigh(batch) and returns how many terms the loss is the mean of"
-        as_function(weigh, "weigh", 1, limit=limit)
+def _check_count_terms(count_terms: Any) -> None:
+    if count_terms is not None:
+        limit = "it is called as count_terms(batch) and returns how many terms the loss is the mean of"
+        as_function(count_terms, "count_terms", 1, limit=limit)
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
@@ -403,14 +412,21 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         raise UsageError(
             "the scheduler is ReduceLROnPlateau",
             limit="TrainStep steps its scheduler once a call, without a metric",
-            remedy="keep it out of TrainStep and call scheduler.step(metric) after evaluating",
+            remedy="pass it to flatout.fit as epoch_scheduler, or call scheduler.step(metric) after evaluating",
         )
+    check_scheduler_of(optimizer, scheduler, "scheduler")
+
+
+def check_scheduler_of(optimizer: Any, scheduler: Any, name: str) -> None:
+    """Refuse what is no schedule, and that of another optimizer."""
+    import torch
+
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        raise wrong("scheduler", scheduler, "it is one of torch.optim.lr_scheduler", "make it from the optimizer")
+        raise wrong(name, scheduler, "it is one of torch.optim.lr_scheduler", "make it from the optimizer")
     moved = getattr(scheduler, "optimizer", optimizer)
     if isinstance(moved, torch.optim.Optimizer) and moved.param_groups is not optimizer.param_groups:
         raise UsageError(
-            "the scheduler is that of another optimizer",
+            f"the {name} is that of another optimizer",
             limit="it would move learning rates that nothing uses",
             remedy="make it from the optimizer that is given",
         )

@@ -24,4 +24,4 @@ def test_the_loss_in_chunks_is_the_loss(make: Any, config: Any) -> None:
     for loss, gradient in zip(losses[:2], gradients[:2], strict=True):
         torch.testing.assert_close(loss, losses[2])
         torch.testing.assert_close(gradient, gradients[2])
-    assert LanguageModelLoss().weigh((tokens, targets)) == 22
+    assert LanguageModelLoss().count_terms((tokens, targets)) == 22

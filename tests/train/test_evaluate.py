@@ -20,12 +20,12 @@ def test_the_mean_is_over_items_not_over_batches() -> None:
     x, y = torch.randn(41, 6), torch.randint(0, 4, (41,))
     y[::5] = -100
     parts = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 41, 16)]
-    figures = evaluate(model, parts, supervised(nn.CrossEntropyLoss()).measure)
+    figures = evaluate(model, parts, supervised(nn.CrossEntropyLoss()).metrics)
     with torch.no_grad():
         scores = model.eval()(x)
     assert figures["loss"] == pytest.approx(float(nn.functional.cross_entropy(scores, y)), rel=1e-5)
     assert figures["accuracy"] == pytest.approx(float((scores.argmax(1) == y)[y >= 0].float().mean()))
-    reduced = evaluate(model, parts, supervised(nn.CrossEntropyLoss()).measure, Plan(precision="bf16"))
+    reduced = evaluate(model, parts, supervised(nn.CrossEntropyLoss()).metrics, plan=Plan(precision="bf16"))
     assert 0 < abs(reduced["loss"] - figures["loss"]) < 0.05
 
 
@@ -33,16 +33,16 @@ def test_modes_are_put_back_after_an_error_too() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.BatchNorm1d(3))
     model[0].eval()
 
-    def measure(model: Any, batch: Any) -> Any:
+    def metrics(model: Any, batch: Any) -> Any:
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
         if len(batch) == 1:
             raise ValueError("mine")
         return {"items": torch.ones(len(batch))}
 
-    assert evaluate(model, [torch.zeros(4, 3)], measure) == {"items": 1.0}
+    assert evaluate(model, [torch.zeros(4, 3)], metrics) == {"items": 1.0}
     with pytest.raises(ValueError, match="mine"):
-        evaluate(model, [torch.zeros(1, 3)], measure)
+        evaluate(model, [torch.zeros(1, 3)], metrics)
     assert [module.training for module in model.modules()] == [True, False, True, True]
 
 
@@ -50,18 +50,18 @@ def test_bad_input_is_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="nothing to evaluate"):
         evaluate(model, [], lambda model, batch: {})
-    with pytest.raises(UsageError, match="measure returned a Tensor"):
+    with pytest.raises(UsageError, match="metrics returned a Tensor"):
         evaluate(model, [torch.zeros(1, 2)], lambda model, batch: model(batch))  # type: ignore[arg-type, return-value]
 
 
 def test_a_mean_over_a_batch_counts_as_often_as_the_batch_has_samples() -> None:
     parts = [(torch.ones(90, 2), torch.zeros(90)), (torch.full((10, 2), 3.0), torch.zeros(10))]
 
-    def measure(model: Any, batch: Any) -> dict[str, Any]:
+    def metrics(model: Any, batch: Any) -> dict[str, Any]:
         x = batch[0]
         return {"tensor": x.mean(), "number": float(x.mean()), "array": x.mean(1).numpy(), "pair": (x.sum(), x.numel())}
 
-    figures = evaluate(nn.Linear(2, 2), parts, measure)
+    figures = evaluate(nn.Linear(2, 2), parts, metrics)
     assert figures == pytest.approx(dict.fromkeys(("tensor", "number", "array", "pair"), 1.2))
 
 
@@ -74,7 +74,7 @@ def test_a_summed_loss_is_given_per_target() -> None:
     model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.tensor([0, 1, 2, -100, 1, 0])
     parts = [(x[:4], y[:4]), (x[4:], y[4:])]
     mean, summed = (
-        evaluate(model, parts, supervised(nn.CrossEntropyLoss(reduction=how)).measure) for how in ("mean", "sum")
+        evaluate(model, parts, supervised(nn.CrossEntropyLoss(reduction=how)).metrics) for how in ("mean", "sum")
     )
     assert summed == pytest.approx(mean)
 
@@ -96,14 +96,14 @@ class Caching(nn.Module):
 def test_what_a_model_keeps_from_an_evaluation_can_be_trained_with() -> None:
     model, loss_fn = Caching(), supervised(nn.CrossEntropyLoss())
     batch = torch.randint(0, 10, (8, 5)), torch.randint(0, 3, (8,))
-    evaluate(model, [batch], loss_fn.measure)
+    evaluate(model, [batch], loss_fn.metrics)
     loss_fn(model, batch).backward()
     assert model.embedding.weight.grad is not None
 
 
 def test_batches_are_brought_to_the_models_device() -> None:
-    def measure(model: Any, batch: Any) -> dict[str, Any]:
+    def metrics(model: Any, batch: Any) -> dict[str, Any]:
         assert model(batch).is_meta
         return {"items": (1, 1)}
 
-    assert evaluate(nn.Linear(2, 2, device="meta"), [torch.zeros(3, 2)], measure) == {"items": 1.0}
+    assert evaluate(nn.Linear(2, 2, device="meta"), [torch.zeros(3, 2)], metrics) == {"items": 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -58,9 +59,9 @@ def undisturbed() -> list[torch.Tensor]:
 
 def test_what_it_did_is_what_it_says() -> None:
     step, source = parts(plan=Plan())
-    measure = supervised(nn.CrossEntropyLoss()).measure
+    metrics = supervised(nn.CrossEntropyLoss()).metrics
     held_out = batches((torch.randn(20, 6), torch.zeros(20, dtype=torch.long)), 20, shuffle=False)
-    found = fit(step, source, epochs=EPOCHS, evaluation=lambda: evaluate(step.model, held_out, measure))
+    found = fit(step, source, epochs=EPOCHS, evaluation=lambda: evaluate(step.model, held_out, metrics))
     assert (found.steps, found.epochs, found.skipped, found.resumed_at_step) == (21, 3, 0, None)
     assert [set(figures) for figures in found.evaluations] == [{"loss", "accuracy"}] * 3
     assert found.loss is not None
@@ -84,15 +85,17 @@ import sys, time
 sys.path.insert(0, {here!r}), sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads(1)
+from flatout.train.loggers import CSVLog
 from test_fit import parts, weights, fit, Checkpoints, EPOCHS
 step, source = parts()
 inner = step.loss_fn
 def slow(model, batch):
     time.sleep(0.004)
     return inner(model, batch)
-step.loss_fn, step._weigh = slow, inner.weigh
+step.loss_fn, step.count_terms = slow, inner.count_terms
 print("begins", flush=True)
-fit(step, source, epochs=EPOCHS, checkpoints=Checkpoints({folder!r}, asynchronous={background}), save_every_steps=1)
+checkpoints = Checkpoints({folder!r}, asynchronous={background})
+fit(step, source, epochs=EPOCHS, checkpoints=checkpoints, save_every_steps=1, loggers=[CSVLog({folder!r} + ".csv")])
 torch.save(weights(step), {out!r})
 """
 
@@ -120,6 +123,9 @@ def test_kills_at_any_moment_leave_the_same_weights(tmp_path: Path, background: 
     assert ended.returncode == 0, ended.stderr
     for ours, expected in zip(torch.load(out), undisturbed(), strict=True):
         assert torch.equal(ours, expected)
+    rows = list(csv.DictReader((tmp_path / "run.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows if row["batch_loss"]] == [str(i + 1) for i in range(21)]
+    assert [row["epoch"] for row in rows if row["epoch"]] == ["1", "2", "3"]
 
 
 def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_a_metric_that_the_evaluation_does_not_give_is_refused(tmp_path: Path) -
     def evaluation() -> dict[str, Any]:
         return {"loss": torch.tensor(1.0), "accuracy": 0.5}
 
-    with pytest.raises(UsageError, match="metric is 'acc'; the evaluation gives 'loss', 'accuracy'; name one of these"):
+    with pytest.raises(UsageError, match=r"metric is 'acc'; .* 'train_loss', 'loss', 'accuracy'; name one"):
         fit(step, source, epochs=EPOCHS, evaluation=evaluation, metric="acc", checkpoints=checkpoints)
     found = fit(step, source, epochs=2, evaluation=evaluation, metric="accuracy", checkpoints=checkpoints)
     assert (found.resumed_at_step, found.evaluations) == (7, ({"loss": 1.0, "accuracy": 0.5},))

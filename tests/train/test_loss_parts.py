@@ -29,7 +29,7 @@ class Masked:
         losses = nn.functional.cross_entropy(model(batch[0]), batch[1].clamp(0), reduction="none")
         return (losses * valid).sum() / valid.sum()
 
-    def weigh(self, batch: Any) -> Any:
+    def count_terms(self, batch: Any) -> Any:
         return (batch[1] >= 0).sum()
 
 
@@ -89,10 +89,10 @@ def test_an_evaluated_batch_without_targets_counts_nothing() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     parts = [(X[:4], HALF[:4]), (X[4:], HALF[4:])]
-    figures = evaluate(model, parts, CRITERION.measure)
-    alone = evaluate(model, parts[1:], CRITERION.measure)
+    figures = evaluate(model, parts, CRITERION.metrics)
+    alone = evaluate(model, parts[1:], CRITERION.metrics)
     assert figures == pytest.approx(alone)
-    assert evaluate(model, parts[:1], CRITERION.measure)["loss"] != figures["loss"]  # NaN
+    assert evaluate(model, parts[:1], CRITERION.metrics)["loss"] != figures["loss"]  # NaN
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -115,7 +115,7 @@ def test_figures_of_a_summed_loss_are_weighed_by_samples() -> None:
     def with_figures(model: Any, batch: Any) -> Any:
         return summed(model, batch), {"mean": batch[0].mean()}
 
-    with_figures.weigh = summed.weigh  # type: ignore[attr-defined]
+    with_figures.count_terms = summed.count_terms  # type: ignore[attr-defined]
     assert float(stepped(3, Y, with_figures)[2].figures["mean"]) == pytest.approx(float(X.mean()), abs=1e-6)
 
 

@@ -17,7 +17,8 @@ from flatout.errors import NumericsError
 from flatout.plan import Plan
 from flatout.train.fit import fit
 from flatout.train.loss import supervised
-from flatout.train.nonfinite import STEPS_PER_LOOK, LossWatch
+from flatout.train.nonfinite import LossWatch
+from flatout.train.readings import STEPS_PER_READING
 from flatout.train.step import TrainStep
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -93,13 +94,13 @@ def test_a_loop_of_ones_own_is_warned_once_by_step_number() -> None:
     step = training()
 
     def loop() -> None:
-        for k in range(2 * STEPS_PER_LOOK):
+        for k in range(2 * STEPS_PER_READING):
             step((X if k < 2 else poisoned(), Y))
 
     with pytest.warns(UserWarning, match=r"the loss of step 2 is nan.*Plan\(nonfinite='raise'\)") as told:
         loop()
     assert len(told) == 1
-    assert step.nonfinite_losses == 2 * STEPS_PER_LOOK - 2
+    assert step.nonfinite_losses == 2 * STEPS_PER_READING - 2
 
 
 def test_the_watch_waits_for_nothing_and_forgets_nothing() -> None:

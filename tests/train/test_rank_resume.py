@@ -114,3 +114,44 @@ def test_asked_on_one_rank_all_stop_after_the_same_step(run_ranks: Any, tmp_path
         assert 3 <= loaded.step < 100
         assert [out for out, _ in texts] == [f"left after {loaded.step} with 143\n"] * 2
         assert len(loaded.state["generators"]["other_ranks"]) == 1
+
+
+DECIDE = """
+from flatout import CSVLog, Patience, TrainStep, UsageError, batches, evaluate, fit
+folder, epochs = sys.argv[4], int(sys.argv[5])
+torch.manual_seed(0)
+x = torch.randn(44, 6)
+y = x.sum(1, keepdim=True)
+model = DistributedDataParallel(nn.Linear(6, 1)) if ranks > 1 else nn.Linear(6, 1)
+def loss_fn(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean(), {"mean": batch[0].mean()}
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+step = TrainStep(model, optimizer, loss_fn)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+def evaluation():
+    score = [[3.0, 2.0], [1.0, 3.0], [9.0, 9.0], [1.0, 7.0], [0.0, 0.0]][step.steps // 6 - 1]
+    return {"loss": score[rank] if ranks > 1 else sum(score) / 2}
+done = fit(
+    step, batches((x, y), 8, seed=3), epochs=epochs, evaluation=evaluation, patience=2, epoch_scheduler=scheduler,
+    checkpoints=folder, save_every_steps=4, steps=None if epochs > 3 else 8, loggers=[CSVLog(folder + ".csv")],
+    stop_when=lambda figures: rank == 1 and step.steps == 600,
+)
+print(done.epochs, done.ended, [one["loss"] for one in done.evaluations], optimizer.param_groups[0]["lr"])
+print(round(done.loss, 5), round(done.figures["mean"], 5))
+leave()
+"""
+
+
+def test_ranks_decide_alike_and_log_once(run_ranks: Any, tmp_path: Path) -> None:
+    (_, alone, _), *_ = run_ranks(DECIDE, 1, tmp_path / "one", 9)
+    run_ranks(DECIDE, 2, tmp_path / "two", 2)  # ends within an epoch
+    found = run_ranks(DECIDE, 2, tmp_path / "two", 9)
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[0][1] == found[1][1]
+    first, means = found[0][1].splitlines()
+    assert first.startswith("4 patience [2.0, 9.0, 4.0] ")
+    assert alone.splitlines()[0].startswith("4 patience [2.5, 2.0, 9.0, 4.0]")
+    assert means == alone.splitlines()[1]
+    rows = [line.split(",") for line in (tmp_path / "two.csv").read_text().splitlines()]
+    steps = [row[0] for row in rows[1:] if row[1]]
+    assert steps == [str(i + 1) for i in range(24)]

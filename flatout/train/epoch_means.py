@@ -1,0 +1,73 @@
+"""The means of an epoch's losses and figures, each step weighted by the terms that its loss is the mean of.
+
+They are summed on the host in the order of the steps, so that a resumed epoch has the same means to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from flatout.train.ranks import gathered
+from flatout.train.readings import Readings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Row = tuple[int, tuple[str, ...], tuple[str, ...]]
+"""A step's number, the names of its values, and of those that stand beside them."""
+
+
+class EpochMeans:
+    """`log(row, step)` is told each step's own values, when they have been read."""
+
+    def __init__(self, log: Callable[[dict[str, float], int], None]) -> None:
+        self._log = log
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._readings: Readings[Row] = Readings(self._take)
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._readings.read()
+        self._sums = {}
+
+    def add(self, step: int, loss: Tensor, figures: Mapping[str, Any], terms: Tensor | float, **beside: Any) -> None:
+        """Values of a step; does not wait for them. `beside` is logged, and not averaged."""
+        row = step, ("loss", *figures), tuple(beside)
+        self._readings.add(row, [terms, loss, *figures.values(), *beside.values()])
+
+    def _take(self, row: Row, values: list[float]) -> None:
+        step, names, beside = row
+        terms, *values = values
+        logged = {f"batch_{name}": value for name, value in zip(names, values, strict=False)}
+        logged |= dict(zip(beside, values[len(names) :], strict=True))
+        for name, value in zip(names, values, strict=False):
+            if terms:  # a mean over nothing adds nothing, even where it is NaN
+                total, weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = total + value * terms, weight + terms
+        self._log(logged, step)
+
+    def flush(self) -> None:
+        """Log what was not read yet. Waits for the device."""
+        self._readings.read()
+
+    def means(self, model: Any) -> dict[str, float]:
+        """Of all ranks together. Waits for the device."""
+        return {name: total / weight for name, (total, weight) in self._all_sums(model).items()}
+
+    def _all_sums(self, model: Any) -> dict[str, tuple[float, float]]:
+        self._readings.read()
+        whole: dict[str, tuple[float, float]] = {}
+        for sums in gathered(self._sums, model):
+            for name, (total, weight) in sums.items():
+                before = whole.get(name, (0.0, 0.0))
+                whole[name] = before[0] + total, before[1] + weight
+        return whole
+
+    def state_dict(self, model: Any) -> dict[str, list[float]]:
+        """The sums so far, of all ranks together."""
+        return {name: list(pair) for name, pair in self._all_sums(model).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, first_rank: bool) -> None:
+        """The sums that were saved are those of all ranks: one of them goes on with them."""
+        self._sums = {name: (total, weight) for name, (total, weight) in state.items()} if first_rank else {}

@@ -1,0 +1,254 @@
+"""What `fit` holds between its steps: it resumes, takes note of steps and epochs, saves, and leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+
+from flatout.arguments import described
+from flatout.checkpoint.capturing import capture
+from flatout.checkpoint.folder import Checkpoints
+from flatout.checkpoint.restoring import restore
+from flatout.data.batches import Batches, Stream
+from flatout.data.given_batches import GivenBatches
+from flatout.errors import NumericsError, UsageError
+from flatout.train.epoch_means import EpochMeans
+from flatout.train.interruption import BrokenOff, Stop
+from flatout.train.loggers import Logger, flush, restore_loggers, states_of
+from flatout.train.loss import terms_or_none
+from flatout.train.patience import Waiting
+from flatout.train.ranks import mean_figures, ranks_of
+from flatout.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim.swa_utils import AveragedModel
+
+Evaluation: TypeAlias = Callable[[], Mapping[str, Any]]
+Source: TypeAlias = Batches | Stream | GivenBatches
+T = TypeVar("T")
+_END = object()
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The parts of a run, and what is known of its epoch."""
+
+    step: TrainStep
+    source: Source
+    checkpoints: Checkpoints | None
+    metric: str
+    objects: Mapping[str, Any]
+    """Further objects, the average of the weights and the schedule of epochs among them."""
+    ema: AveragedModel | None
+    epoch_scheduler: Any
+    waiting: Waiting | None
+    loggers: tuple[Logger, ...]
+    evaluations: list[Mapping[str, float]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    """Of the last epoch."""
+    train_figures: dict[str, float] = field(default_factory=dict)
+    """The loss and the figures beside it, over the last epoch."""
+    stopped: bool = False
+    """Did `stop_when` end it?"""
+
+    def __post_init__(self) -> None:
+        self.means = EpochMeans(self.log)
+
+    # from one process to the next
+
+    def resume(self) -> int | None:
+        """Go on from the newest whole checkpoint; the step that it was taken at."""
+        loaded = self.checkpoints.load() if self.checkpoints is not None else None
+        if loaded is None:
+            return None
+        extra = loaded.state.get("extra") or {}
+        state = loaded.state
+        if "step" not in state:  # saved by the first version of `fit`
+            state = {**state, "step": extra.get("step", {})}
+        restore(state, self.step, self.source, **self.objects)
+        self._take_up(extra.get("fit") or {})
+        return self.step.steps
+
+    def _take_up(self, state: Mapping[str, Any]) -> None:
+        """What `_state` gave; a checkpoint that `fit` did not make, or an earlier version of it, has nothing of it."""
+        if "means" in state:
+            self.means.load_state_dict(state["means"], first_rank=is_first(self.step.model))
+        if self.waiting is not None and state.get("waiting") is not None:
+            self.waiting.load_state_dict(state["waiting"])
+        self.figures, self.stopped = dict(state.get("figures", {})), state.get("stopped", False)
+        restore_loggers(self.loggers, state.get("loggers", {}))
+
+    def _state(self) -> dict[str, Any]:
+        means = self.means.state_dict(self.step.model)  # before the loggers: it logs what was not read yet
+        return {
+            "means": means,
+            "waiting": None if self.waiting is None else self.waiting.state_dict(),
+            "figures": self.figures,
+            "stopped": self.stopped,
+            "loggers": states_of(self.loggers),
+        }
+
+    def save(self, metric: float | None = None) -> None:
+        """Raises NumericsError for weights that are not finite; where no loss was finite, nothing is saved."""
+        learnt = self.step.check_finite()
+        if self.checkpoints is None or not learnt:
+            return
+        state = capture(self.step, self.source, extra={"fit": self._state()}, **self.objects)
+        self.checkpoints.save(state, step=self.step.steps, metric=metric)
+
+    def leave(self, stop: Stop, *, saved: bool = False) -> NoReturn:
+        """Save, unless that has just been done, and end as the signal wants it."""
+        self._save_at_last(saved=saved)
+        stop.leave(self.step.steps)
+
+    def _save_at_last(self, metric: float | None = None, *, saved: bool = False) -> None:
+        """Save on the way out; what prevents it is a warning."""
+        try:
+            if not saved:
+                self.save(metric)
+        except NumericsError as error:
+            warnings.warn(f"nothing was saved: {error}", stacklevel=3)
+        self.means.flush()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    # steps
+
+    def batches(self, stop: Stop) -> Iterator[Any]:
+        """The rest of the epoch. Asked to stop while it waits for data, it saves what stands and leaves."""
+        batches = iter(self.source)
+        while True:
+            place = self.source.epoch, self.source.position
+            try:
+                batch = stop.waiting(lambda: next(batches, _END))
+            except BrokenOff:
+                self.source.epoch, self.source.position = place  # what was handed out since was not trained on
+                self.leave(stop)
+            if batch is _END:
+                return
+            yield batch
+
+    def take(self, batch: Any) -> Tensor:
+        """One step, with all that follows each."""
+        step = self.step
+        beside = {"lr": _learning_rate(step.optimizer)} if self.loggers else {}
+        loss: Tensor = step(batch)
+        if self.ema is not None:
+            self.ema.update_parameters(step.model)
+        terms = terms_or_none(step.count_terms, batch)
+        self.means.add(step.steps, loss, step.figures, 1 if terms is None else terms, **beside)
+        return loss
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        for logger in self.loggers:
+            logger.log(figures, step)
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[None]:
+        """However it ends, what was logged is written."""
+        try:
+            yield
+        finally:
+            flush(self.loggers)
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """One of the user's functions; an exception in it passes after everything was saved."""
+        try:
+            return function(*arguments)
+        except (Exception, SystemExit):
+            if ranks_of(self.step.model) > 1:
+                warnings.warn("nothing was saved: the other ranks do not know of this rank's exception", stacklevel=2)
+            else:
+                self._save_at_last(self.figures.get(self.metric) if self.source.position == 0 else None)
+            raise
+
+    # epochs
+
+    def begin_epoch(self) -> None:
+        if self.source.position == 0:
+            self.means.begin()
+
+    def end_epoch(self, evaluation: Evaluation | None, *, whole: bool) -> dict[str, float]:
+        """Evaluate, and take note of the figures; of a part of an epoch without the schedule and the patience."""
+        self.train_figures = self.means.means(self.step.model)
+        figures = {f"train_{name}": value for name, value in self.train_figures.items()} if whole else {}
+        figures |= self._evaluate(evaluation)
+        self.figures = figures
+        if whole and (self.waiting is not None or needs_metric(self.epoch_scheduler)) and self.metric not in figures:
+            self.save()
+            self._refuse_metric(figures)
+        if whole:
+            self._next_rates(figures)
+            if self.waiting is not None:
+                self.waiting.note(figures[self.metric])
+        if figures:
+            self.log({"epoch": self.source.epoch, **figures}, self.step.steps)
+        return figures
+
+    def _evaluate(self, evaluation: Evaluation | None) -> dict[str, float]:
+        if evaluation is None:
+            return {}
+        returned = evaluation()
+        if not isinstance(returned, Mapping):
+            raise UsageError(
+                f"evaluation returned {described(returned)}",
+                limit="it returns a dict of figures",
+                remedy="for example lambda: flatout.evaluate(step, test)",
+            )
+        figures = mean_figures({name: float(value) for name, value in returned.items()}, self.step.model)
+        self.evaluations.append(figures)
+        return figures
+
+    def _next_rates(self, figures: Mapping[str, float]) -> None:
+        scheduler = self.epoch_scheduler
+        if scheduler is None:
+            return
+        with warnings.catch_warnings():  # resumed at the end of the first epoch, this process has taken no step yet
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            if needs_metric(scheduler):
+                scheduler.step(figures[self.metric])
+            else:
+                scheduler.step()
+
+    def save_epoch(self, *, ranked: bool) -> None:
+        """Save, ranked by the metric. UsageError where the evaluation has no such figure; what was learnt is saved."""
+        self.save(self.figures.get(self.metric))
+        if ranked and self.checkpoints is not None and self.metric not in self.figures:
+            self._refuse_metric(self.figures)
+
+    def _refuse_metric(self, figures: Mapping[str, float]) -> NoReturn:
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        raise UsageError(
+            f"metric is {self.metric!r}",
+            limit=f"the figures of an epoch are {', '.join(map(repr, figures)) or 'none'}",
+            remedy="name one of these; the run goes on from what is saved",
+        )
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Is it stepped with a figure?"""
+    import torch
+
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def is_first(model: Any) -> bool:
+    """Is this the rank that logs?"""
+    if ranks_of(model) == 1:
+        return True
+    from torch import distributed
+
+    return distributed.get_rank(model.process_group) == 0
+
+
+def _learning_rate(optimizer: Any) -> Tensor | float:
+    """Of the first group of parameters."""
+    import torch
+
+    rate: Any = optimizer.param_groups[0]["lr"]
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate

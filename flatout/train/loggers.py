@@ -1,0 +1,215 @@
+"""Where `fit` writes its figures: a CSV file, TensorBoard, or anything with `log(figures, step)`.
+
+A logger may also have `flush()`, called when `fit` ends in any way, and `state_dict()` and `load_state_dict(state)`:
+they are saved and restored with the run, and with them a log that was written past the last checkpoint goes back to
+where that one was. Without them the rows of steps that are trained again come twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from flatout.arguments import as_path, as_whole_number
+from flatout.errors import MachineError, UsageError
+
+ROWS_HELD = 64
+"""Rows of steps that are written together."""
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """What `fit(loggers=...)` takes; a run of wandb is one."""
+
+    def log(self, figures: dict[str, float], step: int, /) -> object: ...
+
+
+class CSVLog:
+    """Figures as the rows of a CSV file: `step`, then a column for each name; a figure that is not in a row is empty.
+
+    `every`: of the rows of single steps only those whose number it divides. A run that begins anew begins the file
+    anew, and keeps the one before as NAME.old. Rows are flushed to the disk when a checkpoint is made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, every: int = 1) -> None:
+        self._path, self._every = as_path(path, "path"), as_whole_number(every, "every")
+        self._columns: list[str] = ["step"]
+        self._rows = 0
+        self._unwritten: list[list[Any]] = []
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        if _is_of_a_step(figures) and step % self._every:
+            return
+        if new := [name for name in figures if name not in self._columns]:
+            self.flush()
+            self._columns += new
+            self._write(self._read() if self._rows else [])
+        row = {**figures, "step": step}
+        self._unwritten.append([row.get(name, "") for name in self._columns])
+        self._rows += 1
+        if not _is_of_a_step(figures) or len(self._unwritten) >= ROWS_HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._unwritten:
+            with self._path.open("a", newline="") as file:
+                csv.writer(file).writerows(self._unwritten)
+                self._unwritten = []
+                file.flush()
+                os.fsync(file.fileno())
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows there are; they are on the disk then."""
+        self.flush()
+        return {"rows": self._rows, "columns": list(self._columns)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Drop the rows that were written since."""
+        self._unwritten = []
+        self._columns, self._rows = list(state["columns"]), state["rows"]
+        if not self._rows:
+            return
+        found = self._read() if self._path.exists() else []
+        if len(found) < self._rows:
+            warnings.warn(f"{self._path} has {len(found)} of the {self._rows} rows that were logged", stacklevel=2)
+        self._rows = min(self._rows, len(found))
+        self._write(found[: self._rows])
+
+    def _read(self) -> list[dict[str, str]]:
+        """The whole rows; one that a kill cut short has no end of line."""
+        text = self._path.read_text()
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        return list(csv.DictReader(lines))
+
+    def _write(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """The file with these rows and all columns, whole or not at all."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not rows and self._path.exists():
+            self._path.replace(self._path.with_name(self._path.name + ".old"))
+        descriptor, place = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+        try:
+            with open(descriptor, "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(self._columns)
+                writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(place).chmod(0o666 & ~_umask())
+            Path(place).replace(self._path)
+        except BaseException:
+            Path(place).unlink(missing_ok=True)
+            raise
+
+
+class TensorBoardLog:
+    """Figures as scalars of TensorBoard, in a folder; `every` as in CSVLog. Needs the package tensorboard.
+
+    After a resume TensorBoard hides what was written past the checkpoint. Raises MachineError without the package.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, every: int = 1) -> None:
+        self._folder, self._every = as_path(folder, "folder"), as_whole_number(every, "every")
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MachineError(
+                "the package tensorboard is not installed",
+                limit="TensorBoardLog writes with it",
+                remedy="pip install tensorboard",
+            ) from error
+        self._make: Any = SummaryWriter
+        self._writer: Any = None
+        self._latest: tuple[int, list[dict[str, float]]] = (-1, [])
+        """The last step that something was logged at, and what: TensorBoard forgets whole steps only."""
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        if _is_of_a_step(figures) and step % self._every:
+            return
+        before = self._latest[1] if self._latest[0] == step else []
+        self._latest = step, [*before, dict(figures)]
+        self._add(figures, step)
+
+    def _add(self, figures: Mapping[str, float], step: int) -> None:
+        if self._writer is None:
+            self._writer = self._make(str(self._folder))
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.flush()
+        step, rows = self._latest
+        return {"step": step, "rows": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.close()
+        self._latest = state["step"], [dict(row) for row in state["rows"]]
+        self._writer = self._make(str(self._folder), purge_step=max(state["step"], 0))
+        for row in self._latest[1]:
+            self._add(row, state["step"])
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def check_loggers(loggers: Any) -> tuple[Logger, ...]:
+    if isinstance(loggers, Logger) and not isinstance(loggers, type):
+        raise UsageError("loggers is a single logger", limit="it is a list of them", remedy="pass loggers=[logger]")
+    if not isinstance(loggers, list | tuple):
+        raise UsageError(f"loggers is {loggers!r}", limit="it is a list of objects with log(figures, step)")
+    for one in loggers:
+        if isinstance(one, type) or not isinstance(one, Logger):
+            raise UsageError(
+                f"a logger is {one!r}",
+                limit="it has log(figures, step)",
+                remedy="for example flatout.CSVLog('run/log.csv')",
+            )
+    return tuple(loggers)
+
+
+def states_of(loggers: Sequence[Logger]) -> dict[str, Any]:
+    return {name: one.state_dict() for name, one in _named(loggers).items()}
+
+
+def flush(loggers: Sequence[Any]) -> None:
+    for one in loggers:
+        if callable(written := getattr(one, "flush", None)):
+            written()
+
+
+def restore_loggers(loggers: Sequence[Logger], states: Mapping[str, Any]) -> None:
+    """Those that the run had; a further one begins anew."""
+    for name, one in _named(loggers).items():
+        if name in states:
+            one.load_state_dict(states[name])
+
+
+def _named(loggers: Sequence[Any]) -> dict[str, Any]:
+    """Those with a state, by their kind and number of it."""
+    found: dict[str, Any] = {}
+    for one in loggers:
+        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+            kind = type(one).__name__
+            found[f"{kind} {sum(name.startswith(f'{kind} ') for name in found)}"] = one
+    return found
+
+
+def _is_of_a_step(figures: Mapping[str, float]) -> bool:
+    return "batch_loss" in figures
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

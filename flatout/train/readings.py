@@ -1,0 +1,93 @@
+"""Values of many steps, read from the device some steps later, all together.
+
+Reading one value waits for everything that the device still has to do. Kept for some steps and copied to the host on
+the way, they are there when they are read, and no step waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STEPS_PER_READING = 32
+
+K = TypeVar("K")
+
+
+class Readings(Generic[K]):
+    """Calls `take(key, values)` for what was added, in order: every 32 additions for what has arrived by then, and for
+    everything when `read` is called."""
+
+    def __init__(self, take: Callable[[K, list[float]], None]) -> None:
+        self._take = take
+        self._held: list[tuple[K, Sequence[Tensor | float]]] = []
+        self._asked: deque[tuple[list[tuple[K, Sequence[Any]]], list[_Copied]]] = deque()
+
+    def add(self, key: K, values: Sequence[Tensor | float]) -> None:
+        """Scalars: numbers, or tensors that nothing changes later."""
+        self._held.append((key, values))
+        if len(self._held) >= STEPS_PER_READING:
+            self._ask()
+            self._hand_over(wait=False)
+
+    def read(self) -> None:
+        """Until all is taken. Waits for the device."""
+        if self._held:
+            self._ask()
+        self._hand_over(wait=True)
+
+    def _ask(self) -> None:
+        import torch
+
+        groups: dict[tuple[Any, Any], list[Tensor]] = {}
+        rows: list[tuple[K, Sequence[Any]]] = []
+        for key, values in self._held:
+            places: list[Any] = []
+            for value in values:
+                if isinstance(value, torch.Tensor):
+                    kind = value.device, value.dtype
+                    group = groups.setdefault(kind, [])
+                    places.append((list(groups).index(kind), len(group)))
+                    group.append(value.detach().reshape(()))
+                else:
+                    places.append(float(value))
+            rows.append((key, places))
+        self._held = []
+        self._asked.append((rows, [_Copied(torch.stack(group)) for group in groups.values()]))
+
+    def _hand_over(self, *, wait: bool) -> None:
+        while self._asked:
+            rows, copies = self._asked[0]
+            if not wait and not all(copy.arrived() for copy in copies):
+                return
+            self._asked.popleft()
+            found = [copy.values() for copy in copies]
+            for key, places in rows:
+                self._take(key, [one if isinstance(one, float) else found[one[0]][one[1]] for one in places])
+
+
+class _Copied:
+    """A tensor on its way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        import torch
+
+        self._host, self._event = values, None
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            event: Any = torch.cuda.Event()
+            event.record()
+            self._event = event
+
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def values(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(value) for value in self._host.tolist()]

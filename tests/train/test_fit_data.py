@@ -1,0 +1,148 @@
+"""Any data for `fit`: what it is taken for, and what cannot be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from flatout.data.batches import Batches, Stream
+from flatout.data.given_batches import GivenBatches, batches_of
+from flatout.errors import UsageError
+from flatout.plan import Plan
+from flatout.train.fit import fit
+from flatout.train.loss import supervised
+from flatout.train.patience import Patience
+from flatout.train.step import TrainStep
+
+X = torch.randn(50, 6, generator=torch.Generator().manual_seed(4))
+Y = X[:, :3].argmax(1)
+CPU = torch.device("cpu")
+
+
+def training() -> TrainStep:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    return TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), supervised(nn.CrossEntropyLoss()))
+
+
+class Samples(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(X, Y, strict=True))
+
+
+class Rows:
+    """A data set as Hugging Face's are: neither torch's nor a list."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(50))
+
+
+def slices() -> list[Any]:
+    return [(X[i : i + 20], Y[i : i + 20]) for i in range(0, 50, 20)]
+
+
+KINDS: dict[str, tuple[Any, type, int]] = {
+    "columns": ((X, Y), Batches, 1),
+    "arrays": ((X.numpy(), Y.numpy()), Batches, 1),
+    "a loader": (DataLoader(TensorDataset(X, Y), 20), Batches, 3),
+    "a data set": (TensorDataset(X, Y), Batches, 1),
+    "rows": (Rows(), Batches, 1),
+    "a stream": (Samples(), Stream, 1),
+    "a list of batches": (slices(), GivenBatches, 3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_data_is_taken_for(kind: str) -> None:
+    data, made, steps = KINDS[kind]
+    assert type(batches_of(data, Plan(), CPU)) is made
+    assert fit(training(), data, epochs=2).steps == 2 * steps
+
+
+def test_an_iterator_of_batches_is_read_once() -> None:
+    with pytest.raises(UsageError, match="epochs is 2, and the data is an iterator; it can be read once"):
+        fit(training(), iter(slices()), epochs=2)
+    assert fit(training(), iter(slices()), epochs=1).steps == 3
+    with pytest.raises(UsageError, match="gave no batch in epoch 1; an iterator is used up after one epoch"):
+        fit(training(), iter(slices()), steps=9)
+
+
+class Shuffled:
+    """An order of its own generator, which nobody saves."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in self.generator.permutation(10):
+            yield X[start * 5 : start * 5 + 5], Y[start * 5 : start * 5 + 5]
+
+
+class ByEpoch:
+    def set_epoch(self, epoch: int) -> None:
+        self.order = np.random.default_rng(epoch).permutation(10)
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((X[at * 5 : at * 5 + 5], Y[at * 5 : at * 5 + 5]) for at in self.order)
+
+
+def weights(step: TrainStep) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in step.model.parameters()])
+
+
+def test_an_iterable_resumes_where_the_same_batches_come_again(tmp_path: Path) -> None:
+    whole = training()
+    fit(whole, ByEpoch(), epochs=3)
+    for steps in (4, 10, 17, 30):
+        parts = training()
+        found = fit(parts, ByEpoch(), epochs=3, steps=steps, checkpoints=tmp_path)
+        assert parts.steps == steps
+    assert found.epochs == 2  # nobody knows that nothing follows
+    assert fit(parts, ByEpoch(), epochs=3, checkpoints=tmp_path).epochs == 3
+    assert torch.equal(weights(parts), weights(whole))
+
+
+def test_other_batches_than_before_are_refused(tmp_path: Path) -> None:
+    fit(training(), Shuffled(np.random.default_rng(0)), steps=4, checkpoints=tmp_path / "a")
+    with pytest.raises(UsageError, match=r"the data gave another batch 4 than before; .*flatout.batches"):
+        fit(training(), Shuffled(np.random.default_rng(1)), steps=8, checkpoints=tmp_path / "a")
+    with pytest.raises(UsageError, match="the data ended after 3 of the 4 batches"):
+        fit(training(), slices(), steps=8, checkpoints=tmp_path / "a")
+    with pytest.raises(
+        UsageError, match=r"the checkpoint does not fit|saved position is in a data set|is that of samples"
+    ):
+        fit(training(), (X, Y), steps=8, checkpoints=tmp_path / "b") and fit(
+            training(), slices(), steps=9, checkpoints=tmp_path / "b"
+        )
+
+
+def test_parts_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
+    step = training()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(step.optimizer)
+    options: Any = {"epochs": 1, "metric": "accuracy", "evaluation": lambda: {"accuracy": 0.5}}
+    with pytest.raises(UsageError, match=r"'accuracy' Patience\(best=...\) says 'max', ReduceLROnPlateau.* says 'min'"):
+        fit(step, (X, Y), patience=Patience(epochs=2, best="max"), epoch_scheduler=plateau, **options)
+    with pytest.raises(UsageError, match="whether a high or a low one is best has to be said"):
+        fit(step, (X, Y), patience=2, **options)
+    with pytest.raises(UsageError, match="metric is 'loss'; the figures of an epoch are 'train_loss'"):
+        fit(step, (X, Y), epochs=2, patience=2, checkpoints=tmp_path)
+    assert fit(step, (X, Y), epochs=2, metric="train_loss", patience=2, checkpoints=tmp_path).epochs == 2
+    ema = AveragedModel(step.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    with pytest.raises(UsageError, match="ema is given, and in objects too"):
+        fit(step, (X, Y), epochs=1, ema=ema, objects={"ema": ema})
+    with pytest.raises(UsageError, match="the epoch_scheduler is that of another optimizer"):
+        fit(training(), (X, Y), epochs=1, epoch_scheduler=plateau)
