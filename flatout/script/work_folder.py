@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.errors import MachineError, TrialError
+from flatout.file_locks import lock_now
 from flatout.script.isolation import cleanup
 
 PREFIX = "flatout-trials-"
@@ -30,6 +31,7 @@ MARK = "made-by-flatout"
 @contextlib.contextmanager
 def work_folder(parent: Path | None = None) -> Iterator[Path]:
     """A new folder below `parent`, by default on a disk rather than in memory, because trials may write checkpoints."""
+    require_linux()
     parent = parent or _parent()
     sweep(parent)
     folder, lock = _make(parent)
@@ -39,6 +41,20 @@ def work_folder(parent: Path | None = None) -> Iterator[Path]:
         with contextlib.suppress(TrialError):  # the next owner tries again; the result of minutes counts for more
             cleanup(folder)
         os.close(lock)
+
+
+def require_linux() -> None:
+    """MachineError on other systems, before anything of the script's has run: trials are kept apart by Linux alone."""
+    if not sys.platform.startswith("linux"):
+        there = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        windows = "run it inside WSL 2 (wsl --install)"
+        raise MachineError(
+            f"scripts cannot be tried on {there}",
+            limit="a trial is kept from your files and the network by Linux namespaces; the library works here",
+            remedy=windows
+            if sys.platform == "win32"
+            else f"use Linux, in a virtual machine for example; on Windows {windows}",
+        )
 
 
 def sweep(parent: Path) -> list[Path]:
@@ -68,7 +84,7 @@ def _make(parent: Path) -> tuple[Path, int]:
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_now(lock)
         (unfinished / MARK).touch()
         folder = parent / (PREFIX + unfinished.name.removeprefix(UNFINISHED))
         unfinished.rename(folder)
@@ -87,7 +103,8 @@ def _remove_leftover(path: Path) -> bool:
     try:
         if os.fstat(opened).st_uid != os.getuid() or not _is_marked(opened):
             return False
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where its owner is alive
+        if not lock_now(opened):  # its owner is alive
+            return False
         cleanup(path, attempts=1)
         return True
     finally:
