@@ -60,13 +60,35 @@ def require_linux() -> None:
 def sweep(parent: Path) -> list[Path]:
     """Remove what killed owners have left below `parent`; returns what was removed."""
     removed = []
-    with os.scandir(parent) as entries:
-        found = sorted(entry.path for entry in entries if entry.name.startswith((PREFIX, UNFINISHED)))
-    for path in found:
+    for path in _candidates(parent):
         with contextlib.suppress(OSError, TrialError):
-            if _remove_leftover(Path(path)):
-                removed.append(Path(path))
+            if remove_leftover(path):
+                removed.append(path)
     return removed
+
+
+def leftover_folders(parent: Path) -> list[Path]:
+    """What `sweep` would remove."""
+    found = []
+    for path in _candidates(parent):
+        with contextlib.suppress(OSError), _ours_and_free(path) as free:
+            if free:
+                found.append(path)
+    return found
+
+
+def remove_leftover(path: Path) -> bool:
+    """Remove one; False where it is not ours, has no mark, or its owner is alive. Raises OSError or TrialError."""
+    with _ours_and_free(path) as free:
+        if free:
+            cleanup(path, attempts=1)
+        return free
+
+
+def _candidates(parent: Path) -> list[Path]:
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        return sorted(Path(entry.path) for entry in entries if entry.name.startswith((PREFIX, UNFINISHED)))
+    return []
 
 
 def _parent() -> Path:
@@ -98,15 +120,12 @@ def _make(parent: Path) -> tuple[Path, int]:
     return folder, lock
 
 
-def _remove_leftover(path: Path) -> bool:
+@contextlib.contextmanager
+def _ours_and_free(path: Path) -> Iterator[bool]:
+    """Whether it is a folder of this user's with our mark and no owner; its lock is held meanwhile."""
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if os.fstat(opened).st_uid != os.getuid() or not _is_marked(opened):
-            return False
-        if not lock_now(opened):  # its owner is alive
-            return False
-        cleanup(path, attempts=1)
-        return True
+        yield os.fstat(opened).st_uid == os.getuid() and _is_marked(opened) and lock_now(opened)
     finally:
         os.close(opened)
 
