@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +32,12 @@ KEPT = {
     "tunes.json": "what earlier tunes measured",
 }
 """Name in the cache folder -> what it is. Nothing else in there is touched."""
+OWN_NAMES = {
+    "ceilings": re.compile(r".+-torch-.+\.json|\.ceilings-.*"),
+    "native": re.compile(r"[a-z_]+-[0-9a-f]{16}(-[0-9a-f]{16}\.so)?|\.build-.*"),
+}
+"""What Flatout calls what it keeps in there. With anything else in it the folder is left alone: FLATOUT_CACHE_DIR may
+name a folder in which somebody has a `native` of their own."""
 BEGUN = (".tunes-", ".ceilings-")
 """Prefixes of files that a killed process had begun to write there."""
 
@@ -68,7 +75,7 @@ def find_leftovers(cache: Path | None = None, temporary: Sequence[Path] | None =
     found = []
     for name in _names(cache):
         path = cache / name
-        if name in KEPT and _is_ours(path):
+        if name in KEPT and _is_ours(path) and _holds_only_own(path):
             found.append(Leftover(path=str(path), what=KEPT[name], size_bytes=_size(path)))
         elif name.startswith(BEGUN) and _is_ours(path) and not path.is_dir():
             found.append(Leftover(path=str(path), what="a file that was not finished", size_bytes=_size(path)))
@@ -88,7 +95,7 @@ def remove_leftovers(found: Sequence[Leftover]) -> Cleaned:
             if one.is_trial:
                 gone = remove_leftover(path)
             else:
-                gone = _is_ours(path)
+                gone = _is_ours(path) and _holds_only_own(path)
                 if gone:
                     _remove(path)
             if gone:
@@ -121,6 +128,11 @@ def _is_ours(path: Path) -> bool:
     except OSError:
         return False
     return not hasattr(os, "getuid") or found.st_uid == os.getuid()
+
+
+def _holds_only_own(path: Path) -> bool:
+    own = OWN_NAMES.get(path.name)
+    return own is None or path.is_symlink() or all(own.fullmatch(name) for name in _names(path))
 
 
 def _remove(path: Path) -> None:

@@ -8,12 +8,14 @@ import pytest
 from flatout.script.leftovers import find_leftovers, remove_leftovers
 from flatout.script.work_folder import MARK, PREFIX, work_folder
 
+KERNEL = f"decoder-{'a' * 16}-{'0' * 16}.so"
+
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "cache"
     (folder / "native").mkdir(parents=True)
-    (folder / "native" / "kernel.so").write_bytes(b"x" * 1000)
+    (folder / "native" / KERNEL).write_bytes(b"x" * 1000)
     (folder / "tunes.json").write_text("{}")
     (folder / ".tunes-abc").write_text("half")
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(folder))
@@ -54,10 +56,12 @@ def test_all_that_flatout_made_is_found_with_its_size_and_removed(cache: Path, t
 
 def test_what_flatout_did_not_make_stays(cache: Path, temporary: Path) -> None:
     (cache / "notes.txt").write_text("mine")
+    (cache / "ceilings").mkdir()
+    (cache / "ceilings" / "bedroom.jpg").write_text("mine")
     (temporary / f"{PREFIX}unmarked").mkdir()
     (temporary / "other").mkdir()
     remove_leftovers(find_leftovers(temporary=[temporary]))
-    assert names_in(cache) == ["notes.txt"]
+    assert names_in(cache) == ["ceilings", "notes.txt"]
     assert names_in(temporary) == [f"{PREFIX}unmarked", "other"]
 
 
@@ -68,7 +72,7 @@ def names_in(folder: Path) -> list[str]:
 def test_no_link_is_followed(cache: Path, temporary: Path, tmp_path: Path) -> None:
     mine = killed(tmp_path, "elsewhere")
     (cache / "inductor").symlink_to(mine)
-    (cache / "native" / "out").symlink_to(mine)
+    (cache / "native" / f"decoder-{'b' * 16}").symlink_to(mine)
     (temporary / f"{PREFIX}link").symlink_to(mine)
     found = find_leftovers(temporary=[temporary])
     assert f"{PREFIX}link" not in names(found)
