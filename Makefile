@@ -1,16 +1,16 @@
 # Two commands are enough on a fresh machine: `make demo` and `make test`.
-PYTHON ?= python3.11
+# PYTHON and TORCH_INDEX say what to install with and from where: see scripts/install.
 BIN := .venv/bin
+export PYTHON
+export TORCH_INDEX
 
 .PHONY: install demo test test-gpu-stand-in check clean
 
 install: .venv/installed
+	@$(BIN)/python -c 'import torch, flatout' 2>/dev/null || scripts/install
 
-.venv/installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+.venv/installed: pyproject.toml constraints.txt scripts/install
+	scripts/install
 
 demo: install
 	$(BIN)/flatout tune --budget 180 examples/digits_mlp.py
@@ -28,7 +28,7 @@ STAND_IN ?= $(HOME)/.cache/flatout/stand-in
 FAKEGPU ?=
 
 $(CUDA_VENV)/bin/python:
-	$(PYTHON) -m venv $(CUDA_VENV)
+	"$$(scripts/install --check)" -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip install --quiet torch==2.15.0
 	grep -v '^torch==' constraints.txt > $(CUDA_VENV)/constraints.txt
 	$(CUDA_VENV)/bin/python -m pip install --quiet -c $(CUDA_VENV)/constraints.txt -e '.[dev]'
@@ -40,8 +40,8 @@ test-gpu-stand-in: $(STAND_IN)/libhost_executor.so
 	STAND_IN=$(STAND_IN) PYTHONPATH=$(CURDIR) tests/gpu/stand_in/gpu $(CUDA_VENV)/bin/python -m pytest tests/gpu
 
 check: install
-	$(BIN)/ruff check flatout tests examples benchmarks
-	$(BIN)/ruff format --check flatout tests examples benchmarks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:

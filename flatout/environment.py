@@ -37,7 +37,7 @@ def cache_dir() -> Path:
     try:
         return Path.home() / ".cache" / "flatout"
     except RuntimeError:  # no HOME, and the user is not in the password file: containers run so
-        return Path(tempfile.gettempdir()) / f"flatout-{os.getuid()}"
+        return Path(tempfile.gettempdir()) / f"flatout-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
 def keeps_history() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.errors import FlatoutError, MachineError, UsageError
+from flatout.file_locks import lock_now
 from flatout.units import format_bytes
 
 UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
@@ -118,7 +118,7 @@ def _hold(place: Path) -> int:
     """A descriptor that keeps the folder's lock until it is closed, or its process dies."""
     descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     with contextlib.suppress(OSError):  # a file system without locks: then nobody can tell, and nobody sweeps
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_now(descriptor)
     return descriptor
 
 
@@ -130,15 +130,16 @@ def _is_abandoned(place: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_now(descriptor)
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    return True
 
 
 def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":  # Windows opens no folders
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.cli.install_option import InstallOption, TorchOption, print_install_lines
 from flatout.cli.trial_options import DeviceOption
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def check(
     forget_tunes: Annotated[
         bool, typer.Option("--forget-tunes", help="First delete what earlier tunes measured and left for later ones.")
     ] = False,
+    install: InstallOption = None,
+    torch: TorchOption = None,
     device: DeviceOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
@@ -37,9 +40,13 @@ def check(
 
     if quick and not measure:
         raise UsageError("--quick says how to measure", remedy="pass --measure too")
+    if torch is not None and install is None:
+        raise UsageError("--torch says what to install", remedy="pass --install pip or --install conda too")
     if forget_tunes:
         _forget_tunes()
     show_only(device)
+    if install is not None:
+        return print_install_lines(install, torch, json=json)
     machine = detect()
     findings = check_machine(machine, gather_facts())
     code = exit_code(findings)

@@ -56,6 +56,7 @@ VERBS = {
     "tune-inference": TyperCommand,
     "export": TyperCommand,
     "compare": TyperCommand,
+    "clean": TyperCommand,
 }
 """Every verb, in the order in which a newcomer needs them; the function of that name stands in its own file."""
 

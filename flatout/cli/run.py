@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -354,6 +353,7 @@ class Run:
     def _summary(self) -> Any:
         from flatout.diagnose.run_checks import RunFacts, check_run
         from flatout.machine.detect import detect
+        from flatout.machine.process_memory import peak_resident_bytes
         from flatout.report.run_text import RunSummary
         from flatout.script.describe import observe
 
@@ -369,7 +369,6 @@ class Run:
                 self._note(note)
         rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
         rolled_back += tuple(watch.subject.incidents)
-        used = resource.getrusage(resource.RUSAGE_SELF)
         machine = self._machine or detect()
         death = self._death()
         facts = RunFacts(
@@ -389,8 +388,8 @@ class Run:
             status=self.status,
             wall_seconds=wall,
             began=self._began,
-            cpu_seconds=used.ru_utime + used.ru_stime,
-            peak_resident_bytes=used.ru_maxrss * 1024,
+            cpu_seconds=time.process_time(),
+            peak_resident_bytes=peak_resident_bytes(),
             record=record,
             observed=observed,
             machine=machine,

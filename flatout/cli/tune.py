@@ -85,7 +85,9 @@ def tune(
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
     """What cannot be used is named before any time is spent."""
     from flatout.machine.visible_devices import show_only
+    from flatout.script.work_folder import require_linux
 
+    require_linux()
     request.target.check()
     _check_writable(output)
     show_only(device)

@@ -74,8 +74,7 @@ def detect() -> Machine:
 def _cpu(cgroup: Cgroup) -> Cpu:
     info = parse_cpuinfo(_read(Path("/proc/cpuinfo")))
     logical = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    available, limited_by = available_cores(logical, allowed, cgroup.quota_cores)
+    available, limited_by = available_cores(logical, _allowed_cores(logical), cgroup.quota_cores)
     flags = set(info.get("flags", info.get("Features", "")).split())
     features = tuple(feature for feature in _FEATURES if feature in flags)
     ids = [info.get(key, "?") for key in ("vendor_id", "cpu family", "model", "stepping")]
@@ -116,7 +115,13 @@ def available_cores(logical: int, allowed: int, quota_cores: float | None) -> tu
 
 def usable_cores() -> int:
     """How many threads of this process can really run at once: by affinity and cgroup."""
-    return available_cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), read_cgroup().quota_cores)[0]
+    logical = os.cpu_count() or 1
+    return available_cores(logical, _allowed_cores(logical), read_cgroup().quota_cores)[0]
+
+
+def _allowed_cores(logical: int) -> int:
+    """By affinity; macOS and Windows do not tell it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
 
 
 def available_memory_bytes() -> int:
@@ -141,6 +146,9 @@ def _memory(cgroup: Cgroup) -> tuple[int, int, str | None]:
 
 def _host_memory() -> tuple[int, int]:
     """(bytes in all, bytes available), by no library: this is asked while somebody else's script runs."""
+    if not os.path.exists("/proc/meminfo"):  # macOS, Windows
+        memory = psutil.virtual_memory()
+        return memory.total, memory.available
     sizes = {}
     with open("/proc/meminfo") as file:
         for line in file:

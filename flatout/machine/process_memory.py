@@ -9,8 +9,14 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import resource
+import sys
 import time
+from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 TOUCHED_BYTES = 16 << 20
 TIMES = 3
@@ -19,18 +25,31 @@ TIMES = 3
 
 def resident_bytes() -> int:
     """Resident memory of this process now."""
+    if not sys.platform.startswith("linux"):
+        return int(_memory_info().rss)
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_resident_bytes() -> int:
     """The most that this process ever had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if resource is None:
+        return int(_memory_info().peak_wset)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def minor_faults() -> int:
     """Of this process so far, all threads together."""
+    if resource is None:
+        return int(_memory_info().num_page_faults)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _memory_info() -> Any:
+    """What the system tells elsewhere than on Linux; its fields differ from system to system."""
+    import psutil
+
+    return psutil.Process().memory_info()
 
 
 @functools.cache

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.errors import MachineError, TrialError
+from flatout.file_locks import lock_now
 from flatout.script.isolation import cleanup
 
 PREFIX = "flatout-trials-"
@@ -30,6 +31,7 @@ MARK = "made-by-flatout"
 @contextlib.contextmanager
 def work_folder(parent: Path | None = None) -> Iterator[Path]:
     """A new folder below `parent`, by default on a disk rather than in memory, because trials may write checkpoints."""
+    require_linux()
     parent = parent or _parent()
     sweep(parent)
     folder, lock = _make(parent)
@@ -41,16 +43,52 @@ def work_folder(parent: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
+def require_linux() -> None:
+    """MachineError on other systems, before anything of the script's has run: trials are kept apart by Linux alone."""
+    if not sys.platform.startswith("linux"):
+        there = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        windows = "run it inside WSL 2 (wsl --install)"
+        raise MachineError(
+            f"scripts cannot be tried on {there}",
+            limit="a trial is kept from your files and the network by Linux namespaces; the library works here",
+            remedy=windows
+            if sys.platform == "win32"
+            else f"use Linux, in a virtual machine for example; on Windows {windows}",
+        )
+
+
 def sweep(parent: Path) -> list[Path]:
     """Remove what killed owners have left below `parent`; returns what was removed."""
     removed = []
-    with os.scandir(parent) as entries:
-        found = sorted(entry.path for entry in entries if entry.name.startswith((PREFIX, UNFINISHED)))
-    for path in found:
+    for path in _candidates(parent):
         with contextlib.suppress(OSError, TrialError):
-            if _remove_leftover(Path(path)):
-                removed.append(Path(path))
+            if remove_leftover(path):
+                removed.append(path)
     return removed
+
+
+def leftover_folders(parent: Path) -> list[Path]:
+    """What `sweep` would remove."""
+    found = []
+    for path in _candidates(parent):
+        with contextlib.suppress(OSError), _ours_and_free(path) as free:
+            if free:
+                found.append(path)
+    return found
+
+
+def remove_leftover(path: Path) -> bool:
+    """Remove one; False where it is not ours, has no mark, or its owner is alive. Raises OSError or TrialError."""
+    with _ours_and_free(path) as free:
+        if free:
+            cleanup(path, attempts=1)
+        return free
+
+
+def _candidates(parent: Path) -> list[Path]:
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        return sorted(Path(entry.path) for entry in entries if entry.name.startswith((PREFIX, UNFINISHED)))
+    return []
 
 
 def _parent() -> Path:
@@ -68,7 +106,7 @@ def _make(parent: Path) -> tuple[Path, int]:
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
         lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_now(lock)
         (unfinished / MARK).touch()
         folder = parent / (PREFIX + unfinished.name.removeprefix(UNFINISHED))
         unfinished.rename(folder)
@@ -82,14 +120,12 @@ def _make(parent: Path) -> tuple[Path, int]:
     return folder, lock
 
 
-def _remove_leftover(path: Path) -> bool:
+@contextlib.contextmanager
+def _ours_and_free(path: Path) -> Iterator[bool]:
+    """Whether it is a folder of this user's with our mark and no owner; its lock is held meanwhile."""
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if os.fstat(opened).st_uid != os.getuid() or not _is_marked(opened):
-            return False
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where its owner is alive
-        cleanup(path, attempts=1)
-        return True
+        yield os.fstat(opened).st_uid == os.getuid() and _is_marked(opened) and lock_now(opened)
     finally:
         os.close(opened)
 

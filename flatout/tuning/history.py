@@ -16,7 +16,6 @@ It decides what is tried first. What is left out because it cannot pay is left o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -31,6 +30,7 @@ from typing import Any
 
 from flatout import __version__, environment
 from flatout.errors import MachineError
+from flatout.file_locks import lock_now
 from flatout.levers.lever import Saving, times_as_fast
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -270,12 +270,11 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         while time.monotonic() < until:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
+                if lock_now(descriptor):
+                    break
             except OSError:
                 break
+            time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)

@@ -11,6 +11,7 @@ from flatout.errors import UsageError
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
+from flatout.script.work_folder import require_linux
 from flatout.train.step import TrainStep
 from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
 from flatout.tuning.step_tuning import StepTuning, tune_step
@@ -97,5 +98,6 @@ def tune(
         total_steps=steps,
         fit_bytes=None if fit is None else as_bytes(fit, "fit"),
     )
+    require_linux()
     target.check()
     return tune_script(request, machine_with_ceilings(say), say)

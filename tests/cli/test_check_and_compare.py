@@ -5,7 +5,7 @@ import pytest
 
 from flatout.cli.main import main
 from flatout.errors import UsageError
-from flatout.machine import measured_peaks
+from flatout.machine import detect, measured_peaks
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.description import Machine
 from flatout.report.document import document, write_document
@@ -89,3 +89,17 @@ def test_two_results_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert main(["compare", *slower]) == 0
     with pytest.raises(UsageError, match="No such file"):
         main(["compare", str(paths[0]), str(tmp_path / "absent.json")])
+
+
+def test_the_lines_that_install_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect", lambda: Machine.from_json(RECORDED))
+    assert main(["check", "--install", "pip", "--torch", "2.11.0", "--json"]) == 0
+    doc = json.loads(capsys.readouterr().out)
+    assert doc["flatout"]["document"] == "install"
+    assert main(["check", "--install", "pip", "--torch", "2.11.0"]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert commands == doc["lines"]
+    assert main(["check", "--install", "conda", "--torch", "1.0"]) == 1
+    assert capsys.readouterr().out.startswith("# torch 1.0: unknown, because ")
+    with pytest.raises(UsageError, match="--install pip"):
+        main(["check", "--torch", "2.11.0"])

@@ -66,7 +66,9 @@ def test_torch_too_old(cpu_machine: Machine, version: str, old: bool) -> None:
     assert [(f.name, f.severity) for f in found] == ([("torch_too_old", "unusable")] if old else [])
 
 
-@pytest.mark.parametrize(("driver_cuda", "index"), [("13.0", "cu130"), ("12.8", "cu126"), (None, "cu130")])
+@pytest.mark.parametrize(
+    ("driver_cuda", "index"), [("13.0", "cu130"), ("12.8", "cu126"), (None, "flatout check --install pip")]
+)
 def test_a_cpu_build_beside_a_gpu(gpu_machine: Machine, driver_cuda: str | None, index: str) -> None:
     found = only(with_versions(gpu_machine, cuda=None, driver_cuda=driver_cuda), WELL)
     assert found.name == "torch_for_cpu_only"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.machine_checks.facts import Facts
 from flatout.machine.description import Machine, major
+from flatout.machine.torch_builds import wheel_index
 
 _OLDEST_TORCH = (2, 11)
 # The oldest GPU generation for which the binaries of a CUDA major version still hold code (CUDA release notes).
@@ -49,14 +50,14 @@ def torch_for_cpu_only(machine: Machine, facts: Facts) -> Finding | None:
         title="torch is a build for the CPU only, beside a GPU",
         evidence=f"{machine.devices[0].name} is here, and torch {machine.versions.torch} cannot use it",
         remedy="install a build with CUDA",
-        next_command=f"pip install --force-reinstall torch --index-url {_index_for(machine.versions.driver_cuda)}",
+        next_command=_reinstall(machine),
     )
 
 
-def _index_for(driver_cuda: str | None) -> str:
-    """The newest wheels that this driver serves: any minor version within its major one will run."""
-    served = major(driver_cuda)
-    return f"https://download.pytorch.org/whl/{'cu130' if served is None or served >= 13 else 'cu126'}"
+def _reinstall(machine: Machine) -> str:
+    """The line that installs the build that fits; where the table does not know it, the command that says why."""
+    index = wheel_index(machine)
+    return f"pip install --force-reinstall torch --index-url {index}" if index else "flatout check --install pip"
 
 
 def driver_too_old(machine: Machine, facts: Facts) -> Finding | None:
@@ -70,7 +71,7 @@ def driver_too_old(machine: Machine, facts: Facts) -> Finding | None:
         title="the GPU driver is too old for this torch",
         evidence=f"driver {versions.driver} serves CUDA up to {versions.driver_cuda}, torch needs {versions.cuda}",
         remedy="upgrade the driver, or install a torch that was built for its CUDA",
-        next_command=f"pip install --force-reinstall torch --index-url {_index_for(versions.driver_cuda)}",
+        next_command=_reinstall(machine),
     )
 
 
@@ -86,7 +87,7 @@ def gpu_too_old(machine: Machine, facts: Facts) -> Finding | None:
         title=f"{old[0].name} is too old for this torch",
         evidence=f"compute capability {have}; builds with CUDA {machine.versions.cuda} start at {need}",
         remedy="install a torch that was built with an older CUDA",
-        next_command="pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+        next_command=_reinstall(machine),
     )
 
 

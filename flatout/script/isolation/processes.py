@@ -25,7 +25,7 @@ from . import kernel
 
 Mode = Literal["namespace", "reaper"]
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))  # Windows: one
 
 
 def split(mode: Mode, prepare: Callable[[Mode], None], renounce: Callable[[], None]) -> Mode:

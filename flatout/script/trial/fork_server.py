@@ -49,7 +49,8 @@ _shift: list[mmap.mmap] = []
 MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 5
 """Descriptors: stdin, stdout, stderr, then those for commands and answers."""
 POLL_SECONDS = 0.002
-KILLED = -signal.SIGKILL
+KILLED = -9
+"""SIGKILL, which Windows does not name."""
 
 
 class Forked:

@@ -12,17 +12,14 @@ with TrialProcess(setup) as trial:                    # one command, which holds
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import pty
 import select
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -391,6 +388,11 @@ class TrialProcess:
             return contextlib.nullcontext(piped)
         if self.setup.terminal_size is None or self.setup.stdin_file is not None:
             return open(self.setup.stdin_file or os.devnull, "rb")
+        # here, because Windows has none of them and can import this file all the same
+        import fcntl
+        import pty
+        import termios
+
         self._terminal, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *self.setup.terminal_size, 0, 0))
         os.write(self._terminal, ENDS_OF_INPUT)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flatout.script.leftovers import find_leftovers, remove_leftovers
+from flatout.script.work_folder import MARK, PREFIX, work_folder
+
+KERNEL = f"decoder-{'a' * 16}-{'0' * 16}.so"
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    (folder / "native").mkdir(parents=True)
+    (folder / "native" / KERNEL).write_bytes(b"x" * 1000)
+    (folder / "tunes.json").write_text("{}")
+    (folder / ".tunes-abc").write_text("half")
+    monkeypatch.setenv("FLATOUT_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    folder = tmp_path / "var-tmp"
+    folder.mkdir()
+    return folder
+
+
+def killed(parent: Path, name: str = "killed") -> Path:
+    folder = parent / (PREFIX + name)
+    folder.mkdir()
+    (folder / MARK).touch()
+    (folder / "layer").write_bytes(b"x" * 500)
+    return folder
+
+
+def names(found: object) -> list[str]:
+    return [Path(one.path).name for one in found]  # type: ignore[attr-defined]
+
+
+def test_all_that_flatout_made_is_found_with_its_size_and_removed(cache: Path, temporary: Path) -> None:
+    killed(temporary)
+    found = find_leftovers(temporary=[temporary])
+    assert names(found) == [".tunes-abc", "native", "tunes.json", f"{PREFIX}killed"]
+    assert [one.size_bytes for one in found] == [4, 1000, 2, 500]
+    cleaned = remove_leftovers(found)
+    assert cleaned.removed == tuple(found)
+    assert not cleaned.failed
+    assert not cache.exists()
+    assert list(temporary.iterdir()) == []
+    assert find_leftovers(temporary=[temporary]) == []
+
+
+def test_what_flatout_did_not_make_stays(cache: Path, temporary: Path) -> None:
+    (cache / "notes.txt").write_text("mine")
+    (cache / "ceilings").mkdir()
+    (cache / "ceilings" / "bedroom.jpg").write_text("mine")
+    (temporary / f"{PREFIX}unmarked").mkdir()
+    (temporary / "other").mkdir()
+    remove_leftovers(find_leftovers(temporary=[temporary]))
+    assert names_in(cache) == ["ceilings", "notes.txt"]
+    assert names_in(temporary) == [f"{PREFIX}unmarked", "other"]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_no_link_is_followed(cache: Path, temporary: Path, tmp_path: Path) -> None:
+    mine = killed(tmp_path, "elsewhere")
+    (cache / "inductor").symlink_to(mine)
+    (cache / "native" / f"decoder-{'b' * 16}").symlink_to(mine)
+    (temporary / f"{PREFIX}link").symlink_to(mine)
+    found = find_leftovers(temporary=[temporary])
+    assert f"{PREFIX}link" not in names(found)
+    assert sum(one.size_bytes for one in found) < 1500
+    remove_leftovers(found)
+    assert (mine / "layer").stat().st_size == 500
+    assert not cache.exists()
+
+
+def test_a_tune_that_runs_is_left_alone(cache: Path, temporary: Path) -> None:
+    with work_folder(temporary) as folder:
+        assert f"{PREFIX}killed" not in names(find_leftovers(temporary=[temporary]))
+        found = find_leftovers(temporary=[temporary])
+        assert folder.name not in names(found)
+        assert folder.exists()
+
+
+def test_what_came_to_life_meanwhile_is_left_alone(cache: Path, temporary: Path) -> None:
+    folder = killed(temporary)
+    found = find_leftovers(temporary=[temporary])
+    (folder / MARK).unlink()
+    cleaned = remove_leftovers(found)
+    assert [Path(one.path) for one, _ in cleaned.failed] == [folder]
+    assert (folder / "layer").exists()
+
+
+def test_what_belongs_to_another_user_stays(cache: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(temporary)
+    found = find_leftovers(temporary=[temporary])
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert find_leftovers(temporary=[temporary]) == []
+    assert remove_leftovers(found).removed == ()
+    assert (cache / "tunes.json").exists()
