@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from flatout.infer.exporting.export import export
     from flatout.infer.generation.token_generator import TokenGenerator, generate
     from flatout.infer.prediction.predict import predict
+    from flatout.kernels.linear_cross_entropy import linear_cross_entropy
     from flatout.machine.description import Machine
     from flatout.plan import Plan
+    from flatout.sizing.fit_to_memory import fit_to_memory
+    from flatout.sizing.forecasting import forecast
+    from flatout.sizing.largest_batch import largest_batch
     from flatout.sizing.step_curve import batch_curve
     from flatout.train.evaluate import evaluate
     from flatout.train.fit import fit
-    from flatout.train.fit_into import fit_into
-    from flatout.train.forecast import forecast
-    from flatout.train.largest_batch import largest_batch
     from flatout.train.loss import supervised
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
@@ -52,10 +53,11 @@ __all__ = [
     "evaluate",
     "export",
     "fit",
-    "fit_into",
+    "fit_to_memory",
     "forecast",
     "generate",
     "largest_batch",
+    "linear_cross_entropy",
     "predict",
     "restore",
     "supervised",
@@ -80,10 +82,11 @@ _HOMES = {
     "evaluate": "flatout.train.evaluate",
     "export": "flatout.infer.exporting.export",
     "fit": "flatout.train.fit",
-    "fit_into": "flatout.train.fit_into",
-    "forecast": "flatout.train.forecast",
+    "fit_to_memory": "flatout.sizing.fit_to_memory",
+    "forecast": "flatout.sizing.forecasting",
     "generate": "flatout.infer.generation.token_generator",
-    "largest_batch": "flatout.train.largest_batch",
+    "largest_batch": "flatout.sizing.largest_batch",
+    "linear_cross_entropy": "flatout.kernels.linear_cross_entropy",
     "predict": "flatout.infer.prediction.predict",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",

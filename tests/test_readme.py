@@ -86,8 +86,8 @@ def test_a_planted_command_is_judged(command: str, expected: str) -> None:
 
 def test_the_librarys_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatout.train.fit_into.TIMED_SECONDS", 0.0)  # which is the fastest does not matter here
-    monkeypatch.setattr("flatout.train.fit_into.ROUNDS", 1)
+    monkeypatch.setattr("flatout.sizing.fit_to_memory.TIMED_SECONDS", 0.0)  # which is the fastest does not matter here
+    monkeypatch.setattr("flatout.sizing.fit_to_memory.ROUNDS", 1)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     names: dict[str, Any] = {}  # a later block goes on from those before

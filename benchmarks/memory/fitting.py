@@ -46,11 +46,11 @@ from flatout.models import (
     TransformerLM,
 )
 from flatout.statistics import median
-from flatout.train.fit_into import fit_into
-from flatout.train.largest_batch import state_kept
+from flatout.sizing.fit_to_memory import fit_to_memory
+from flatout.sizing.largest_batch import state_kept
 from flatout.train.loss import LanguageModelLoss
 from flatout.train.measures import CHUNKED, contradict, measures_of
-from flatout.train.target import find_target
+from flatout.sizing.target import find_target
 from flatout.train.training import Training
 
 STEPS_AFTERWARDS = 200

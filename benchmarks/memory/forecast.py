@@ -144,7 +144,7 @@ def _forecast(case: Case, size: int) -> dict[str, Any]:
     model = case.subject.make()
     optimizer = case.optimizer_of(model)
     example = case.subject.batch(case.subject.sizes[0])
-    found = forecast(model, optimizer, case.subject.loss_fn, example, case.plan(), batch_size=size)
+    found = forecast(flatout.TrainStep(model, optimizer, case.subject.loss_fn, case.plan()), example, batch_size=size)
     return {name: value for name, value in found.to_json().items() if name not in ("largest", "line")}
 
 

@@ -257,7 +257,7 @@ class StepTrial:
                     closing.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
                 original = self._trials.step
                 plan = replace_choices(original.plan, [*self._from_start, *choices])
-                step = original.with_plan(plan, model, optimizer, timed("forward", loss_fn) if timed else loss_fn)
+                step = original.for_copies(plan, model, optimizer, timed("forward", loss_fn) if timed else loss_fn)
                 closing.callback(step.close)
                 if timed is not None:
                     optimizer.step = timed("optimizer", optimizer.step)
