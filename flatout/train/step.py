@@ -85,7 +85,7 @@ class TrainStep:
         """Parts that a batch is split into; more than the plan says once a batch did not fit."""
         self._given_weigh = weigh
         self._weigh: Weigh = weigh or getattr(loss_fn, "weigh", None) or batch_length
-        self._subject = Subject()
+        self._subject = Subject(any_model=False)
         self._subject.modules.add(model)
         self._subject.optimizers.add(optimizer)
         self._applied = Applied(self._subject)

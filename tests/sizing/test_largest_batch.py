@@ -15,8 +15,8 @@ from flatout.errors import MachineError, UsageError
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
 from flatout.sizing.largest_batch import largest_batch
-from flatout.train.step import TrainStep
 from flatout.sizing.target import find_target
+from flatout.train.step import TrainStep
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
 BATCH = (torch.randn(4, 1, 8, 8), torch.randint(0, 10, (4,)))

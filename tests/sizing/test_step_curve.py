@@ -17,8 +17,8 @@ import flatout
 from flatout.data.nested import repeat_batch
 from flatout.errors import FlatoutError, MachineError, UsageError
 from flatout.sizing.curve import BatchCurve
-from flatout.sizing.step_curve import batch_curve
 from flatout.sizing.largest_batch import largest_batch
+from flatout.sizing.step_curve import batch_curve
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
