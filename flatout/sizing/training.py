@@ -94,7 +94,9 @@ class Training:
         """
         import torch
 
-        kept = list(self.held())
+        from flatout.memory.tracking import plain_tensors
+
+        kept = [inner for one in self.held() for inner in plain_tensors(one)]
         copies = [one.detach().to("cpu", copy=True) for one in kept]
         try:
             with generators_kept():
