@@ -16,6 +16,7 @@ import torch
 from flatout.data.nested import map_tensors, slice_batch
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
+from flatout.levers.low_bit import copied_codes
 from flatout.memory.extension import Sizes, extended
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Timeline
@@ -100,7 +101,9 @@ class RealSteps:
 
 def _real_steps(training: Training, size: int, workspace_of: WorkspaceOf | None) -> RealSteps:
     counter = _AllocatorPeak(next(training.model.parameters()).device) if training.device_type == "cuda" else None
-    model, optimizer, loss_fn = copy.deepcopy((training.model, training.optimizer, training.loss_fn))
+    model, optimizer, loss_fn = copy.deepcopy(
+        (training.model, training.optimizer, training.loss_fn), copied_codes(training.optimizer)
+    )
     join_recurrent_weights(model)
     never_captured(optimizer)
     batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds it all

@@ -166,6 +166,27 @@ def test_moments_in_8_bits_keep_their_codes(question: str) -> None:
     check(Plan(optimizer_state="8bit"), question)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.usefixtures("uncompiled_torchao", "few_rounds")
+def test_copies_of_moments_in_8_bits_can_be_trained() -> None:
+    step = made(Plan(optimizer_state="8bit"))
+    batch = torch.randn(24, 64), torch.randint(0, 5, (24,))
+    step(batch)
+    before = result(step)
+    found = flatout.batch_curve(step, batch, at_least=24, at_most=24, seconds=600, progress=quiet)
+    assert found.points[0].peak_bytes
+    whole = step.loss_fn
+
+    def by_value(model: Any, batch: Any) -> Any:
+        loss = whole(model, batch)
+        return loss * 2 if loss > 1e9 else loss
+
+    step.loss_fn = by_value
+    assert flatout.forecast(step, batch).method.startswith("real steps")
+    assert all(torch.equal(a, b) for a, b in zip(result(step), before, strict=True))
+    step.close()
+
+
 @pytest.mark.parametrize(
     "plan",
     [
