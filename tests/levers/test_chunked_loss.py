@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flatout import Plan, TrainStep
 from flatout.errors import ScriptError
 from flatout.levers import chunked_loss
 from flatout.levers.chunked_loss import ChunkedLoss, widest_output
@@ -98,10 +99,20 @@ def log_softmax_first(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.nll_loss(model(x).log_softmax(-1).transpose(1, 2), y, ignore_index=3)
 
 
+def the_first_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    scores = model(x)[..., : V - 1].flatten(0, -2).float()  # a head that is padded
+    return functional.cross_entropy(scores, y.view(-1).clamp(max=V - 2), label_smoothing=0.1)
+
+
+def the_first_classes_twice(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    scores = model(x)[:, :, 0 : V - 1][:, 1:].transpose(1, 2).transpose(1, 2)[..., : V - 2]
+    return functional.cross_entropy(scores.reshape(-1, V - 2), y[:, 1:].reshape(-1).clamp(max=V - 3))
+
+
 FUSED = [
     log_softmax, log_softmax_first,
     nanogpt, hugging_face, classes_in_the_middle, tied, by_product, masked, last_position, one_by_one, permuted,
-    a_single_row,
+    a_single_row, the_first_classes, the_first_classes_twice,
 ]  # fmt: skip
 
 
@@ -176,8 +187,8 @@ def checkpointed_and_saved(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(wide.transpose(1, 2), y)
 
 
-def a_part_of_the_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(model(x)[..., : V - 1].reshape(-1, V - 1), y.view(-1).clamp(max=V - 2))
+def the_last_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x)[..., 1:].reshape(-1, V - 1), y.view(-1).clamp(max=V - 2))
 
 
 def classes_in_another_order(model: Model, x: Tensor, y: Tensor) -> Tensor:
@@ -208,7 +219,7 @@ def normalised_through_a_function(model: Model, x: Tensor, y: Tensor) -> Tensor:
 FORMED = [
     likelihoods_of_its_own, normalised_twice, not_normalised, over_positions, normalised_through_a_function,
     temperature, class_weights, unreduced, probabilities, changed_in_place, regularised, through_a_function_of_its_own,
-    through_another, checkpointed, checkpointed_and_saved, a_part_of_the_classes, classes_in_another_order,
+    through_another, checkpointed, checkpointed_and_saved, the_last_classes, classes_in_another_order,
 ]  # fmt: skip
 
 
@@ -465,6 +476,31 @@ def test_nothing_is_held_after_the_step(subject: Subject) -> None:
     del scores, loss
     gc.enable()
     assert (source(), hidden()) == (None, None)
+
+
+def test_each_step_has_its_own_models_scores() -> None:
+    """The levers of several steps are on at once; what one learns of its model's layers is not told to another."""
+    models = [Model(), Model()]
+    steps = [
+        TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            lambda model, batch, loss=loss: loss(model, *batch),  # type: ignore[misc]
+            Plan(loss="chunked"),
+        )
+        for model, loss in zip(models, (temperature, nanogpt), strict=True)
+    ]
+    for _ in range(3):
+        for step in steps:
+            step(batch())
+    assert "are used by" in steps[0].rolled_back[0][1]
+    assert steps[1].rolled_back == []
+    other = Model()
+    assert type(other(batch()[0])) is Tensor  # nobody's plan says anything of this one
+    assert type(models[1](batch()[0])) is LazyScores
+    for step in steps:
+        step.close()
+    assert functional.linear is torch._C._nn.linear
 
 
 def test_the_widest_layer() -> None:

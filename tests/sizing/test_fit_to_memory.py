@@ -210,3 +210,40 @@ def test_activations_may_wait_on_the_host_of_a_gpu() -> None:
     assert unknown.plan.activation_offload
     assert "time unknown" in str(unknown)
     assert any("no rate between GH200" in line for line in unknown.left_out)
+
+
+def test_a_wide_last_layer_gets_the_chunked_loss_and_the_step_goes_on_with_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2048, 16), nn.Tanh(), nn.Linear(16, 2048))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS)
+    batch = torch.randint(0, 2048, (64, 16)), torch.randint(0, 2048, (64, 16))
+    budget = int(0.8 * flatout.forecast(step, batch).peak_bytes)
+    words: dict[str, Any] = {"exactness": "rounding", "progress": lambda line: None}
+    own = step.with_plan(Plan(micro_batches=1, optimizer_in_backward=False))
+    found = fit_to_memory(budget, own, batch, **words)
+    assert found.plan.loss == "chunked"
+    expected = float(LOSS(model, batch).detach())
+    own = own.with_plan(found.plan)
+    run = LimitedRun("cpu", found.limit_bytes)
+    with run:
+        run.hold([*model.parameters(), *batch])
+        losses = [float(own(batch)) for _ in range(2)]
+    assert losses[0] == pytest.approx(expected)
+    assert own.rolled_back == []
+    own.close()
+
+
+def test_a_loss_that_looks_at_its_scores_is_not_offered_the_chunked_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2048, 16), nn.Tanh(), nn.Linear(16, 2048))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1) / 0.7, batch[1].flatten())
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    batch = torch.randint(0, 2048, (64, 16)), torch.randint(0, 2048, (64, 16))
+    budget = int(0.8 * flatout.forecast(step, batch).peak_bytes)
+    found = fit_to_memory(budget, step, batch, exactness="rounding", progress=lambda line: None)
+    assert found.plan.loss is None
+    assert any(line.startswith("loss chunked: ") and "are used by" in line for line in found.left_out)
+    step.close()
