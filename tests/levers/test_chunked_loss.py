@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flatout import Plan, TrainStep
 from flatout.errors import ScriptError
 from flatout.levers import chunked_loss
 from flatout.levers.chunked_loss import ChunkedLoss, widest_output
@@ -476,31 +475,6 @@ def test_nothing_is_held_after_the_step(subject: Subject) -> None:
     del scores, loss
     gc.enable()
     assert (source(), hidden()) == (None, None)
-
-
-def test_each_step_has_its_own_models_scores() -> None:
-    """The levers of several steps are on at once; what one learns of its model's layers is not told to another."""
-    models = [Model(), Model()]
-    steps = [
-        TrainStep(
-            model,
-            torch.optim.SGD(model.parameters(), 0.1),
-            lambda model, batch, loss=loss: loss(model, *batch),  # type: ignore[misc]
-            Plan(loss="chunked"),
-        )
-        for model, loss in zip(models, (temperature, nanogpt), strict=True)
-    ]
-    for _ in range(3):
-        for step in steps:
-            step(batch())
-    assert "are used by" in steps[0].rolled_back[0][1]
-    assert steps[1].rolled_back == []
-    other = Model()
-    assert type(other(batch()[0])) is Tensor  # nobody's plan says anything of this one
-    assert type(models[1](batch()[0])) is LazyScores
-    for step in steps:
-        step.close()
-    assert functional.linear is torch._C._nn.linear
 
 
 def test_the_widest_layer() -> None:
