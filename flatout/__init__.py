@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from flatout.infer.exporting.export import export
     from flatout.infer.generation.token_generator import TokenGenerator, generate
     from flatout.infer.prediction.predict import predict
+    from flatout.kernels.linear_cross_entropy import linear_cross_entropy
     from flatout.machine.description import Machine
     from flatout.plan import Plan
+    from flatout.sizing.fit_to_memory import fit_to_memory
+    from flatout.sizing.forecasting import forecast
+    from flatout.sizing.largest_batch import largest_batch
     from flatout.sizing.step_curve import batch_curve
     from flatout.train.evaluate import evaluate
     from flatout.train.fit import fit
-    from flatout.train.fit_into import fit_into
-    from flatout.train.forecast import forecast
     from flatout.train.global_metrics import over_all
-    from flatout.train.largest_batch import largest_batch
     from flatout.train.loggers import CSVLog, TensorBoardLog
     from flatout.train.loss import supervised
     from flatout.train.patience import Patience
@@ -58,10 +59,11 @@ __all__ = [
     "evaluate",
     "export",
     "fit",
-    "fit_into",
+    "fit_to_memory",
     "forecast",
     "generate",
     "largest_batch",
+    "linear_cross_entropy",
     "over_all",
     "predict",
     "restore",
@@ -90,11 +92,12 @@ _HOMES = {
     "evaluate": "flatout.train.evaluate",
     "export": "flatout.infer.exporting.export",
     "fit": "flatout.train.fit",
-    "fit_into": "flatout.train.fit_into",
-    "forecast": "flatout.train.forecast",
+    "fit_to_memory": "flatout.sizing.fit_to_memory",
+    "forecast": "flatout.sizing.forecasting",
     "generate": "flatout.infer.generation.token_generator",
-    "largest_batch": "flatout.train.largest_batch",
     "over_all": "flatout.train.global_metrics",
+    "largest_batch": "flatout.sizing.largest_batch",
+    "linear_cross_entropy": "flatout.kernels.linear_cross_entropy",
     "predict": "flatout.infer.prediction.predict",
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",

@@ -4,8 +4,8 @@
         "dtype of autocast regions", scopes=("script", "step"), exactness="reduced", levers=("autocast:Autocast",)
     )
 
-A choice is declared once, as a field of `Choices`. Plan's checks, the searches, `fit_into`, forecasts and what takes
-a plan (TrainStep, batches, predict, generate, flatout run) read the rest from here.
+A choice is declared once, as a field of `Choices`. Plan's checks, the searches, `fit_to_memory`, forecasts and what
+takes a plan (TrainStep, batches, predict, generate, flatout run) read the rest from here.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from flatout.tracebacks import leave_no_frame
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """`owner.name` is `make(original)` until the context ends.
 
-    What somebody else has put over it by then stays, and calls the original.
+    What somebody else has put over it by then stays, and calls the original; where that was one of these contexts, it
+    takes ours away with its own.
     """
     inherited = name not in vars(owner)
-    original = getattr(owner, name)
+    original = _still_on(getattr(owner, name))
     other, on = make(original), True
 
     @functools.wraps(original)
@@ -34,8 +35,18 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
     finally:
         on = False
         if getattr(owner, name) is not standing_in:
-            pass
+            vars(standing_in)[_ENDED] = original
         elif inherited:
             delattr(owner, name)
         else:
-            setattr(owner, name, original)
+            setattr(owner, name, _still_on(original))
+
+
+_ENDED = "_flatout_ended_original"
+
+
+def _still_on(function: Any) -> Any:
+    """`function`, or what is below it where its context ended while another function stood over it."""
+    while _ENDED in getattr(function, "__dict__", {}):
+        function = vars(function)[_ENDED]
+    return function

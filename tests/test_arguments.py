@@ -17,6 +17,7 @@ from flatout.arguments import described
 from flatout.errors import FlatoutError
 
 X, Y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
+W = torch.zeros(3, 4)
 MODEL = nn.Linear(4, 3)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -63,9 +64,9 @@ def step(**given: Any) -> Any:
     return flatout.TrainStep(**({"model": MODEL, "optimizer": OPTIMIZER, "loss_fn": LOSS} | given))
 
 
-def of_training(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_a_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(**given: Any) -> Any:
-        return function(**({"model": MODEL, "optimizer": OPTIMIZER, "loss_fn": LOSS, "example_batch": (X, Y)} | given))
+        return function(**({"step": step(), "batch": (X, Y)} | given))
 
     return call
 
@@ -79,13 +80,15 @@ def evaluate(**given: Any) -> Any:
     return flatout.evaluate(**({"step_or_model": MODEL, "data": [(X, Y)], "metrics": LOSS.metrics} | given))
 
 
-def with_budget(**given: Any) -> Any:
-    return of_training(lambda **all_: flatout.fit_into(**({"budget": 2**30} | all_)))(**given)
+def fit_to_memory(**given: Any) -> Any:
+    return flatout.fit_to_memory(**({"limit": 2**30, "step": step(), "batch": (X, Y)} | given))
 
 
 TRAINING = {"model": MODELS, "optimizer": OPTIMIZERS, "loss_fn": LOSSES, "plan": PLANS}
-ON_AN_EXAMPLE = {**TRAINING, "example_batch": EXAMPLES}
 SOURCES: Wrong = {"text": "data", "None": None, "number": 3, "empty": [], "differing": (X, Y[:3])}
+STEPS: Wrong = {"model": MODEL, "None": None, "class": flatout.TrainStep}
+ON_A_BATCH = {"step": STEPS, "batch": EXAMPLES}
+LIMITS: Wrong = {"model": MODEL, "-1": -1, "0": 0, "text": "lots"}
 DATA: Wrong = {
     "None": None,
     "text": "data.npz",
@@ -148,16 +151,15 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         },
     ),
     "batch_curve": (
-        lambda **given: flatout.batch_curve(**({"step": step(), "batch": (X, Y)} | given)),
+        on_a_batch(flatout.batch_curve),
         {
-            "step": {"model": MODEL, "None": None, "class": flatout.TrainStep},
-            "batch": EXAMPLES,
+            **ON_A_BATCH,
             "at_least": {"0": 0, "float": 1.5},
             "at_most": {"0": 0, "text": "4"},
             "factor": {"1": 1.0, "text": "2"},
             "share": {"0": 0, "2": 2, "text": "most"},
-            "limit_bytes": {"0": 0, "text": "lots"},
-            "budget_seconds": {"0": 0, "text": "5"},
+            "limit": LIMITS,
+            "seconds": {"0": 0, "text": "5"},
         },
     ),
     "batches": (
@@ -226,13 +228,37 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "loggers": {"number": 3, "one": flatout.CSVLog("log.csv"), "class": [flatout.CSVLog]},
         },
     ),
-    "fit_into": (with_budget, {**ON_AN_EXAMPLE, "budget": {"model": MODEL, "-1": -1, "text": "lots"}}),
-    "forecast": (of_training(flatout.forecast), {**ON_AN_EXAMPLE, "batch_size": {"0": 0, "text": "4"}}),
+    "fit_to_memory": (
+        fit_to_memory,
+        {
+            **ON_A_BATCH,
+            "limit": LIMITS,
+            "exactness": {"unknown": "exact"},
+            "batch_size": {"0": 0},
+            "device": {"no such kind": "gpu", "a number": 1.5},
+        },
+    ),
+    "forecast": (on_a_batch(flatout.forecast), {**ON_A_BATCH, "batch_size": {"0": 0, "text": "4"}}),
     "generate": (
         lambda **given: flatout.generate(**({"model": GPT, "prompts": [[1, 2]]} | given)),
         {"model": MODELS, "plan": PLANS, "prompts": {"None": None, "text": "no tokenizer"}},
     ),
-    "largest_batch": (of_training(flatout.largest_batch), {**ON_AN_EXAMPLE, "limit_bytes": {"text": "lots", "0": 0}}),
+    "largest_batch": (
+        on_a_batch(flatout.largest_batch),
+        {**ON_A_BATCH, "limit": LIMITS, "at_most": {"0": 0, "text": "4"}, "multiple_of": {"0": 0, "None": None}},
+    ),
+    "linear_cross_entropy": (
+        lambda **given: flatout.linear_cross_entropy(**({"hidden": X, "weight": W, "targets": Y} | given)),
+        {
+            "hidden": {"None": None, "another width": torch.zeros(8, 5)},
+            "weight": {"None": None, "one row": torch.zeros(4)},
+            "targets": {"None": None, "floats": X[:, 0], "too few": Y[:3], "no class": Y + 3},
+            "bias": {"another size": torch.zeros(5), "number": 1.0},
+            "reduction": {"none": "none"},
+            "label_smoothing": {"2": 2.0, "text": "much"},
+            "chunk_bytes": {"0": 0, "text": "1 MiB"},
+        },
+    ),
     "over_all": (flatout.over_all, {"metric": {"None": None, "text": "f1", "class": nn.MSELoss}}),
     "predict": (
         lambda **given: flatout.predict(**({"model": MODEL, "inputs": X} | given)),

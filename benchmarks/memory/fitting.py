@@ -1,4 +1,4 @@
-"""`python -m benchmarks.memory.fitting`: are the answers of `largest_batch` and `fit_into` those of trying everything?
+"""`python -m benchmarks.memory.fitting`: do `largest_batch` and `fit_to_memory` find what trying all finds?
 
 largest  ten cases under an artificial limit. The exhaustive answer: sizes run for real, one by one from below, until
          one passes the limit. Then 200 steps of the answer with the longest inputs, under the same limit.
@@ -26,7 +26,6 @@ from torch import nn
 import flatout
 from flatout import Plan, TrainStep, largest_batch
 from flatout.data.nested import repeat_batch
-from flatout.generators import generators_kept
 from flatout.machine.detect import detect
 from flatout.memory.real_run import LimitedRun
 from flatout.models import (
@@ -45,13 +44,12 @@ from flatout.models import (
     TransformerConfig,
     TransformerLM,
 )
+from flatout.sizing.fit_to_memory import fit_to_memory
+from flatout.sizing.measures import contradict, measures_of
+from flatout.sizing.target import find_target
+from flatout.sizing.training import Training
 from flatout.statistics import median
-from flatout.train.fit_into import fit_into
-from flatout.train.largest_batch import state_kept
 from flatout.train.loss import LanguageModelLoss
-from flatout.train.measures import CHUNKED, contradict, measures_of
-from flatout.train.target import find_target
-from flatout.train.training import Training
 
 STEPS_AFTERWARDS = 200
 BUDGET_SHARE = 0.6
@@ -93,7 +91,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _largest(name: str, case: Case, limit: int) -> dict[str, Any]:
     began = time.perf_counter()
-    answer = largest_batch(*case(), limit_bytes=limit, progress=lambda line: None)
+    model, optimizer, loss_fn, batch = case()
+    answer = largest_batch(TrainStep(model, optimizer, loss_fn), batch, limit=limit, progress=lambda line: None)
     seconds = time.perf_counter() - began
     exhaustive = 0
     for size in itertools.count(1):
@@ -153,7 +152,7 @@ def _failures_afterwards(case: Case, size: int, limit: int) -> int:
     return failures
 
 
-# fit_into
+# fit_to_memory
 
 
 def _into(name: str, case: Case) -> dict[str, Any]:
@@ -162,17 +161,16 @@ def _into(name: str, case: Case) -> dict[str, Any]:
     assert plain is not None
     budget = int(BUDGET_SHARE * plain)
     began = time.perf_counter()
-    answer = fit_into(budget, model, optimizer, loss_fn, batch, progress=lambda line: None)
+    step = TrainStep(model, optimizer, loss_fn)
+    answer = fit_to_memory(budget, step, batch, progress=lambda line: None)
     seconds = time.perf_counter() - began
-    kinds = measures_of(
-        Training.of(model, optimizer, loss_fn, batch, None), find_target(None, model), len(batch[0]), "reduced"
-    )
+    kinds = measures_of(Training.of(step, batch), find_target(None, model), len(batch[0]), "reduced")
     fitting = []
     for parts in itertools.product(*([{}, *kind] for kind in kinds)):
         choices = {key: value for part in parts for key, value in part.items()}
-        if not contradict(choices) and _fits(case, choices, budget):
+        if not contradict(choices, Plan()) and _fits(case, choices, budget):
             fitting.append(choices)
-    chosen = answer.plan.choices() | ({CHUNKED: answer.loss_fn.chunk_bytes} if answer.loss_fn is not loss_fn else {})
+    chosen = answer.plan.choices()
     screened = _by_turns(case, fitting, rounds=1, steps=1)
     near = [index for index, took in enumerate(screened) if took <= SCREEN * min(screened) or fitting[index] == chosen]
     fitting_near = [fitting[index] for index in near]
@@ -206,34 +204,27 @@ def _into(name: str, case: Case) -> dict[str, Any]:
     return row
 
 
-def _with(choices: dict[str, Any], loss_fn: Any) -> tuple[Plan, Any]:
+def _plan(choices: dict[str, Any]) -> Plan:
     plan = Plan()
     for key, value in choices.items():
-        if key == CHUNKED:
-            loss_fn = loss_fn.chunked(value)
-        else:
-            plan = plan.with_choice(key, value, "")
-    return plan, loss_fn
+        plan = plan.with_choice(key, value, "")
+    return plan
 
 
 def _fits(case: Case, choices: dict[str, Any], budget: int) -> bool:
-    def with_loss() -> tuple[nn.Module, Any, Any, Any]:
-        model, optimizer, loss_fn, batch = case()
-        return model, optimizer, _with(choices, loss_fn)[1], batch
-
-    peak = _peak(with_loss, _with(choices, case()[2])[0], None, 1 << 50)
+    peak = _peak(case, _plan(choices), None, 1 << 50)
     return peak is not None and peak <= budget
 
 
 def _by_turns(case: Case, all_choices: list[dict[str, Any]], *, rounds: int, steps: int) -> list[float]:
     """Median seconds of a step of each combination, in interleaved rounds."""
     model, optimizer, loss_fn, batch = case()
+    training = Training.of(TrainStep(model, optimizer, loss_fn), batch)
     taken: list[list[float]] = [[] for _ in all_choices]
     for _ in range(rounds):
         for index, choices in enumerate(all_choices):
-            plan, loss = _with(choices, loss_fn)
-            with state_kept(model, optimizer), generators_kept():
-                step = TrainStep(model, optimizer, loss, plan)
+            with training.under(_plan(choices)).on_same_memory() as own:
+                step = own.make_step()
                 step(batch)
                 began = time.perf_counter()
                 for _ in range(steps):

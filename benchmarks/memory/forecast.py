@@ -27,7 +27,7 @@ from benchmarks.memory.cases_library import library_cases
 from benchmarks.memory.cases_plain import plain_cases
 from benchmarks.memory.peers import OF_THE_MODEL, PEERS
 from benchmarks.memory.truth import measured_peak_bytes
-from flatout import forecast
+from flatout import TrainStep, forecast
 from flatout.machine.detect import detect
 from flatout.statistics import median
 from flatout.units import format_bytes
@@ -144,7 +144,7 @@ def _forecast(case: Case, size: int) -> dict[str, Any]:
     model = case.subject.make()
     optimizer = case.optimizer_of(model)
     example = case.subject.batch(case.subject.sizes[0])
-    found = forecast(model, optimizer, case.subject.loss_fn, example, case.plan(), batch_size=size)
+    found = forecast(TrainStep(model, optimizer, case.subject.loss_fn, case.plan()), example, batch_size=size)
     return {name: value for name, value in found.to_json().items() if name not in ("largest", "line")}
 
 

@@ -39,5 +39,7 @@ def forecast_for_cuda(case: Case, batch_size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, example = case.subject.make().cuda(), to_device(case.subject.batch(case.subject.sizes[0]), "cuda")
     optimizer = case.optimizer_of(model)
-    found = forecast(model, optimizer, case.subject.loss_fn, example, case.plan(), batch_size=batch_size, device="cuda")
+    found = forecast(
+        TrainStep(model, optimizer, case.subject.loss_fn, case.plan()), example, batch_size=batch_size, device="cuda"
+    )
     return {name: value for name, value in found.to_json().items() if name not in ("largest", "line")}

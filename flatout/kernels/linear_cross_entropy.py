@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flatout.arguments import wrong
 from flatout.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
@@ -34,12 +35,24 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """The cross-entropy of `targets` under softmax(hidden @ weight^T + bias), a scalar in fp32 (or fp64).
+    """cross_entropy(hidden @ weight^T + bias, targets) without holding the scores; a scalar in fp32 (fp64 for fp64).
 
-    hidden: [..., features]; weight: [classes, features]; targets: [...], class indices or `ignore_index`; bias:
-    [classes]. chunk_bytes: of scores that are held at once. Under autocast the products are in its dtype. The gradient
-    of the gradient is not defined. Raises UsageError where shapes do not belong together and, on the CPU, for a target
-    that is no class; on CUDA, where looking would wait for the device, that is torch's assertion.
+    hidden: [..., features], what the last layer reads; weight: [classes, features] and bias: [classes], of that layer;
+    targets: int64 [...], class indices. `ignore_index`, `label_smoothing` and `reduction` are those of
+    `torch.nn.functional.cross_entropy`: ignored targets count neither in the sum nor in the mean, and a mean over none
+    is NaN, with gradients of zero.
+
+    Scores are held for `chunk_bytes` at a time, in fp32 (at least one row), and forgotten. For the backward pass only
+    the gradients are kept, which are computed with the loss: as large as hidden, weight and bias. The result is
+    torch's but for the order of summation. Under autocast the products are in its dtype, the rest is in fp32. It
+    cannot be differentiated twice.
+
+        loss = flatout.linear_cross_entropy(hidden, model.head.weight, targets, model.head.bias)
+
+    `Plan(loss="chunked")` has TrainStep and `flatout run` do the same to a model and a loss as they are written.
+
+    Raises UsageError where shapes do not belong together and, on the CPU, for a target that is no class; on CUDA,
+    where looking would wait for the device, that is torch's assertion.
     """
     _check(hidden, weight, targets, bias, reduction)
     _check_numbers(label_smoothing, chunk_bytes)
@@ -170,7 +183,10 @@ def _explain_targets(terms: _Terms, error: Exception) -> None:
         ) from error
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str) -> None:
+def _check(hidden: Any, weight: Any, targets: Any, bias: Any, reduction: str) -> None:
+    for name, value in {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}.items():
+        if not isinstance(value, Tensor) and not (name == "bias" and value is None):
+            raise wrong(name, value, "it is a torch.Tensor")
     if weight.dim() != 2 or not len(weight) or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise UsageError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}",
@@ -188,7 +204,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
 
 
 def _check_numbers(label_smoothing: float, chunk_bytes: int) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise UsageError(f"label_smoothing is {label_smoothing}", limit="it is from 0 to 1")
+    number = isinstance(label_smoothing, int | float)
+    if not number or not 0 <= label_smoothing <= 1:
+        raise UsageError(f"label_smoothing is {label_smoothing!r}", limit="it is a number from 0 to 1")
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise UsageError(f"chunk_bytes is {chunk_bytes!r}", limit="it must be a whole number of at least 1")

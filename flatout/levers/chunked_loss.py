@@ -5,6 +5,9 @@ computed chunk by chunk from the layer's own input (`kernels/linear_cross_entrop
 with them, they are computed then. A layer for which that is the rule (a wide hidden layer, scores that are divided by
 a temperature, an accuracy every step) is left as it is from then on.
 
+This is the one way by which a plan, `fit_to_memory`, our models, a user's model and an unmodified script get this
+loss. Inside code that torch.compile made it does nothing; there `flatout.linear_cross_entropy` is called by hand.
+
 It saves memory and seldom time. So a search keeps it where it is faster, or where memory is short, or where a plan
 written by hand asks for it.
 """
@@ -56,7 +59,7 @@ class ChunkedLoss(Lever):
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        layers = _Layers(lambda why: subject.note_incident(self.name, why))
+        layers = _Layers(subject, lambda why: subject.note_incident(self.name, why))
         with layers.in_place(), subject.optimizers.each(layers.watch_optimizer):
             yield
 
@@ -89,8 +92,8 @@ class _Layer:
 class _Layers:
     """The wide linear layers that are called while the lever is on."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, subject: Subject, tell: Callable[[str], None]) -> None:
+        self._subject, self._tell = subject, tell
         self._known: dict[int, _Layer] = {}
         self._uses: list[str] = []
         self._judged = False
@@ -103,6 +106,10 @@ class _Layers:
         """Stand in for torch's linear layer and for the product with a matrix of weights."""
         import torch
         from torch.nn import functional
+
+        from flatout.levers import lazy_scores  # before torch's functions are replaced: it keeps the originals
+
+        self._is_plain = lazy_scores.is_plain
 
         def put_in() -> None:
             stack.enter_context(replaced(functional, "linear", self._linear))
@@ -165,12 +172,20 @@ class _Layers:
     def _lazy(self, input: Any, weight: Any, bias: Any, key: Any) -> Any:
         from flatout.levers.lazy_scores import lazy_linear
 
+        scores = lazy_linear(input, weight, bias, self._layer(key), self)
+        self._open.add(scores.place.source)
+        return scores
+
+    def _layer(self, key: Any) -> _Layer:
+        """Those of another TrainStep's model are given up from the start: two steps take turns, each with its own."""
         layer = self._known.get(id(key))
         if layer is None or layer.weight() is not key:
             layer = self._known[id(key)] = _Layer(key)
-        scores = lazy_linear(input, weight, bias, layer, self)
-        self._open.add(scores.place.source)
-        return scores
+            layer.given_up = not (self._subject.any_model or self._is_ours(key))
+        return layer
+
+    def _is_ours(self, key: Any) -> bool:
+        return any(key is one for module in self._subject.modules for one in module.parameters())
 
     def _worth(self, input: Any, weight: Any, key: Any) -> bool:
         """May this call be put off? Asked of every linear layer: the cheapest questions come first."""
@@ -180,11 +195,11 @@ class _Layers:
             self.busy
             or weight is None
             or weight.ndim != 2
-            or type(input) is not torch.Tensor
+            or not self._is_plain(input)
             or not weight.is_floating_point()
         ):
             return False
-        if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        if not self._is_plain(weight):
             return False
         if key is None:
             return weight.is_leaf and weight.requires_grad and max(weight.shape) >= LEAST_CLASSES
@@ -193,8 +208,7 @@ class _Layers:
             return False
         if input.numel() // max(1, features) * classes * input.element_size() < LEAST_SCORES_BYTES:
             return False
-        layer = self._known.get(id(key))
-        if layer is not None and layer.given_up and layer.weight() is key:
+        if self._layer(key).given_up:
             return False
         kind = input.device.type
         fitting = input.dtype == weight.dtype or torch.is_autocast_enabled(kind)

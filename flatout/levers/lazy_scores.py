@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from flatout.errors import ScriptError, UsageError
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 from flatout.levers.score_moves import MOVING, DoesMore, log_softmax, shape_alone
+from flatout.memory.fake_run import is_fake
 
 LINEAR = functional.linear
 """torch's own, whatever stands in its place later."""
@@ -111,7 +112,12 @@ class Source:
 
     def _fingerprint(self) -> tuple[Any, ...]:
         tensors = [one for one in (self.hidden, self.weight, self.bias) if one is not None]
-        return tuple((one._version, one.data_ptr()) for one in tensors)
+        return tuple((one._version, one.untyped_storage()._cdata) for one in tensors)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Is it a tensor as torch makes them, with memory or without (in a forecast)?"""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_fake(tensor)
 
 
 class LazyScores(torch.Tensor):
@@ -155,14 +161,11 @@ class Place:
         """features: as the scores, with the layer's input where the classes are, along `axis`."""
         self.base, self.steps = base, steps
         self.weight, self.bias = source.weight, source.bias
+        self.classes = source.classes
         self.formed: Tensor | None = None
         self.node: Any = None
         self.is_normalised = False
         """Are they the log-softmax over the classes?"""
-
-    @property
-    def classes(self) -> int:
-        return self.source.classes
 
     def tensor(self, before: LazyScores | None = None) -> LazyScores:
         """The stand-in; `before` is the one that the last step was taken from."""
@@ -190,6 +193,11 @@ class Place:
             found.weight, found.bias = _detached(self.weight), _detached(self.bias)
         else:
             found.weight, found.bias = self.weight, self.bias
+        found.classes = self.classes
+        if like.shape[axis] < self.classes:  # the first of them
+            found.classes = like.shape[axis]
+            found.weight = found.weight[: found.classes]
+            found.bias = None if found.bias is None else found.bias[: found.classes]
         found.is_normalised = self.is_normalised or MOVING[func] is log_softmax
         return found.tensor(own)
 
@@ -386,7 +394,7 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Cross-entropy by chunks; None where it must see the scores. Names and defaults are those of torch's."""
-    if not isinstance(input, LazyScores) or type(target) is not Tensor:
+    if not isinstance(input, LazyScores) or not is_plain(target):
         return None
     place = input.place
     source = place.source

@@ -157,6 +157,16 @@ def is_in_codes(value: Any) -> bool:
     return hasattr(value, "codes") and hasattr(value, "dequantize")
 
 
+def copied_codes(optimizer: Any) -> dict[int, Any]:
+    """What `copy.deepcopy` is to be given with the optimizer: copies of moments in codes, which have no way of their
+    own to be copied."""
+    held = (one for state in optimizer.state.values() for one in state.values() if is_in_codes(one))
+    return {
+        id(one): type(one)(one.codes.clone(), one.scale.clone(), one.qmap.clone(), one.signed, dtype=one.dtype)
+        for one in held
+    }
+
+
 def without_codes(state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state_dict in which moments that are held in codes stand as the values they mean.
 

@@ -23,10 +23,8 @@ class Stands(Protocol):
     axis: int
     """That of the classes."""
     is_normalised: bool
-
-    @property
-    def classes(self) -> int:
-        """How many there are."""
+    classes: int
+    """How many there are: those of the layer, or the first of them."""
 
 
 def shape_alone(shape: Any, dtype: torch.dtype) -> Tensor:
@@ -82,11 +80,27 @@ def _detach(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
 
 def _index(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
     (index,) = args
+    if (count := first_classes(place, index)) is not None:
+        return shape_alone((*place.like.shape[:-1], count), place.like.dtype), place.features, place.axis
     if place.axis != place.like.dim() - 1 or not _spares_classes(index, place.like.dim()):
         raise DoesMore
     features = place.features[index]
     shape = (*features.shape[:-1], place.classes)
     return shape_alone(shape, place.like.dtype), features, len(shape) - 1
+
+
+def first_classes(place: Stands, index: Any) -> int | None:
+    """How many, where an index takes the first classes and nothing else: `scores[..., :50257]` of a padded layer."""
+    if place.axis != place.like.dim() - 1 or place.is_normalised or not isinstance(index, tuple) or not index:
+        return None
+    *others, last = index
+    whole = all(one is Ellipsis or (isinstance(one, slice) and one == slice(None)) for one in others)
+    reaches_last = others.count(Ellipsis) == 1 or (Ellipsis not in others and len(others) == place.axis)
+    if not (whole and reaches_last and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)):
+        return None
+    if not isinstance(last.stop, int) or isinstance(last.stop, bool) or last.stop < 1:
+        return None
+    return min(last.stop, place.classes)
 
 
 def _items(index: Any) -> tuple[Any, ...]:

@@ -86,11 +86,11 @@ class Subject:
     """What is being trained. Built by `TrainStep` from its arguments, and by the script runner from what it sees.
 
     training_only: levers leave evaluation as it is. So it is for an unmodified script, whose evaluation no trial runs;
-    who gives a plan to `TrainStep` asks for it himself.
+    who gives a plan to `TrainStep` asks for it himself. any_model: levers act on models that are not in `modules`, too.
     """
 
-    def __init__(self, *, training_only: bool = False) -> None:
-        self.training_only = training_only
+    def __init__(self, *, training_only: bool = False, any_model: bool = True) -> None:
+        self.training_only, self.any_model = training_only, any_model
         self._modes = TrainingModes()
         self._checkpointed = CheckpointedCalls()
         self.modules: Handles[Any] = Handles()

@@ -49,7 +49,7 @@ class FakeRun:
 
     def fake_copies(self, objects: tuple[Any, ...]) -> Any:
         """A deep copy in which every tensor is fake; what was shared is shared again."""
-        copied = {id(one): one.clone_state() for one in _generators(objects)}  # their state is a tensor of values
+        copied = {id(one): one.clone_state() for one in generators_in(objects)}  # their state is a tensor of values
         with FakeCopyMode(self._mode):
             return copy.deepcopy(objects, copied)
 
@@ -72,7 +72,7 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def _generators(objects: Any) -> Iterator[torch.Generator]:
+def generators_in(objects: Any) -> Iterator[torch.Generator]:
     """Those that the modules among these hold as attributes."""
     for one in objects:
         for module in one.modules() if isinstance(one, torch.nn.Module) else ():

@@ -66,6 +66,8 @@ class MemoryForecast:
     """As a share: the measured peak is expected within peak_bytes * (1 -+ uncertainty)."""
     method: str = "fake run"
     not_covered: tuple[str, ...] = ()
+    not_in_force: tuple[tuple[str, str], ...] = ()
+    """Choices of the plan that the steps went without, and why."""
     seconds: float | None = field(default=None, compare=False)
     """What the forecast itself took."""
 
@@ -91,10 +93,11 @@ class MemoryForecast:
         if self.capacity_bytes is not None:
             room = f" of {format_bytes(self.capacity_bytes)}, {'fits' if self.fits else 'does not fit'}"
         left_out = f"; not counted: {'; '.join(self.not_covered)}" if self.not_covered else ""
+        off = "".join(f"; {name} is not in force: {why}" for name, why in self.not_in_force)
         away = f"; {format_bytes(self.offloaded_bytes)} wait in the host's memory" if self.offloaded_bytes else ""
         return (
             f"{batch} on {self.device}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%}{room} = "
-            f"{' + '.join(parts)}; {where}{away}{left_out}"
+            f"{' + '.join(parts)}; {where}{away}{off}{left_out}"
         )
 
 

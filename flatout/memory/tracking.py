@@ -131,7 +131,7 @@ class Tracker:
     def name(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what tensors are that were counted before; others are left out."""
         for tensor in tensors:
-            for inner in _plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
+            for inner in plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
                 entry = self._alive.get(identity(inner))
                 if entry is not None:
                     self._allocations[entry[0]].category = category
@@ -177,7 +177,7 @@ class Tracker:
         """Count a tensor's storage if it is new; returns its index. size_bytes: if it holds more than it shows."""
         if not isinstance(tensor, Tensor):
             return None
-        for inner in _plain_tensors(tensor):
+        for inner in plain_tensors(tensor):
             index = self._see_plain(inner, operation, size_bytes)
         return index
 
@@ -372,7 +372,7 @@ def identity(tensor: Tensor) -> int:
         return 0
 
 
-def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Those that hold the memory of a sparse or a wrapping tensor; else the tensor itself."""
     if tensor.layout in (torch.sparse_coo,):
         yield tensor._indices()
@@ -383,6 +383,6 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.values()
     elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(tensor, name))
+            yield from plain_tensors(getattr(tensor, name))
     else:
         yield tensor

@@ -131,15 +131,15 @@ class GPT2(nn.Module):
         self._tie()
         self._initialise()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, chunk_bytes: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """int64 or int32 [batch, tokens] -> logits, the weights' dtype [batch, tokens, vocabulary].
 
-        With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100. chunk_bytes: of
-        logits that are held at once for it. A batch padded on the right needs no mask: no token looks to its right.
+        With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100. A batch padded on
+        the right needs no mask: no token looks to its right.
         """
         if targets is None:
             return self.logits(self.hidden(tokens))
-        return token_loss(self.hidden(tokens), self.head, targets, self.config.vocab_size, chunk_bytes)
+        return token_loss(self.logits(self.hidden(tokens)), targets)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """int64 or int32 [batch, tokens] -> what the head reads, [batch, tokens, width]."""

@@ -121,22 +121,19 @@ class TransformerLM(nn.Module):
         valid: Tensor | None = None,
         *,
         targets: Tensor | None = None,
-        chunk_bytes: int | None = None,
     ) -> Tensor:
         """int64 or int32 [batch, tokens] -> logits, the weights' dtype [batch, tokens, vocabulary].
 
         valid: which tokens are real, as lengths or mask (see `attention`); a causal model with padding on the right
-        needs none. With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100, with
-        at most chunk_bytes of logits held at once.
+        needs none. With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100.
         """
         x = self.embedding(tokens)
         make_mask = causal_key_mask if self.config.causal else key_mask
         mask = make_mask(valid, *tokens.shape)
         for block in self.blocks:
             x = block(x, mask)
-        if targets is not None:
-            return token_loss(self.norm(x), self.head, targets, self.config.vocab_size, chunk_bytes)
-        return self.head(self.norm(x))[..., : self.config.vocab_size]
+        logits: Tensor = self.head(self.norm(x))[..., : self.config.vocab_size]
+        return logits if targets is None else token_loss(logits, targets)
 
 
 class DecoderBlock(nn.Module):

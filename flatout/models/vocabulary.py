@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatout.errors import UsageError
-from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 
 
 def padded_size(size: int, multiple: int) -> int:
@@ -50,13 +49,12 @@ def zero_rows(parameter: Tensor, vocab_size: int) -> None:
         parameter[vocab_size:].zero_()
 
 
-def token_loss(hidden: Tensor, head: nn.Linear, targets: Tensor, classes: int, chunk_bytes: int | None) -> Tensor:
-    """Mean cross-entropy of the head's first `classes` outputs, a scalar; targets of -100 count as none."""
-    if chunk_bytes is None:
-        scores = head(hidden)[..., :classes]
-        return F.cross_entropy(scores.flatten(0, -2).float(), targets.flatten())
-    bias = None if head.bias is None else head.bias[:classes]
-    return linear_cross_entropy(hidden, head.weight[:classes], targets, bias, chunk_bytes=chunk_bytes)
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of [batch, tokens, vocabulary], a scalar in fp32; targets of -100 count as none.
+
+    Under a plan with `loss = "chunked"` the logits are never held.
+    """
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def check_tokens(tokens: Tensor, *, max_tokens: int | None = None, name: str = "tokens") -> None:

@@ -132,7 +132,7 @@ def _advice(
     if state > grows and state >= held * WORTH_SAYING:
         yield f"the optimizer's state is {format_bytes(state)}: SGD or Adafactor keep less of it"
     yield "flatout memory, with a smaller batch, shows the peak by line and what each measure would save"
-    yield "in your own loop: flatout.TrainStep splits a batch that does not fit; flatout.fit_into chooses measures"
+    yield "in your own loop: flatout.TrainStep splits a batch that does not fit; flatout.fit_to_memory plans for less"
 
 
 def _take(tensors: Iterator[Any], seen: set[int]) -> int:

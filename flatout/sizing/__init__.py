@@ -1,12 +1,7 @@
-"""What size a training should have: speed and memory against the batch size, measured.
+"""What size a training can and should have: its memory before it runs, the batch that fits, a plan for less memory.
 
-flatout.batch_curve(step, batch)        # of a TrainStep
-script_batch_curve(request)             # of an unmodified script: `flatout memory --batch-curve`
+flatout.forecast(step, batch)                  # the peak of a step, without running it
+flatout.largest_batch(step, batch)             # the most samples that fit, proved by real steps
+flatout.fit_to_memory("12 GiB", step, batch)   # the plan that stays below a limit and costs the least time
+flatout.batch_curve(step, batch)               # speed and memory against the batch size
 """
-
-from __future__ import annotations
-
-from flatout.sizing.curve import BatchCurve, BatchPoint, FailedSize
-from flatout.sizing.step_curve import batch_curve
-
-__all__ = ["BatchCurve", "BatchPoint", "FailedSize", "batch_curve"]

@@ -181,7 +181,7 @@ class _Measuring:
             raise MachineError(
                 f"no batch size from {self.range.at_least} to {self.range.given} could be run",
                 limit=self.stopped["above"],
-                remedy="flatout.fit_into(...) names measures that need less memory",
+                remedy="flatout.fit_to_memory(...) finds a plan that needs less",
             )
 
     def _next(self, side: str, candidates: Iterator[int]) -> None:

@@ -28,8 +28,8 @@ from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.script.work_folder import work_folder
 from flatout.sizing.curve import SHARE, BatchCurve, find_knee
 from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
+from flatout.sizing.target import SHARE_OF_HOST_MEMORY
 from flatout.statistics import median
-from flatout.train.largest_batch import SHARE_OF_HOST_MEMORY
 from flatout.units import format_bytes
 
 BUDGET_SECONDS = 60.0

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.arguments import as_budget_seconds, as_bytes, as_instance, as_whole_number
+from flatout.arguments import as_budget_seconds, as_bytes, as_whole_number
 from flatout.data.nested import map_tensors, repeat_batch, tensors_in
 from flatout.errors import UsageError
 from flatout.generators import generators_kept, seed_generators
@@ -27,16 +27,15 @@ from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
 from flatout.script.device_calls import device_of
 from flatout.sizing.curve import SHARE, BatchCurve, find_knee
+from flatout.sizing.forecasting import forecast_training
 from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
+from flatout.sizing.real_steps import first_line
+from flatout.sizing.target import available_bytes, find_target
+from flatout.sizing.training import Training, tell_terminal
 from flatout.statistics import median
-from flatout.train.forecast import forecast_training
-from flatout.train.largest_batch import available_bytes, held_before, tell_terminal
 from flatout.train.ranks import ranks_of
-from flatout.train.real_steps import first_line
 from flatout.train.split import release
 from flatout.train.step import TrainStep
-from flatout.train.target import find_target
-from flatout.train.training import Training
 from flatout.tuning.step_trial import SEED, copies_of
 from flatout.units import format_bytes
 
@@ -53,19 +52,19 @@ def batch_curve(
     at_least: int = 1,
     at_most: int | None = None,
     factor: float = 2.0,
-    limit_bytes: int | str | None = None,
+    limit: int | str | None = None,
     share: float = SHARE,
-    budget_seconds: float = BUDGET_SECONDS,
+    seconds: float = BUDGET_SECONDS,
     progress: Callable[[str], None] | None = None,
 ) -> BatchCurve:
     """How fast `step` trains, and what it holds, at the size of `batch` times the powers of `factor`.
 
     batch: as the step takes it, tensors [samples, ...]; its samples are repeated or cut to other sizes. at_least,
-    at_most: sizes not to go beyond. limit_bytes: of tensors on the CPU, of reserved memory on CUDA, a number or
-    '2 GiB'; None: what is available now. A size above one that ran is forecast first, and not run where the forecast
-    may pass the limit. share: the knee is the smallest size that reaches so much of the best speed. budget_seconds:
-    for all of it; one round is always finished. progress: called with a line; None: lines on a terminal's standard
-    error.
+    at_most: sizes not to go beyond. limit: of tensors on the CPU, of reserved memory on CUDA, a number of bytes or a
+    text such as "2 GiB"; None: what is available now. A size above one that ran is forecast first, and not run where
+    the forecast may pass the limit. share: the knee is the smallest size that reaches so much of the best speed.
+    seconds: for all of it; one round is always finished. progress: called with a line; None: lines on a terminal's
+    standard error.
 
     Sizes are timed in turns, and each is compared with the fastest round by round, at 95 %; where the machine is too
     noisy, the knee is None, with the reason. Model, optimizer, loss and random generators stay as they are: copies
@@ -77,18 +76,16 @@ def batch_curve(
     Raises UsageError for what cannot be measured so, MachineError where not even the smallest size fits, and what the
     step itself raises on `batch`.
     """
-    sizes, limit, samples = _checked(step, batch, at_least, at_most, factor, limit_bytes)
+    sizes, limit_bytes, samples = _checked(step, batch, at_least, at_most, factor, limit)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise UsageError(f"share is {share!r}", limit="it is above 0 and below 1", remedy="0.95 is 95 % of the best")
-    as_budget_seconds(budget_seconds)
+    as_budget_seconds(seconds, "seconds")
     began = time.perf_counter()
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of losses that are not finite: the copies train on the same samples for long
         seed_generators(SEED)
-        with contextlib.closing(_Copies(step, batch, limit)) as copies:
-            measured = measure_curve(
-                copies, sizes, share=share, budget_seconds=budget_seconds, tell=progress or tell_terminal
-            )
+        with contextlib.closing(_Copies(step, batch, limit_bytes)) as copies:
+            measured = measure_curve(copies, sizes, share=share, budget_seconds=seconds, tell=progress or tell_terminal)
     knee, reason = find_knee(measured.points, share)
     return BatchCurve(
         subject=type(step.model).__name__,
@@ -114,9 +111,9 @@ class _Copies:
     def __init__(self, step: TrainStep, batch: Any, limit_bytes: int | None) -> None:
         model, optimizer, loss_fn = copies_of(step.model, step.optimizer, step.loss_fn)
         plan = _never_split(step.plan)
-        self._original = step
         batch = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # a loss may change it in place
-        self._training = Training.of(model, optimizer, loss_fn, batch, plan)
+        given = Training.of(step, batch)
+        self._training = given.under(plan).on_copies(model, optimizer, loss_fn, batch, given.samples)
         self._subject = Subject()
         self._subject.modules.add(model)
         self._device = device_of(self._subject)
@@ -193,7 +190,7 @@ class _Copies:
                 return None
             run = LimitedRun(self.target.name, self.limit_bytes + self._others_bytes)
             with run:
-                run.hold(held_before(self._training))
+                run.hold(self._training.held())
                 self._take(batch_size, run)
             if not self.target.cuda:
                 return run.peak_bytes
@@ -207,7 +204,7 @@ class _Copies:
 
     def _held_bytes(self) -> int:
         """On CUDA, by the copies."""
-        held = (*held_before(self._training), *(one for _, one in tensors_in(self._training.batch)))
+        held = (*self._training.held(), *(one for _, one in tensors_in(self._training.batch)))
         return sum(one.untyped_storage().nbytes() for one in held if one.is_cuda)
 
     def _take(self, batch_size: int, run: LimitedRun | None = None) -> None:
@@ -242,7 +239,7 @@ class _Copies:
     def _open_step(self) -> TrainStep:
         if self._step is None:
             one = self._training
-            self._step = self._original.with_plan(one.plan, one.model, one.optimizer, one.loss_fn)
+            self._step = one.make_step()
             if self._state is not None:
                 self._step.load_state_dict(self._state)
         return self._step
@@ -279,14 +276,11 @@ def _one_version_a_size(plan: Plan) -> Iterator[None]:
 
 
 def _checked(
-    step: Any, batch: Any, at_least: Any, at_most: Any, factor: Any, limit_bytes: Any
+    step: Any, batch: Any, at_least: Any, at_most: Any, factor: Any, limit: Any
 ) -> tuple[Range, int | None, int]:
     """The sizes, the limit and how many samples the batch has. UsageError for what cannot be measured."""
-    as_instance(
-        step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy="flatout.TrainStep(model, optimizer, loss)"
-    )
+    samples = Training.of(step, batch).samples
     _check_step(step)
-    samples = Training.of(step.model, step.optimizer, step.loss_fn, batch, step.plan).samples
     as_whole_number(at_least, "at_least")
     if at_least > samples:
         raise UsageError(
@@ -302,7 +296,7 @@ def _checked(
     if parts > at_least:
         at_least, reason = min(parts, samples), f"the plan splits a batch into micro_batches = {parts}"
     sizes = Range(given=samples, at_least=at_least, at_most=at_most, factor=factor, least_reason=reason)
-    return sizes, None if limit_bytes is None else as_bytes(limit_bytes, "limit_bytes"), samples
+    return sizes, None if limit is None else as_bytes(limit, "limit"), samples
 
 
 def _check_step(step: TrainStep) -> None:

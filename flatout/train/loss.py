@@ -182,20 +182,13 @@ _ELEMENTWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BC
 class LanguageModelLoss:
     """Cross-entropy of (tokens, targets), both [batch, tokens]; targets of -100 count as none.
 
-    For models whose forward takes (tokens, targets=..., chunk_bytes=...) and returns the mean loss: `models.GPT2`,
-    `models.TransformerLM`. chunk_bytes: of scores that are held at once; None: all of them.
+    For models whose forward takes (tokens, targets=...) and returns the mean loss: `models.GPT2`,
+    `models.TransformerLM`.
     """
-
-    def __init__(self, *, chunk_bytes: int | None = None) -> None:
-        self.chunk_bytes = chunk_bytes
 
     def __call__(self, model: Any, batch: Any) -> Any:
         tokens, targets = batch
-        return model(tokens, targets=targets, chunk_bytes=self.chunk_bytes)
-
-    def chunked(self, chunk_bytes: int) -> LanguageModelLoss:
-        """The same loss, held in chunks."""
-        return LanguageModelLoss(chunk_bytes=chunk_bytes)
+        return model(tokens, targets=targets)
 
     def count_terms(self, batch: Any) -> Any:
         return (batch[1] != -100).sum()

@@ -83,9 +83,10 @@ class TrainStep:
         """Optimizer steps taken, those included that were skipped."""
         self.micro_batches = self.plan.micro_batches or 1
         """Parts that a batch is split into; more than the plan says once a batch did not fit."""
+        self._given_count_terms = count_terms
         self.count_terms: CountTerms = count_terms or getattr(loss_fn, "count_terms", None) or batch_length
         """Of how many terms the loss of a batch is the mean; None where it sums over them."""
-        self._subject = Subject()
+        self._subject = Subject(any_model=False)
         self._subject.modules.add(model)
         self._subject.optimizers.add(optimizer)
         self._applied = Applied(self._subject)
@@ -199,10 +200,32 @@ class TrainStep:
         live = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self}
         return {name: one for name, one in live.items() if one is not None}
 
-    def with_plan(self, plan: Plan, model: Any, optimizer: Any, loss_fn: LossFn) -> TrainStep:
+    def with_plan(self, plan: Plan) -> TrainStep:
+        """A step of the same objects and settings under another plan, which goes on from here; this one is closed.
+
+        step = step.with_plan(flatout.fit_to_memory("12 GiB", step, batch).plan)
+        """
+        as_plan(plan, "step")
+        self.finish()
+        state = self.state_dict()
+        self.close()
+        step = TrainStep(
+            self.model,
+            self.optimizer,
+            self.loss_fn,
+            plan,
+            clip_norm=self._update.clip_norm,
+            scheduler=self.scheduler,
+            count_terms=self._given_count_terms,
+        )
+        step.load_state_dict({**state, "micro_batches": 1})  # how far batches had to be split is the other plan's
+        return step
+
+    def for_copies(self, plan: Plan, model: Any, optimizer: Any, loss_fn: LossFn) -> TrainStep:
         """A step of the same settings for copies of its model, optimizer and loss, without a scheduler."""
         clip_norm = self._update.clip_norm
-        return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, count_terms=self.count_terms)
+        given = self._given_count_terms
+        return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, count_terms=given)
 
     def close(self) -> None:
         """Take every lever back: model and optimizer are as they were given, but for what they learnt."""

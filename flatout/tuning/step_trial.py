@@ -26,6 +26,7 @@ from typing import Any
 from flatout.errors import TrialError, UsageError
 from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
 from flatout.levers.lever import Choice
+from flatout.levers.low_bit import copied_codes
 from flatout.levers.observed import Observed, StepWork
 from flatout.levers.subject import Subject
 from flatout.machine.process_memory import minor_faults, peak_resident_bytes, resident_bytes
@@ -257,7 +258,7 @@ class StepTrial:
                     closing.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
                 original = self._trials.step
                 plan = replace_choices(original.plan, [*self._from_start, *choices])
-                step = original.with_plan(plan, model, optimizer, timed("forward", loss_fn) if timed else loss_fn)
+                step = original.for_copies(plan, model, optimizer, timed("forward", loss_fn) if timed else loss_fn)
                 closing.callback(step.close)
                 if timed is not None:
                     optimizer.step = timed("optimizer", optimizer.step)
@@ -300,7 +301,7 @@ class StepTrial:
 def copies_of(model: Any, optimizer: Any, loss_fn: Any) -> tuple[Any, Any, Any]:
     """A model, optimizer and loss of their own, which know one another; UsageError where they cannot be copied."""
     try:
-        copies = copy.deepcopy((model, optimizer, loss_fn))
+        copies = copy.deepcopy((model, optimizer, loss_fn), copied_codes(optimizer))
     except Exception as error:
         if is_out_of_memory(error):
             remedy = "tune a smaller model or batch, or on a device with more memory"

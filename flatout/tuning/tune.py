@@ -78,7 +78,7 @@ def tune(
         if batches is None:
             raise UsageError("batches is None", limit="steps are timed on them", remedy="flatout.tune(step, batches)")
         if fit is not None:
-            raise wrong("fit", fit, "it is for a script", "for a step of your own: flatout.fit_into")
+            raise wrong("fit", fit, "it is for a script", "for a step of your own: flatout.fit_to_memory")
         if arguments:
             raise wrong("arguments", arguments, "they are a script's", "tune a step without them")
         return tune_step(

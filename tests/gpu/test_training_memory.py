@@ -53,7 +53,7 @@ def test_activations_wait_in_the_host_s_memory_with_the_same_bits() -> None:
     away, away_bytes = run(Plan(activation_offload=True))
     assert all(torch.equal(one, other) for one, other in zip(weights, away, strict=True))
     model, optimizer, batch = training()
-    made = flatout.forecast(model, optimizer, LOSS, batch, Plan(activation_offload=True))
+    made = flatout.forecast(TrainStep(model, optimizer, LOSS, Plan(activation_offload=True)), batch)
     assert made.offloaded_bytes > 0.4 * plain_bytes
     assert away_bytes < 0.7 * plain_bytes
     assert made.tensor_bytes - ABSENT_BYTES == pytest.approx(away_bytes, rel=0.15)
@@ -71,7 +71,7 @@ def test_moments_in_8_bits_take_a_quarter() -> None:
 
 def test_a_forecast_is_what_the_allocator_then_holds() -> None:
     model, optimizer, batch = training()
-    made = flatout.forecast(model, optimizer, LOSS, batch)
+    made = flatout.forecast(TrainStep(model, optimizer, LOSS), batch)
     del model, optimizer, batch
     _, peak_bytes = run(Plan())
     assert made.tensor_bytes - ABSENT_BYTES == pytest.approx(peak_bytes, rel=0.1)
@@ -95,7 +95,7 @@ def test_what_cudnn_takes_for_recurrent_layers_is_measured() -> None:
         batch = torch.randn(96, 100, 64, device="cuda"), torch.randint(0, 10, (96,), device="cuda")
         return model, torch.optim.AdamW(model.parameters(), 1e-3), batch
 
-    found = flatout.forecast(*made()[:2], LOSS, made()[2])
+    found = flatout.forecast(TrainStep(*made()[:2], LOSS), made()[2])
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
@@ -114,7 +114,7 @@ def test_the_largest_batch_under_a_limit_is_found_and_the_limit_taken_back() -> 
     batch = torch.randn(64, 64, device="cuda"), torch.randint(0, 10, (64,), device="cuda")
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved() + 128 * 2**20
-    found = flatout.largest_batch(model, optimizer, LOSS, batch, limit_bytes=limit, multiple_of=256)
+    found = flatout.largest_batch(TrainStep(model, optimizer, LOSS), batch, limit=limit, multiple_of=256)
     assert 0 < found.peak_bytes <= limit
     assert any(not one.fitted for one in found.tries)
     assert torch.cuda.get_per_process_memory_fraction() == 1

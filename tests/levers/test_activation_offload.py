@@ -125,7 +125,7 @@ def test_a_forecast_for_a_gpu_moves_what_the_step_would() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = copy.deepcopy(model.state_dict())
     plain, away = (
-        flatout.forecast(model, optimizer, LOSS, batch(), plan, device="rtx-4090") for plan in (Plan(), PLAN)
+        flatout.forecast(TrainStep(model, optimizer, LOSS, plan), batch(), device="rtx-4090") for plan in (Plan(), PLAN)
     )
     with offloading_to(StandIn()) as host:
         TrainStep(model, optimizer, LOSS, PLAN)(batch())
@@ -135,4 +135,4 @@ def test_a_forecast_for_a_gpu_moves_what_the_step_would() -> None:
     assert f"{away.offloaded_bytes / 2**20:.2f} MiB wait in the host's memory" in str(away)
     assert plain.offloaded_bytes == 0
     assert before.keys() == model.state_dict().keys()
-    assert flatout.forecast(model, optimizer, LOSS, batch(), PLAN).offloaded_bytes == 0  # on the CPU
+    assert flatout.forecast(TrainStep(model, optimizer, LOSS, PLAN), batch()).offloaded_bytes == 0  # on the CPU

@@ -98,10 +98,20 @@ def log_softmax_first(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.nll_loss(model(x).log_softmax(-1).transpose(1, 2), y, ignore_index=3)
 
 
+def the_first_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    scores = model(x)[..., : V - 1].flatten(0, -2).float()  # a head that is padded
+    return functional.cross_entropy(scores, y.view(-1).clamp(max=V - 2), label_smoothing=0.1)
+
+
+def the_first_classes_twice(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    scores = model(x)[:, :, 0 : V - 1][:, 1:].transpose(1, 2).transpose(1, 2)[..., : V - 2]
+    return functional.cross_entropy(scores.reshape(-1, V - 2), y[:, 1:].reshape(-1).clamp(max=V - 3))
+
+
 FUSED = [
     log_softmax, log_softmax_first,
     nanogpt, hugging_face, classes_in_the_middle, tied, by_product, masked, last_position, one_by_one, permuted,
-    a_single_row,
+    a_single_row, the_first_classes, the_first_classes_twice,
 ]  # fmt: skip
 
 
@@ -176,8 +186,8 @@ def checkpointed_and_saved(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(wide.transpose(1, 2), y)
 
 
-def a_part_of_the_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(model(x)[..., : V - 1].reshape(-1, V - 1), y.view(-1).clamp(max=V - 2))
+def the_last_classes(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x)[..., 1:].reshape(-1, V - 1), y.view(-1).clamp(max=V - 2))
 
 
 def classes_in_another_order(model: Model, x: Tensor, y: Tensor) -> Tensor:
@@ -208,7 +218,7 @@ def normalised_through_a_function(model: Model, x: Tensor, y: Tensor) -> Tensor:
 FORMED = [
     likelihoods_of_its_own, normalised_twice, not_normalised, over_positions, normalised_through_a_function,
     temperature, class_weights, unreduced, probabilities, changed_in_place, regularised, through_a_function_of_its_own,
-    through_another, checkpointed, checkpointed_and_saved, a_part_of_the_classes, classes_in_another_order,
+    through_another, checkpointed, checkpointed_and_saved, the_last_classes, classes_in_another_order,
 ]  # fmt: skip
 
 

@@ -56,7 +56,9 @@ def test_gradients_are_not_held_together() -> None:
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     batch = (torch.randn(2, 256), torch.randint(0, 3, (2,)))
-    plain, freed = (flatout.forecast(net, optimizer, LOSS, batch, plan).peak_bytes for plan in (Plan(), PLAN))
+    plain, freed = (
+        flatout.forecast(TrainStep(net, optimizer, LOSS, plan), batch).peak_bytes for plan in (Plan(), PLAN)
+    )
     gradients = 8 * 256 * 256 * 4
     assert plain - freed > 0.8 * gradients
 

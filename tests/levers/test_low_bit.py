@@ -128,7 +128,7 @@ def test_the_forecast_is_what_torch_then_records(plan: Plan) -> None:
         net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 3))
         return net, torch.optim.AdamW(net.parameters()), (torch.randn(4, 256), torch.randint(0, 3, (4,)))
 
-    found = flatout.forecast(*make()[:2], LOSS, make()[2], plan)
+    found = flatout.forecast(TrainStep(*make()[:2], LOSS, plan), make()[2])
     warm = make()
     TrainStep(*warm[:2], LOSS, plan)(warm[2])  # compiled
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -145,7 +145,7 @@ def test_the_forecast_is_what_torch_then_records(plan: Plan) -> None:
         peak = max(peak, held) if when >= began else peak
     assert found.method == "fake run"
     assert found.peak_bytes == pytest.approx(peak, rel=0.03)
-    full = flatout.forecast(net, torch.optim.AdamW(net.parameters()), LOSS, data, Plan())
+    full = flatout.forecast(TrainStep(net, torch.optim.AdamW(net.parameters()), LOSS, Plan()), data)
     assert found.categories["optimizer"] < 0.3 * full.categories["optimizer"]
 
 

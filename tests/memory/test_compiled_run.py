@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import flatout
 from flatout.memory import compiled_run
 from flatout.plan import Plan
-from flatout.train.forecast import LARGE_SEGMENT_BYTES
+from flatout.sizing.forecasting import LARGE_SEGMENT_BYTES
 from flatout.train.step import TrainStep
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -76,7 +76,7 @@ def measured(plan: Plan) -> int:
 @pytest.mark.parametrize(("plan", "miss"), [(COMPILED, MISS), (Plan(compile="regional", precision="bf16"), 0.15)])
 def test_the_allocator_agrees(plan: Plan, miss: float) -> None:
     model, optimizer, batch = training()
-    made = flatout.forecast(model, optimizer, LOSS, batch, plan)
+    made = flatout.forecast(TrainStep(model, optimizer, LOSS, plan), batch)
     real = measured(plan)
     assert made.method == "fake run"
     assert made.uncertainty == 0.15
@@ -95,7 +95,9 @@ def test_a_chain_of_small_operations_is_held_nowhere() -> None:
     model = Chain(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batch = torch.randn(2048, 64), torch.randint(0, 64, (2048,))
-    compiled, plainly = (flatout.forecast(model, optimizer, LOSS, batch, plan) for plan in (COMPILED, Plan()))
+    compiled, plainly = (
+        flatout.forecast(TrainStep(model, optimizer, LOSS, plan), batch) for plan in (COMPILED, Plan())
+    )
     one = 2048 * 64 * 4
     assert plainly.peak_bytes - compiled.peak_bytes > 3 * one
 
@@ -103,7 +105,7 @@ def test_a_chain_of_small_operations_is_held_nowhere() -> None:
 def test_nothing_of_the_users_is_changed() -> None:
     model, optimizer, batch = training()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    flatout.forecast(model, optimizer, LOSS, batch, COMPILED)
+    flatout.forecast(TrainStep(model, optimizer, LOSS, COMPILED), batch)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(one.grad is None for one in model.parameters())
     assert all(one._compiled_call_impl is None for one in model.modules())
@@ -123,11 +125,16 @@ def test_buffers_shared_weights_and_other_batch_sizes() -> None:
     model = Normed()
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(8, 32), torch.randint(0, 32, (8,))
-    small, large = (flatout.forecast(model, optimizer, LOSS, batch, COMPILED, batch_size=size) for size in (8, 512))
+    small, large = (
+        flatout.forecast(TrainStep(model, optimizer, LOSS, COMPILED), batch, batch_size=size) for size in (8, 512)
+    )
     assert small.uncertainty == large.uncertainty == 0.15
     assert small.categories["weights"] == large.categories["weights"]
     assert large.peak_bytes > small.peak_bytes
-    assert flatout.forecast(model, optimizer, LOSS, batch, Plan(compile="default", micro_batches=3)).uncertainty == 0.15
+    assert (
+        flatout.forecast(TrainStep(model, optimizer, LOSS, Plan(compile="default", micro_batches=3)), batch).uncertainty
+        == 0.15
+    )
 
 
 def test_where_the_graphs_cannot_be_had_the_uncompiled_model_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +142,14 @@ def test_where_the_graphs_cannot_be_had_the_uncompiled_model_stands_in(monkeypat
         raise RuntimeError("another version of torch")
 
     model, optimizer, batch = training()
-    plainly = flatout.forecast(model, optimizer, LOSS, batch)
+    plainly = flatout.forecast(TrainStep(model, optimizer, LOSS), batch)
     monkeypatch.setattr(compiled_run, "aot_function", fails)
-    made = flatout.forecast(model, optimizer, LOSS, batch, COMPILED)
+    made = flatout.forecast(TrainStep(model, optimizer, LOSS, COMPILED), batch)
     assert made.peak_bytes == plainly.peak_bytes
     assert made.uncertainty == 0.3
     assert any("of the uncompiled model" in line for line in made.not_covered)
     monkeypatch.undo()
-    on_gpu = flatout.forecast(model, optimizer, LOSS, batch, COMPILED, device="rtx-4090")
+    on_gpu = flatout.forecast(TrainStep(model, optimizer, LOSS, COMPILED), batch, device="rtx-4090")
     segment = LARGE_SEGMENT_BYTES / on_gpu.peak_bytes  # of which the allocator may hold one more
     assert on_gpu.uncertainty == pytest.approx(0.3 + segment)
 
@@ -158,4 +165,7 @@ def test_wide_depthwise_convolutions_are_less_certain() -> None:
 
     model = Wide()
     batch = torch.randn(4, 16, 12, 12), torch.randint(0, 5, (4,))
-    assert flatout.forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch, COMPILED).uncertainty == 0.65
+    assert (
+        flatout.forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS, COMPILED), batch).uncertainty
+        == 0.65
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout import forecast, supervised
+from flatout import TrainStep, forecast, supervised
 from flatout.memory import cuda_workspaces
 from flatout.memory.cuda_reductions import reduction_buffer_bytes, threads_of_a_multiprocessor
 
@@ -58,7 +58,9 @@ def test_an_empty_tensor_needs_none() -> None:
 def _peaks(device: str) -> Any:
     model = nn.Linear(16, 1024)
     batch = torch.randn(4, 16), torch.randint(1024, (4,))
-    return forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, batch, device=device, batch_size=8192)
+    return forecast(
+        TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS), batch, device=device, batch_size=8192
+    )
 
 
 @pytest.mark.skipif(not cuda_workspaces.keeps_blas_workspace(), reason="torch gives them back")
@@ -66,11 +68,13 @@ def test_forward_and_backward_passes_keep_a_workspace_each() -> None:
     """On an H100 with torch 2.11, 80 cases of the benchmark held these 65 MiB."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     batch = torch.randn(4, 16), torch.randint(4, (4,))
-    found = forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, batch, device="h100")
+    found = forecast(TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS), batch, device="h100")
     assert found.categories["workspaces"] == (32 + 32 + 1) * 2**20
     convolution = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     images = torch.randn(4, 1, 8, 8), torch.randint(4, (4,))
-    without = forecast(convolution, torch.optim.SGD(convolution.parameters(), 0.1), LOSS, images, device="h100")
+    without = forecast(
+        TrainStep(convolution, torch.optim.SGD(convolution.parameters(), 0.1), LOSS), images, device="h100"
+    )
     assert without.categories["workspaces"] == 0
 
 

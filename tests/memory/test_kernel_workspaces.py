@@ -204,7 +204,7 @@ def test_a_forecast_says_where_its_rules_were_not_read(monkeypatch: pytest.Monke
     batch = torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
     loss_fn = flatout.supervised(torch.nn.CrossEntropyLoss())
     plain, bf16 = (
-        flatout.forecast(model, optimizer, loss_fn, batch, flatout.Plan(precision=precision))
+        flatout.forecast(flatout.TrainStep(model, optimizer, loss_fn, flatout.Plan(precision=precision)), batch)
         for precision in (None, "bf16")
     )
     assert (plain.uncertainty, bf16.uncertainty) == (0.03, 0.3)

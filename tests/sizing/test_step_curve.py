@@ -16,8 +16,9 @@ from torch import nn
 import flatout
 from flatout.data.nested import repeat_batch
 from flatout.errors import FlatoutError, MachineError, UsageError
-from flatout.sizing import BatchCurve, batch_curve
-from flatout.train.largest_batch import largest_batch
+from flatout.sizing.curve import BatchCurve
+from flatout.sizing.largest_batch import largest_batch
+from flatout.sizing.step_curve import batch_curve
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -41,7 +42,7 @@ def step_of(model: nn.Module, plan: flatout.Plan | None = None, loss_fn: Any = L
 def curve(step: flatout.TrainStep, batch: Any = BATCH, **words: Any) -> BatchCurve:
     lines: list[str] = []
     return batch_curve(
-        step, batch, **({"budget_seconds": 600.0, "at_least": 4, "at_most": 16, "progress": lines.append} | words)
+        step, batch, **({"seconds": 600.0, "at_least": 4, "at_most": 16, "progress": lines.append} | words)
     )
 
 
@@ -107,7 +108,7 @@ def test_the_peak_is_that_of_largest_batch() -> None:
     model = mlp()
     step = step_of(model)
     found = curve(step, at_most=8)
-    tried = largest_batch(model, step.optimizer, LOSS, BATCH, limit_bytes=1 << 30, at_most=8)
+    tried = largest_batch(flatout.TrainStep(model, step.optimizer, LOSS), BATCH, limit=1 << 30, at_most=8)
     assert found.points[-1].peak_bytes == pytest.approx(tried.peak_bytes, rel=0.02)
 
 
@@ -118,7 +119,7 @@ def test_no_size_is_run_that_is_forecast_not_to_fit() -> None:
         seen.append(len(batch[0]))
         return LOSS(model, batch)
 
-    found = curve(step_of(mlp(), loss_fn=loss), limit_bytes=200_000, at_least=1, at_most=None)
+    found = curve(step_of(mlp(), loss_fn=loss), limit=200_000, at_least=1, at_most=None)
     assert "is forecast to take" in found.stopped_above
     assert "and the limit is 195 KiB" in found.stopped_above
     assert all(point.peak_bytes is not None and point.peak_bytes <= 200_000 for point in found.points)
@@ -127,7 +128,7 @@ def test_no_size_is_run_that_is_forecast_not_to_fit() -> None:
 
 def test_a_limit_that_not_even_one_sample_keeps_is_an_error() -> None:
     with pytest.raises(MachineError, match=r"no batch size from 1 to 8 could be run"):
-        curve(step_of(mlp()), limit_bytes="20 KiB", at_least=1)
+        curve(step_of(mlp()), limit="20 KiB", at_least=1)
 
 
 def test_a_size_that_batch_norm_refuses_is_left_out() -> None:
@@ -259,12 +260,12 @@ def test_a_batch_without_a_number_of_samples_is_refused(batch: Any) -> None:
         {"factor": 1.0},
         {"factor": float("inf")},
         {"factor": "2"},
-        {"limit_bytes": 0},
-        {"limit_bytes": "much"},
+        {"limit": 0},
+        {"limit": "much"},
         {"share": 0},
         {"share": 1.0},
         {"share": 95},
-        {"budget_seconds": 0},
+        {"seconds": 0},
     ],
     ids=str,
 )

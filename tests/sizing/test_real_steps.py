@@ -11,7 +11,7 @@ from torch import nn
 from flatout import Plan, forecast, predict, supervised
 from flatout.errors import UsageError
 from flatout.memory.real_run import LimitedRun
-from flatout.train.real_steps import _with_unseen
+from flatout.sizing.real_steps import _with_unseen
 from flatout.train.step import TrainStep
 
 LOSS = supervised(nn.CrossEntropyLoss())
@@ -68,7 +68,7 @@ def test_the_stated_error_covers_what_the_data_decide(bar: float, example: int) 
     for seed in range(12):
         model = Chosen(bar)
         few = data(example, seed)
-        found = forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, few, batch_size=384)
+        found = forecast(TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS), few, batch_size=384)
         real = measured(model, data(384, 1000 + seed))
         assert found.method.startswith("real steps of ")
         low += real > found.peak_bytes * (1 + found.uncertainty)
@@ -79,7 +79,7 @@ def test_the_stated_error_covers_what_the_data_decide(bar: float, example: int) 
 
 def test_what_grows_with_the_square_is_not_promised_to_grow_in_a_line() -> None:
     model = Pairs()
-    found = forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, data(48, 0), batch_size=192)
+    found = forecast(TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS), data(48, 0), batch_size=192)
     real = measured(model, data(192, 1))
     assert abs(real / found.peak_bytes - 1) <= found.uncertainty
 
@@ -87,7 +87,7 @@ def test_what_grows_with_the_square_is_not_promised_to_grow_in_a_line() -> None:
 def test_two_sizes_promise_less_than_three() -> None:
     model = Chosen(-100.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    two, three = (forecast(model, optimizer, LOSS, data(samples, 0)) for samples in (2, 3))
+    two, three = (forecast(TrainStep(model, optimizer, LOSS), data(samples, 0)) for samples in (2, 3))
     assert (two.method, three.method) == (
         "real steps of 1 and 2 samples, extended",
         "real steps of 1 and 2 and 3 samples, extended",
@@ -95,7 +95,7 @@ def test_two_sizes_promise_less_than_three() -> None:
     assert two.uncertainty == 0.3
     assert three.uncertainty == 0.15
     with pytest.raises(UsageError, match="at least 2 samples"):
-        forecast(model, optimizer, LOSS, data(1, 0))
+        forecast(TrainStep(model, optimizer, LOSS), data(1, 0))
 
 
 def test_copies_keep_recurrent_weights_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_copies_keep_recurrent_weights_in_one_block(monkeypatch: pytest.MonkeyPa
     asked = []
     monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: asked.append(self))
     batch = torch.randn(12, 6, 8), torch.randint(0, 5, (12,))
-    forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, batch)
+    forecast(TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS), batch)
     predict(model, batch[0], Plan(precision="bf16"))
     assert {id(one) for one in asked} - {id(model.lstm)}
     assert len({id(one) for one in asked} - {id(model.lstm)}) >= 2
@@ -117,7 +117,7 @@ def test_what_a_library_takes_for_itself_is_extended(unseen: list[int], extra: i
     """On CUDA it is what the allocator held beyond the tensors that were seen."""
     model = nn.Linear(32, 5)
     batch = torch.randn(8, 32), torch.randint(0, 5, (8,))
-    made = forecast(model, torch.optim.SGD(model.parameters(), 0.1), LOSS, batch)
+    made = forecast(TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS), batch)
     found = _with_unseen(made, unseen, [1, 2, 3], 6)
     assert found.tensor_bytes - made.tensor_bytes == found.peak_bytes - made.peak_bytes == extra
     assert found.tensor_bytes == sum(found.categories.values())

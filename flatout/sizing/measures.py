@@ -1,4 +1,4 @@
-"""The measures that `fit_into` weighs against each other: what each is, where it applies, what goes with what."""
+"""The measures that `fit_to_memory` chooses from: what each is, where it applies, what goes with what."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from flatout.kernels.linear_cross_entropy import CHUNK_BYTES
+from flatout.levers.chunked_loss import LEAST_CLASSES, widest_output
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.low_bit import REMEDY, low_bit_obstacle
 from flatout.memory.forecast import Target
 from flatout.plan import Plan
 from flatout.plan_choices import Exactness, allowed, contradiction, declared, worst
-from flatout.train.training import Training
+from flatout.sizing.training import Training
 
 Choices = dict[str, Any]
 """Plan fields that a combination of measures adds."""
-CHUNKED = "loss held in chunks of bytes"
-"""A choice that is no field of a plan: it belongs to the loss function."""
 
 
 def exactness_of(choices: Choices) -> Exactness:
     """That of the least exact among them. (Accumulation changes more where layers mix a batch's samples.)"""
-    return worst(declared()["loss" if name == CHUNKED else name].exactness for name in choices)
-
-
-def of_plan(choices: Choices) -> Choices:
-    return {name: value for name, value in choices.items() if name != CHUNKED}
+    return worst(declared()[name].exactness for name in choices)
 
 
 def measures_of(training: Training, target: Target, samples: int, exactness: Exactness) -> list[list[Choices]]:
@@ -34,7 +28,7 @@ def measures_of(training: Training, target: Target, samples: int, exactness: Exa
 
     Those whose cost in time an operation count does not show come first, so that of equals the others are preferred.
     """
-    plan, loss_fn = training.plan, training.loss_fn
+    plan = training.plan
     kinds: list[list[Choices]] = []
     blocks = len(repeated_blocks(training.model))
     if plan.optimizer_state is None and low_bit_obstacle(training.optimizer) is None:
@@ -43,8 +37,8 @@ def measures_of(training: Training, target: Target, samples: int, exactness: Exa
         kinds.append([{"activation_offload": True}])
     if plan.activation_checkpointing is None and blocks:
         kinds.append(list(_checkpointings(blocks)))
-    if hasattr(loss_fn, "chunked") and getattr(loss_fn, "chunk_bytes", None) is None:
-        kinds.append([{CHUNKED: CHUNK_BYTES}])
+    if plan.loss is None and plan.compile in (None, "regional") and widest_output(training.model) >= LEAST_CLASSES:
+        kinds.append([{"loss": "chunked"}])
     if plan.precision is None:
         kinds.append([{"precision": "bf16"}])
     if plan.micro_batches is None and samples > 1:
@@ -97,7 +91,7 @@ def _highest(kind: list[Choices]) -> list[Choices]:
 
 def contradict(choices: Choices, plan: Plan) -> bool:
     """Can they not all be added to the plan?"""
-    return contradiction({**plan.choices(), **of_plan(choices)}) is not None
+    return contradiction({**plan.choices(), **choices}) is not None
 
 
 def key_of(choices: Choices) -> tuple[Any, ...]:

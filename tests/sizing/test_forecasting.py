@@ -14,7 +14,7 @@ from flatout.errors import UsageError
 from flatout.memory.cuda_workspaces import keeps_blas_workspace
 from flatout.memory.forecast import Target, forecast_of
 from flatout.memory.timeline import Allocation, Timeline
-from flatout.train.target import find_target
+from flatout.sizing.target import find_target
 
 LOSS = supervised(nn.CrossEntropyLoss())
 
@@ -102,7 +102,7 @@ def test_the_allocator_agrees(make: Any, data: Any, optimizer_of: Any, plan: Pla
     try:
         model = make()
         few = data[0][:16], data[1][:16]
-        found = forecast(model, optimizer_of(model.parameters()), LOSS, few, plan, batch_size=len(data[0]))
+        found = forecast(TrainStep(model, optimizer_of(model.parameters()), LOSS, plan), few, batch_size=len(data[0]))
         real = measured(make, optimizer_of, plan, data)
     finally:
         torch.set_num_threads(threads)
@@ -118,7 +118,7 @@ def test_nothing_of_the_users_is_changed() -> None:
     model.eval()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [one.grad for one in model.parameters()], data))
     random = torch.get_rng_state()
-    forecast(model, optimizer, LOSS, data, Plan(precision="bf16", micro_batches=2), batch_size=64)
+    forecast(TrainStep(model, optimizer, LOSS, Plan(precision="bf16", micro_batches=2)), data, batch_size=64)
     after = model.state_dict(), optimizer.state_dict(), [one.grad for one in model.parameters()], data
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert torch.equal(random, torch.get_rng_state())
@@ -128,14 +128,16 @@ def test_nothing_of_the_users_is_changed() -> None:
 def test_tied_weights_count_once() -> None:
     tied = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
     tied[1].weight = tied[0].weight
-    found = forecast(tied, torch.optim.SGD(tied.parameters(), 0.1), lambda m, b: m(b).sum(), torch.randn(2, 300))
+    found = forecast(
+        TrainStep(tied, torch.optim.SGD(tied.parameters(), 0.1), lambda m, b: m(b).sum()), torch.randn(2, 300)
+    )
     assert found.categories["weights"] == (300 * 300 + 600) * 4
 
 
 def test_a_forecast_as_value_json_and_text() -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
-    found, again = (forecast(model, optimizer, LOSS, batch(), batch_size=1000) for _ in range(2))
+    found, again = (forecast(TrainStep(model, optimizer, LOSS), batch(), batch_size=1000) for _ in range(2))
     assert found == again
     assert found.batch_size == 1000
     assert sum(found.categories.values()) == found.tensor_bytes == found.peak_bytes
@@ -162,7 +164,7 @@ def test_fits_counts_the_uncertainty(capacity: int | None, fits: bool | None) ->
 
 def test_a_device_of_the_catalogue_need_not_be_here() -> None:
     model = mlp()
-    found = forecast(model, torch.optim.Adam(model.parameters()), LOSS, batch(), device="RTX 4090")
+    found = forecast(TrainStep(model, torch.optim.Adam(model.parameters()), LOSS), batch(), device="RTX 4090")
     assert found.device == "rtx-4090"
     assert found.fits is True
     # since torch 2.15 a product gives its workspace back, and this peak falls outside of the products
@@ -174,16 +176,16 @@ def test_a_device_of_the_catalogue_need_not_be_here() -> None:
 def test_an_unknown_device_names_the_nearest() -> None:
     model = mlp()
     with pytest.raises(UsageError, match="rtx-4090"):
-        forecast(model, torch.optim.Adam(model.parameters()), LOSS, batch(), device="rtx-4091")
+        forecast(TrainStep(model, torch.optim.Adam(model.parameters()), LOSS), batch(), device="rtx-4091")
 
 
 def test_a_batch_has_samples() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(UsageError, match="batch_size is 0"):
-        forecast(model, optimizer, LOSS, batch(), batch_size=0)
+        forecast(TrainStep(model, optimizer, LOSS), batch(), batch_size=0)
     with pytest.raises(UsageError):
-        forecast(model, optimizer, LOSS, {"no": "tensors"})
+        forecast(TrainStep(model, optimizer, LOSS), {"no": "tensors"})
 
 
 def test_a_loss_function_with_a_model_of_its_own_is_refused() -> None:
@@ -191,20 +193,20 @@ def test_a_loss_function_with_a_model_of_its_own_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss = nn.CrossEntropyLoss()
     with pytest.raises(UsageError, match="model of its own"):
-        forecast(model, optimizer, lambda _, data: loss(model(data[0]), data[1]), batch())
+        forecast(TrainStep(model, optimizer, lambda _, data: loss(model(data[0]), data[1])), batch())
     assert all(one.grad is None for one in model.parameters())
 
 
 def test_where_the_data_decides_two_real_steps_are_extended() -> None:
     model = Positive()
     optimizer = torch.optim.Adam(model.parameters())
-    found = forecast(model, optimizer, LOSS, batch(32), batch_size=256)
+    found = forecast(TrainStep(model, optimizer, LOSS), batch(32), batch_size=256)
     assert found.method.startswith("real steps of ")
     assert found.uncertainty > 0.1
     assert any("fake run was impossible" in one for one in found.not_covered)
     assert found.peak_bytes == pytest.approx(measured(Positive, torch.optim.Adam, Plan(), batch(256)), rel=0.03)
     with pytest.raises(UsageError, match="1 sample"):
-        forecast(model, optimizer, LOSS, batch(1))
+        forecast(TrainStep(model, optimizer, LOSS), batch(1))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ def test_plans_that_look_at_values_are_still_run_on_fake_tensors(plan: Plan) -> 
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
     batch = (torch.randn(8, 16), torch.randint(0, 3, (8,)))
     loss = supervised(nn.CrossEntropyLoss())
-    made = forecast(model, torch.optim.Adam(model.parameters()), loss, batch, plan)
+    made = forecast(TrainStep(model, torch.optim.Adam(model.parameters()), loss, plan), batch)
     assert made.method == "fake run"
 
 
@@ -237,7 +239,7 @@ class Doubled(nn.Linear):
 
 def test_what_cannot_run_on_fake_tensors_is_measured_in_small_real_steps() -> None:
     model = Doubled(64, 10)
-    found = forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch())
+    found = forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch())
     assert "real steps" in found.method
     assert found.categories["weights"] == 4 * 650
 
@@ -245,7 +247,7 @@ def test_what_cannot_run_on_fake_tensors_is_measured_in_small_real_steps() -> No
 def test_an_error_of_the_model_is_told_in_the_words_of_a_real_step(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(width=63))
+        forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch(width=63))
     assert not caplog.records
 
 
@@ -253,7 +255,7 @@ def test_a_generator_of_the_models_own_stays_where_it_is() -> None:
     model = mlp()
     model.noise = torch.Generator().manual_seed(3)  # type: ignore[assignment]
     before = model.noise.get_state()
-    assert forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch()).peak_bytes > 0
+    assert forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch()).peak_bytes > 0
     assert torch.equal(model.noise.get_state(), before)
 
 
@@ -261,41 +263,36 @@ def test_a_generator_of_the_models_own_stays_where_it_is() -> None:
 def test_a_device_that_is_none_is_refused(device: Any) -> None:
     model = mlp()
     with pytest.raises(UsageError):
-        forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), device=device)
+        forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch(), device=device)
 
 
 def test_a_torch_device_is_a_device() -> None:
     model = mlp()
-    assert forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), device=torch.device("cpu")).fits is None
+    assert (
+        forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch(), device=torch.device("cpu")).fits
+        is None
+    )
 
 
 @pytest.mark.parametrize("samples", ["8", 1.5, True, 0, -1])
 def test_a_batch_size_that_is_no_number_of_samples_is_refused(samples: Any) -> None:
     model = mlp()
     with pytest.raises(UsageError, match="batch_size is"):
-        forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), batch_size=samples)
+        forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch(), batch_size=samples)
 
 
-def test_what_is_no_training_is_refused() -> None:
+def test_what_is_no_step_is_refused_and_how_to_make_one_is_said() -> None:
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters())
-    wrong: list[tuple[Any, ...]] = [
-        (None, optimizer, LOSS, batch()),
-        (model, None, LOSS, batch()),
-        (model, optimizer, None, batch()),
-        (model, optimizer, nn.CrossEntropyLoss(), batch()),
-        (model, optimizer, LOSS, batch(0)),
-        (model, optimizer, LOSS, batch(), "bf16"),
-        (model, torch.optim.LBFGS(model.parameters()), LOSS, batch()),
-    ]
-    for arguments in wrong:
-        with pytest.raises(UsageError):
-            forecast(*arguments)
+    for wrong in (None, model, TrainStep, (model, torch.optim.SGD(model.parameters()), LOSS)):
+        with pytest.raises(UsageError, match=r"step = flatout\.TrainStep\(model, optimizer, loss_fn, plan\)"):
+            forecast(wrong, batch())
+    with pytest.raises(UsageError, match="0 samples"):
+        forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch(0))
 
 
 def test_the_text_says_whether_it_fits_and_what_is_not_counted() -> None:
     model = mlp()
-    text = str(forecast(model, torch.optim.SGD(model.parameters()), LOSS, batch(), device="rtx-4090"))
+    text = str(forecast(TrainStep(model, torch.optim.SGD(model.parameters()), LOSS), batch(), device="rtx-4090"))
     assert ", fits = weights " in text
     assert "not counted: the CUDA context" in text
 
@@ -316,7 +313,7 @@ def test_weights_and_gradients_are_not_extended_with_the_batch() -> None:
     inputs, labels = torch.ones(16, 64), torch.randint(10, (16,))
     inputs[:4] = -1  # the run of 4 leaves the layer out; that of 8 is undecided, at 0
     inputs[4:8, 0] = 2
-    found = forecast(model, torch.optim.Adam(model.parameters()), LOSS, (inputs, labels))
+    found = forecast(TrainStep(model, torch.optim.Adam(model.parameters()), LOSS), (inputs, labels))
     weights = found.categories["weights"]
     assert found.categories["gradients"] <= weights
     assert found.categories["optimizer"] <= 2 * weights + 100

@@ -6,32 +6,26 @@ and evaluation, stayed under the limit. Weights, optimizer, random states and st
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.nested import map_tensors, repeat_batch, tensors_in
+from flatout.arguments import as_bytes, as_whole_number
+from flatout.data.nested import repeat_batch, tensors_in
 from flatout.errors import MachineError, UsageError
-from flatout.generators import generators_kept
-from flatout.machine.detect import available_memory_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
-from flatout.train.forecast import forecast_training
-from flatout.train.loss import LossFn
+from flatout.sizing.forecasting import forecast_training
+from flatout.sizing.target import available_bytes, find_target
+from flatout.sizing.training import Training, tell_terminal
 from flatout.train.step import TrainStep
-from flatout.train.target import find_target
-from flatout.train.training import Training
-from flatout.units import format_bytes, parse_bytes
+from flatout.units import format_bytes
 
 MOST_TRIES = 5
 MOST_FORECASTS = 24
 STEPS_A_TRY = 2
-SHARE_OF_HOST_MEMORY = 0.9
-"""Of what is available: the rest is for what is not a tensor."""
 SMALL_FORECAST_MISS = 1.02
 LARGEST_SIZE = 1 << 30
 
@@ -68,35 +62,36 @@ class LargestBatch:
 
 
 def largest_batch(
-    model: Any,
-    optimizer: Any,
-    loss_fn: LossFn,
-    example_batch: Any,
-    plan: Plan | None = None,
+    step: TrainStep,
+    batch: Any,
     *,
-    limit_bytes: int | str | None = None,
+    limit: int | str | None = None,
     at_most: int | None = None,
     multiple_of: int = 1,
     global_batch: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LargestBatch:
-    """The largest batch whose step, and whose evaluation, stay under `limit_bytes` on the model's device.
+    """The largest batch for which a call of `step`, and evaluation, stay under `limit` on the model's device.
 
-    example_batch: samples as long as they come; its tensors are repeated to other sizes. limit_bytes: of tensors on
-    the CPU, of reserved memory on CUDA, a number or '2 GiB'; None: what is available now, on the CPU 90 % of it.
-    at_most: a size that is large enough. multiple_of: sizes to choose from. global_batch: samples a step; the plan
-    then accumulates over micro-batches of the size found. progress: called with a line before each forecast and try;
-    None: lines on a terminal's standard error.
+    batch: samples as long as they come; its tensors are repeated to other sizes. limit: of tensors on the CPU, of
+    reserved memory on CUDA, a number of bytes or a text such as "2 GiB"; None: what is available now, on the CPU 90 %
+    of it. at_most: a size that is large enough. multiple_of: sizes to choose from. global_batch: samples of one
+    optimizer step; the returned plan then splits such a batch into micro-batches of the size found. progress: called
+    with a line before each forecast and try; None: lines on a terminal's standard error.
 
-    Raises MachineError where not even the smallest size fits, UsageError for a batch without tensors.
+    `step` stays as it is, to the bit: its model, optimizer, counters, levers and the random generators.
+
+    Raises MachineError where not even the smallest size fits, UsageError for what is no TrainStep, or a batch without
+    tensors.
     """
-    training = Training.of(model, optimizer, loss_fn, example_batch, plan)
-    limit_bytes = parse_bytes(limit_bytes) if isinstance(limit_bytes, str) else limit_bytes
-    _check_sizes(at_most, multiple_of, global_batch, limit_bytes)
+    training = Training.of(step, batch)
+    limit_bytes = as_bytes(limit, "limit") if limit is not None else None
+    _check_sizes(at_most, multiple_of, global_batch)
     tell = progress or tell_terminal
-    limit = limit_bytes if limit_bytes is not None else available_bytes(model)
+    if limit_bytes is None:
+        limit_bytes = available_bytes(step.model)
     cap = min(at_most or LARGEST_SIZE, global_batch or LARGEST_SIZE) // multiple_of
-    search = _Search(training.under(training.plan.without("micro_batches")), limit, multiple_of, tell)
+    search = _Search(training.under(training.plan.without("micro_batches")), limit_bytes, multiple_of, tell)
     found = search.run(max(1, cap))
     plan = training.plan
     if global_batch is not None:
@@ -105,7 +100,7 @@ def largest_batch(
     return LargestBatch(
         batch_size=found.batch_size,
         peak_bytes=found.peak_bytes,
-        limit_bytes=limit,
+        limit_bytes=limit_bytes,
         plan=plan,
         tries=tuple(search.tries),
         forecasts=tuple(search.forecasts.items()),
@@ -150,7 +145,7 @@ class _Search:
         raise MachineError(
             f"a batch of {self.unit} takes more than {format_bytes(self.limit)}",
             limit=f"that is all there is for tensors on {self.target.name}",
-            remedy="flatout.fit_into(...) names measures that need less",
+            remedy="flatout.fit_to_memory(...) finds a plan that needs less",
         )
 
     # forecast
@@ -193,14 +188,14 @@ class _Search:
     def _try(self, size: int) -> Try:
         samples = size * self.unit
         self.tell(f"trying batch {samples}: {STEPS_A_TRY} steps and an evaluation")
-        with state_kept(self.training.model, self.training.optimizer), generators_kept():
-            run = LimitedRun(self.target.name, self.limit)
+        run = LimitedRun(self.target.name, self.limit)
+        with self.training.under(_for_a_try(self.training.plan)).on_same_memory() as own:
             try:
                 with run:
-                    run.hold(held_before(self.training))
-                    batch = repeat_batch(self.training.batch, samples)
+                    run.hold(own.held())
+                    batch = repeat_batch(own.batch, samples)
                     run.hold(one for _, one in tensors_in(batch))
-                    self._steps(batch)
+                    _take_steps(own, batch)
                 fitted = True
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -208,24 +203,6 @@ class _Search:
                 fitted = False
         self.tries.append(Try(batch_size=samples, peak_bytes=run.peak_bytes, fitted=fitted))
         return self.tries[-1]
-
-    def _steps(self, batch: Any) -> None:
-        import torch
-
-        one = self.training
-        plan = one.plan.without(*(() if one.plan.compile is None else ("compile",)))
-        if plan.out_of_memory != "raise":
-            plan = plan.with_choice("out_of_memory", "raise", "a try must not split")
-        step = TrainStep(one.model, one.optimizer, one.loss_fn, plan)
-        try:
-            for _ in range(STEPS_A_TRY):
-                step(batch)
-            one.model.eval()
-            with torch.no_grad():
-                one.loss_fn(one.model, batch)
-        finally:
-            one.model.train()
-            step.close()
 
     def _next(self, size: int, tried: Try, low: int, too_large: int) -> int:
         """The neighbour, where the forecast was right; else where the line through what was measured says."""
@@ -242,71 +219,37 @@ class _Search:
         if len(ended) >= 2 and ended[-1][0] != ended[-2][0]:
             (a, bytes_a), (b, bytes_b) = ended[-2:]
             return max(1.0, (bytes_b - bytes_a) / (b - a))
-        fixed = sum(one.untyped_storage().nbytes() for one in held_before(self.training))
+        fixed = sum(one.untyped_storage().nbytes() for one in self.training.held())
         return max(1.0, (tried.peak_bytes - fixed) / size)
 
 
-def held_before(training: Training) -> Iterator[Any]:
-    """What is there before a step. The user's other tensors are not this training's."""
-    yield from (*training.model.parameters(), *training.model.buffers())
-    yield from (one for state in training.optimizer.state.values() for _, one in tensors_in(state))
+def _for_a_try(plan: Plan) -> Plan:
+    """Uncompiled, and whole: a size that does not fit must not pass for one that does."""
+    plan = plan.without(*(() if plan.compile is None else ("compile",)))
+    if plan.out_of_memory == "raise":
+        return plan
+    return plan.with_choice("out_of_memory", "raise", "a try must not split")
 
 
-@contextlib.contextmanager
-def state_kept(model: Any, optimizer: Any) -> Iterator[None]:
-    """Put weights, buffers, gradients, modes and the optimizer's state back to the bit. Copies lie in host memory."""
+def _take_steps(own: Training, batch: Any) -> None:
     import torch
 
-    kept = [*model.parameters(), *model.buffers()]
-    kept += [one for state in optimizer.state.values() for _, one in tensors_in(state)]
-    copies = [one.detach().to("cpu", copy=True) for one in kept]
-    gradients = [(one, one.grad) for one in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    groups = [dict(group) for group in optimizer.param_groups]
-    states = {owner: map_tensors(lambda one: one, state) for owner, state in optimizer.state.items()}
+    step = own.make_step()
     try:
-        yield
-    finally:
+        for _ in range(STEPS_A_TRY):
+            step(batch)
+        own.model.eval()
         with torch.no_grad():
-            for one, copy in zip(kept, copies, strict=True):
-                one.copy_(copy)
-        for one, gradient in gradients:
-            one.grad = gradient
-        for module, training in modes:
-            module.training = training
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(before)
-        optimizer.state.clear()
-        optimizer.state.update(states)
+            own.loss_fn(own.model, batch)
+    finally:
+        step.close()
 
 
-def available_bytes(model: Any) -> int:
-    """What a training of `model` may hold on its device now, the model itself included."""
-    import torch
-
-    device = find_target(None, model).name
-    if device == "cpu":
-        return int(SHARE_OF_HOST_MEMORY * available_memory_bytes()) + _tensor_bytes(model)
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free) + int(torch.cuda.memory_reserved(device))
-
-
-def _tensor_bytes(model: Any) -> int:
-    return sum(one.untyped_storage().nbytes() for one in (*model.parameters(), *model.buffers()))
-
-
-def _check_sizes(at_most: int | None, multiple_of: int, global_batch: int | None, limit_bytes: int | None) -> None:
-    given = {"at_most": at_most, "multiple_of": multiple_of, "global_batch": global_batch, "limit_bytes": limit_bytes}
+def _check_sizes(at_most: int | None, multiple_of: int, global_batch: int | None) -> None:
+    given = {"at_most": at_most, "global_batch": global_batch}
+    as_whole_number(multiple_of, "multiple_of")
     for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} is {value!r}", limit="it must be a whole number of at least 1")
-    for name in ("at_most", "global_batch"):
-        value = given[name]
-        if value is not None and value < multiple_of:
+        if value is None:
+            continue
+        if as_whole_number(value, name) < multiple_of:
             raise UsageError(f"{name} is {value}", limit=f"multiple_of is {multiple_of}", remedy="make one of them fit")
-
-
-def tell_terminal(line: str) -> None:
-    if sys.stderr is not None and sys.stderr.isatty():
-        sys.stderr.write(f"flatout: {line}\n")

@@ -1,4 +1,4 @@
-"""`fit_into`: which measures bring a training step under a memory budget, at the least cost in time.
+"""`fit_to_memory`: the plan whose training step stays below a memory limit, at the least cost in time.
 
 Memory comes from forecasts, which need no room. Time comes from real steps, measure by measure, on as many samples as
 fit; where not even one fits here, or another GPU is meant, from the operations that a fake run counts. Combinations
@@ -12,23 +12,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from flatout.arguments import as_bytes
+from flatout.arguments import as_bytes, as_exactness
 from flatout.data.nested import repeat_batch
 from flatout.errors import MachineError, UsageError
-from flatout.generators import generators_kept
 from flatout.levers.compile import repeated_blocks
 from flatout.memory.forecast import MemoryForecast, Target
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
-from flatout.plan_choices import EXACTNESS_ORDER, Exactness
-from flatout.train.forecast import count_operations, forecast_training
-from flatout.train.largest_batch import state_kept, tell_terminal
-from flatout.train.loss import LossFn
-from flatout.train.measures import (
-    CHUNKED,
+from flatout.plan_choices import Exactness
+from flatout.sizing.forecasting import count_operations, forecast_training
+from flatout.sizing.measures import (
     Choices,
     contradict,
     exactness_of,
@@ -36,13 +32,11 @@ from flatout.train.measures import (
     label_of,
     left_out,
     measures_of,
-    of_plan,
     strongest,
 )
+from flatout.sizing.target import find_target, transfer_time
+from flatout.sizing.training import Training, check_batch_size, tell_terminal
 from flatout.train.step import TrainStep
-from flatout.train.target import find_target
-from flatout.train.training import Training, check_batch_size
-from flatout.train.transfer_time import transfer_time
 from flatout.units import format_bytes, format_seconds
 
 FINALISTS = 8
@@ -79,74 +73,71 @@ class Considered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitInto:
-    """The choice with its evidence; `plan` and `loss_fn` are ready for TrainStep."""
+class FitToMemory:
+    """The plan with its evidence. To go on under it: `step = step.with_plan(found.plan)`."""
 
     plan: Plan
-    loss_fn: LossFn
-    """The one given; or, where that helps and it can be, the same loss held in chunks."""
+    """That of the step, and what it takes to stay below the limit."""
     forecast: MemoryForecast
-    budget_bytes: int
+    """Of a step under `plan`."""
+    limit_bytes: int
     considered: tuple[Considered, ...]
     timed_by: str
     """'real steps of n samples', or 'operations counted in a fake run'; and how transfers were, if there are any."""
     left_out: tuple[str, ...] = ()
-    """Measures that were not weighed, and why."""
+    """Measures that were not considered, and why."""
 
     def __str__(self) -> str:
-        lines = [f"budget {format_bytes(self.budget_bytes)} · time from {self.timed_by}"]
+        lines = [f"limit {format_bytes(self.limit_bytes)} · time from {self.timed_by}"]
         for one in self.considered:
             label = ", ".join(f"{name} {value}" for name, value in one.choices.items()) or "as given"
             took = f" · {format_seconds(one.step_seconds)} a step" if one.step_seconds is not None else ""
             verdict = "fits" if one.fits else "too large"
             ratio = f"x{one.predicted_ratio:.2f} time" if one.predicted_ratio is not None else "time unknown"
             lines.append(f"{label}: {format_bytes(one.peak_bytes)} ({verdict}), {one.exactness}, {ratio}{took}")
-        lines += [f"not weighed: {line}" for line in self.left_out]
+        lines += [f"not considered: {line}" for line in self.left_out]
         lines.append(f"chosen: {', '.join(self.plan.choices()) or 'as given'}")
         return "\n".join(lines)
 
 
-def fit_into(
-    budget: int | str,
-    model: Any,
-    optimizer: Any,
-    loss_fn: LossFn,
-    example_batch: Any,
-    plan: Plan | None = None,
+def fit_to_memory(
+    limit: int | str,
+    step: TrainStep,
+    batch: Any,
     *,
     device: Any = None,
     batch_size: int | None = None,
     exactness: Exactness = "reduced",
     progress: Callable[[str], None] | None = None,
-) -> FitInto:
-    """The plan whose step stays under `budget` (bytes, or '2 GiB') on `device`, and loses the least time by it.
+) -> FitToMemory:
+    """The plan under which `step` stays below `limit` (bytes, or a text such as "2 GiB") and loses the least time.
 
-    Measures: activation checkpointing (block or selective, of all blocks or of some), updates in backward, activations
-    that wait in the host's memory (CUDA); where `exactness` allows 'rounding', accumulation over smaller parts and a
-    loss held in chunks where `loss_fn.chunked` makes one (LanguageModelLoss); where it allows 'reduced', bf16 and
-    Adam's moments in 8 bits (with torchao). The rest of the arguments: as for `forecast`.
+    It adds to the step's own plan: activation checkpointing (block or selective, of all blocks or of some), updates in
+    backward, activations that wait in the host's memory (CUDA); where `exactness` allows 'rounding', accumulation over
+    smaller parts and cross-entropy in chunks (`loss = "chunked"`); where it allows 'reduced', bf16 and Adam's moments
+    in 8 bits (with torchao). The rest of the arguments: as for `forecast`.
+
+    `step` stays as it is, to the bit. To go on under the plan that was found: `step = step.with_plan(found.plan)`.
 
     Raises MachineError, with the least that is possible, where no combination fits; UsageError where the weights and
-    the optimizer's state alone are more than the budget.
+    the optimizer's state alone are more than the limit.
     """
-    budget_bytes = as_bytes(budget, "budget")
-    training = Training.of(model, optimizer, loss_fn, example_batch, plan)
+    limit_bytes = as_bytes(limit, "limit")
+    training = Training.of(step, batch)
     check_batch_size(batch_size)
-    if exactness not in EXACTNESS_ORDER:
-        raise UsageError(f"exactness is {exactness!r}", limit=f"it is one of {', '.join(EXACTNESS_ORDER)}")
+    as_exactness(exactness)
     tell = progress or tell_terminal
-    target = find_target(device, model)
-    problem = _Problem(training, target, batch_size or training.samples, budget_bytes, tell)
+    target = find_target(device, step.model)
+    problem = _Problem(training, target, batch_size or training.samples, limit_bytes, tell)
     given = problem.forecast({})
     kinds = measures_of(training, target, problem.samples, exactness)
-    _check_budget(budget_bytes, given, lower_state=any("optimizer_state" in kind[0] for kind in kinds))
-    if given.peak_bytes <= budget_bytes:
+    _check_limit(limit_bytes, given, lower_state=any("optimizer_state" in kind[0] for kind in kinds))
+    if given.peak_bytes <= limit_bytes:
         as_given = Considered(choices={}, peak_bytes=given.peak_bytes, fits=True, predicted_ratio=1.0)
-        return FitInto(
+        return FitToMemory(
             plan=training.plan,
-            loss_fn=loss_fn,
             forecast=given,
-            budget_bytes=budget_bytes,
+            limit_bytes=limit_bytes,
             considered=(as_given,),
             timed_by="nothing: it fits",
         )
@@ -155,13 +146,12 @@ def fit_into(
     problem.find_ratios()
     best = problem.run_against_each_other(problem.cheapest_that_fit())
     chosen = training.plan
-    for name, value in of_plan(best).items():
-        chosen = chosen.with_choice(name, value, f"to stay under {format_bytes(budget_bytes)}")
-    return FitInto(
+    for name, value in best.items():
+        chosen = chosen.with_choice(name, value, f"to stay below {format_bytes(limit_bytes)}")
+    return FitToMemory(
         plan=chosen,
-        loss_fn=problem.loss(best),
         forecast=problem.forecast(best),
-        budget_bytes=budget_bytes,
+        limit_bytes=limit_bytes,
         considered=tuple(problem.considered.values()),
         timed_by=problem.timed_by,
         left_out=(*left_out(training, target, exactness), *problem.unknown),
@@ -170,9 +160,10 @@ def fit_into(
 
 class _Problem:
     def __init__(
-        self, training: Training, target: Target, samples: int, budget: int, tell: Callable[[str], None]
+        self, training: Training, target: Target, samples: int, limit_bytes: int, tell: Callable[[str], None]
     ) -> None:
-        self.training, self.target, self.samples, self.budget, self.tell = training, target, samples, budget, tell
+        self.training, self.target, self.samples, self.tell = training, target, samples, tell
+        self.limit_bytes = limit_bytes
         self.considered: dict[tuple[Any, ...], Considered] = {}
         self.timed_by = ""
         self.unknown: list[str] = []
@@ -189,19 +180,23 @@ class _Problem:
 
     def _with(self, choices: Choices) -> Training:
         plan = self.training.plan
-        for name, value in of_plan(choices).items():
+        for name, value in choices.items():
             plan = plan.with_choice(name, value, "tried")
-        return replace(self.training, plan=plan, loss_fn=self.loss(choices))
-
-    def loss(self, choices: Choices) -> LossFn:
-        loss_fn = self.training.loss_fn
-        chunked: Callable[[int], LossFn] | None = getattr(loss_fn, "chunked", None)
-        return chunked(choices[CHUNKED]) if CHUNKED in choices and chunked is not None else loss_fn
+        return self.training.under(plan)
 
     def _runs(self, choices: Choices) -> bool:
-        """Does the model bear that measure? Batch norm takes no part of one sample, a cache no recomputation."""
+        """Does the model take that measure? Batch norm takes no part of one sample, a cache no recomputation.
+
+        A loss whose scores cannot be left unformed leaves the choice out of force.
+        """
         whole = {name: value for name, value in choices.items() if name != "checkpointed_blocks"}
-        return self._forecast_or_none(whole) is not None
+        made = self._forecast_or_none(whole)
+        if made is None:
+            return False
+        if "loss" in choices and made.not_in_force:
+            self.unknown.append(f"loss chunked: {made.not_in_force[0][1]}")
+            return False
+        return True
 
     def _forecast_or_none(self, choices: Choices) -> MemoryForecast | None:
         try:
@@ -221,7 +216,7 @@ class _Problem:
             made = self._forecast_or_none(choices)
             if made is not None:
                 seen.append(made)
-                if made.peak_bytes <= self.budget:
+                if made.peak_bytes <= self.limit_bytes:
                     return
         self._refuse(min(seen, key=lambda one: one.peak_bytes, default=None))
 
@@ -264,7 +259,7 @@ class _Problem:
         return found.ratio
 
     def _size_to_time(self) -> int | None:
-        """As many samples as can really run here in the budget's stead; None where the target is not here."""
+        """As many samples as really run here; None where the target is not here."""
         if self.target.name != find_target(None, self.training.model).name:
             return None
         size = min(self.samples, TIMING_SAMPLES)
@@ -292,16 +287,17 @@ class _Problem:
         if choices.get("micro_batches", 1) > size:
             size = choices["micro_batches"]
         tried = self._with(choices)
+        if tried.plan.compile is not None:
+            tried = tried.under(tried.plan.without("compile"))
         batch = repeat_batch(tried.batch, size)
-        plan = tried.plan.without("compile") if tried.plan.compile is not None else tried.plan
         seconds: list[float] = []
-        with state_kept(tried.model, tried.optimizer), generators_kept():
-            step = TrainStep(tried.model, tried.optimizer, tried.loss_fn, plan)
+        with tried.on_same_memory() as own:
+            step = own.make_step()
             try:
                 while len(seconds) < 1 + TIMED_STEPS or sum(seconds[1:]) < timed_seconds:
                     began = time.perf_counter()
                     step(batch)
-                    if tried.device_type == "cuda":
+                    if own.device_type == "cuda":
                         torch.cuda.synchronize(self.target.name)
                     seconds.append(time.perf_counter() - began)
             except Exception as error:
@@ -335,7 +331,7 @@ class _Problem:
             made = self._forecast_or_none(choices)
             if made is None:
                 continue
-            fits = made.peak_bytes <= self.budget
+            fits = made.peak_bytes <= self.limit_bytes
             kinds = frozenset(choices)
             self.considered[key_of(choices)] = Considered(
                 choices=choices,
@@ -359,7 +355,7 @@ class _Problem:
     def _refuse(self, least: MemoryForecast | None) -> NoReturn:
         lowest = f"{format_bytes(least.peak_bytes)} is the least" if least else "no measure applies to this model"
         raise MachineError(
-            f"no combination of measures brings a step of {self.samples} samples under {format_bytes(self.budget)}",
+            f"no measures bring a step of {self.samples} samples below {format_bytes(self.limit_bytes)}",
             limit=lowest,
             remedy="use a smaller batch, a smaller model or an optimizer with less state",
         )
@@ -381,13 +377,13 @@ class _Problem:
         return fitting[seconds.index(min(seconds))]
 
 
-def _check_budget(budget: int, given: MemoryForecast, *, lower_state: bool) -> None:
+def _check_limit(limit_bytes: int, given: MemoryForecast, *, lower_state: bool) -> None:
     """`lower_state`: may the optimizer's state become smaller?"""
     fixed = given.categories["weights"] + (0 if lower_state else given.categories["optimizer"])
-    if fixed > budget:
+    if fixed > limit_bytes:
         what = "the weights" if lower_state else "weights and the optimizer's state"
         raise UsageError(
-            f"the budget is {format_bytes(budget)}",
+            f"the limit is {format_bytes(limit_bytes)}",
             limit=f"{what} alone are {format_bytes(fixed)}",
             remedy="give more, a smaller model, or an optimizer with less state (SGD, Adafactor)",
         )

@@ -13,8 +13,8 @@ import flatout
 from flatout.errors import MachineError, UsageError
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
-from flatout.train import fit_into as fitting
-from flatout.train.fit_into import fit_into
+from flatout.sizing import fit_to_memory as fitting
+from flatout.sizing.fit_to_memory import fit_to_memory
 from flatout.train.step import TrainStep
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -78,7 +78,7 @@ def test_the_plan_stays_under_the_budget(share: float, make: Any) -> None:
     model, optimizer, batch = make()
     before = [one.clone() for one in model.parameters()]
     budget = int(share * peak(Plan(), make))
-    found = fit_into(budget, model, optimizer, LOSS, batch, progress=lambda line: None)
+    found = fit_to_memory(budget, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
     assert found.plan.choices()
     assert peak(found.plan, make) <= budget
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -94,44 +94,43 @@ def test_the_plan_stays_under_the_budget(share: float, make: Any) -> None:
 def test_no_precision_is_lost_where_none_may_be() -> None:
     model, optimizer, batch = plain_training()
     budget = int(0.6 * peak(Plan(), plain_training))
-    found = fit_into(budget, model, optimizer, LOSS, batch, exactness="rounding", progress=lambda line: None)
+    found = fit_to_memory(
+        budget, TrainStep(model, optimizer, LOSS), batch, exactness="rounding", progress=lambda line: None
+    )
     assert found.plan.precision is None
 
 
 def test_another_gpu_is_timed_by_operations() -> None:
     model, optimizer, batch = plain_training()
-    given = flatout.forecast(model, optimizer, LOSS, batch, device="rtx-4090", batch_size=4096)
-    found = fit_into(
+    given = flatout.forecast(TrainStep(model, optimizer, LOSS), batch, device="rtx-4090", batch_size=4096)
+    found = fit_to_memory(
         given.peak_bytes * 2 // 3,
-        model,
-        optimizer,
-        LOSS,
+        TrainStep(model, optimizer, LOSS, Plan(micro_batches=1)),
         batch,
-        Plan(micro_batches=1),
         device="rtx-4090",
         batch_size=4096,
         progress=lambda line: None,
     )
     assert found.forecast.device == "rtx-4090"
-    assert found.forecast.peak_bytes <= found.budget_bytes
+    assert found.forecast.peak_bytes <= found.limit_bytes
     assert found.timed_by.startswith("operations counted in a fake run; ")
     assert "a step over the link to the host at 31.5 GB/s (PCIe, TechPowerUp GPU database)" in found.timed_by
 
 
 def test_what_fits_is_left_as_it_is() -> None:
     model, optimizer, batch = training()
-    assert fit_into("1 GiB", model, optimizer, LOSS, batch).plan == Plan()
+    assert fit_to_memory("1 GiB", TrainStep(model, optimizer, LOSS), batch).plan == Plan()
 
 
 def test_bad_budgets() -> None:
     model, optimizer, batch = plain_training()
     with pytest.raises(UsageError, match="weights and the optimizer's state alone"):
-        fit_into(100_000, model, optimizer, LOSS, batch, progress=lambda line: None)
-    with pytest.raises(UsageError, match="budget is 0"):
-        fit_into(0, model, optimizer, LOSS, batch)
+        fit_to_memory(100_000, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
+    with pytest.raises(UsageError, match="limit is 0"):
+        fit_to_memory(0, TrainStep(model, optimizer, LOSS), batch)
     least = 150_000
     with pytest.raises(MachineError, match="is the least"):
-        fit_into(least, model, optimizer, LOSS, batch, progress=lambda line: None)
+        fit_to_memory(least, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
 
 
 def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
@@ -139,8 +138,10 @@ def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(16, 32), torch.randint(0, 5, (16,))
     told: list[str] = []
-    given = flatout.forecast(model, optimizer, LOSS, batch).peak_bytes
-    found = fit_into(given - 1, model, optimizer, LOSS, batch, progress=told.append)  # parts of 1 sample: no variance
+    given = flatout.forecast(TrainStep(model, optimizer, LOSS), batch).peak_bytes
+    found = fit_to_memory(
+        given - 1, TrainStep(model, optimizer, LOSS), batch, progress=told.append
+    )  # parts of 1 sample: no variance
     assert found.forecast.peak_bytes < given
     assert any(line.startswith("left out micro_batches=16: ValueError") for line in told)
 
@@ -149,7 +150,7 @@ def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:
 def test_options_that_mean_nothing_are_refused_though_everything_fits(words: dict[str, Any]) -> None:
     model, optimizer, batch = training()
     with pytest.raises(UsageError):
-        fit_into("1 GiB", model, optimizer, LOSS, batch, **words)
+        fit_to_memory("1 GiB", TrainStep(model, optimizer, LOSS), batch, **words)
 
 
 def wide_training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
@@ -161,28 +162,30 @@ def wide_training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tenso
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 @pytest.mark.usefixtures("uncompiled_torchao")
-def test_moments_in_8_bits_are_weighed_where_they_may_be() -> None:
+def test_moments_in_8_bits_are_considered_where_they_may_be() -> None:
     model, optimizer, batch = wide_training()
-    given = flatout.forecast(model, optimizer, LOSS, batch)
+    given = flatout.forecast(TrainStep(model, optimizer, LOSS), batch)
     state, gradients = given.categories["optimizer"], given.categories["gradients"]
     budget = given.peak_bytes - gradients - int(0.3 * state)  # more than updates in backward alone give
-    found = fit_into(budget, model, optimizer, LOSS, batch, progress=lambda line: None)
+    found = fit_to_memory(budget, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
     assert found.plan.optimizer_state == "8bit"
     assert found.forecast.peak_bytes <= budget
     chosen = next(one for one in found.considered if one.choices == found.plan.choices())
     assert chosen.exactness == "reduced"
     assert not optimizer.state
     with pytest.raises(UsageError, match="weights and the optimizer's state alone"):
-        fit_into(budget, model, optimizer, LOSS, batch, exactness="rounding", progress=lambda line: None)
+        fit_to_memory(
+            budget, TrainStep(model, optimizer, LOSS), batch, exactness="rounding", progress=lambda line: None
+        )
 
 
-def test_what_is_not_weighed_is_said() -> None:
+def test_what_is_not_considered_is_said() -> None:
     model, _, batch = wide_training()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    budget = int(0.9 * flatout.forecast(model, optimizer, LOSS, batch).peak_bytes)
-    found = fit_into(budget, model, optimizer, LOSS, batch, progress=lambda line: None)
-    assert "not weighed: optimizer_state 8bit: the optimizer is SGD, not torch.optim.Adam or AdamW" in str(found)
-    assert "not weighed: activation_offload: on a CPU" in str(found)
+    budget = int(0.9 * flatout.forecast(TrainStep(model, optimizer, LOSS), batch).peak_bytes)
+    found = fit_to_memory(budget, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
+    assert "not considered: optimizer_state 8bit: the optimizer is SGD, not torch.optim.Adam or AdamW" in str(found)
+    assert "not considered: activation_offload: on a CPU" in str(found)
 
 
 def test_activations_may_wait_on_the_host_of_a_gpu() -> None:
@@ -191,19 +194,56 @@ def test_activations_may_wait_on_the_host_of_a_gpu() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batch = torch.randn(64, 256), torch.randint(0, 5, (64,))
     plan = Plan(micro_batches=1)
-    given = flatout.forecast(model, optimizer, LOSS, batch, plan, device="rtx-4090", batch_size=65536)
+    given = flatout.forecast(TrainStep(model, optimizer, LOSS, plan), batch, device="rtx-4090", batch_size=65536)
     budget = int(0.65 * given.peak_bytes)
     words: dict[str, Any] = {"batch_size": 65536, "exactness": "rounding", "progress": lambda line: None}
-    found = fit_into(budget, model, optimizer, LOSS, batch, plan, device="rtx-4090", **words)
+    found = fit_to_memory(budget, TrainStep(model, optimizer, LOSS, plan), batch, device="rtx-4090", **words)
     assert found.plan.activation_offload
     assert found.forecast.peak_bytes <= budget
     one = next(one for one in found.considered if one.choices == {"activation_offload": True})
     operations = 6 * 65536 * 256 * 256 * 6  # three products a layer, all but the first layer's by its input
     expected = 1 + 2 * found.forecast.offloaded_bytes / 31.5e9 / (operations / 82.6e12)
     assert one.predicted_ratio == pytest.approx(expected, rel=0.1)
-    given = flatout.forecast(model, optimizer, LOSS, batch, plan, device="gh200-96gb", batch_size=65536)
+    given = flatout.forecast(TrainStep(model, optimizer, LOSS, plan), batch, device="gh200-96gb", batch_size=65536)
     budget = int(0.65 * given.peak_bytes)
-    unknown = fit_into(budget, model, optimizer, LOSS, batch, plan, device="gh200-96gb", **words)
+    unknown = fit_to_memory(budget, TrainStep(model, optimizer, LOSS, plan), batch, device="gh200-96gb", **words)
     assert unknown.plan.activation_offload
     assert "time unknown" in str(unknown)
     assert any("no rate between GH200" in line for line in unknown.left_out)
+
+
+def test_a_wide_last_layer_gets_the_chunked_loss_and_the_step_goes_on_with_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2048, 16), nn.Tanh(), nn.Linear(16, 2048))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS)
+    batch = torch.randint(0, 2048, (64, 16)), torch.randint(0, 2048, (64, 16))
+    budget = int(0.8 * flatout.forecast(step, batch).peak_bytes)
+    words: dict[str, Any] = {"exactness": "rounding", "progress": lambda line: None}
+    own = step.with_plan(Plan(micro_batches=1, optimizer_in_backward=False))
+    found = fit_to_memory(budget, own, batch, **words)
+    assert found.plan.loss == "chunked"
+    expected = float(LOSS(model, batch).detach())
+    own = own.with_plan(found.plan)
+    run = LimitedRun("cpu", found.limit_bytes)
+    with run:
+        run.hold([*model.parameters(), *batch])
+        losses = [float(own(batch)) for _ in range(2)]
+    assert losses[0] == pytest.approx(expected)
+    assert own.rolled_back == []
+    own.close()
+
+
+def test_a_loss_that_looks_at_its_scores_is_not_offered_the_chunked_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2048, 16), nn.Tanh(), nn.Linear(16, 2048))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1) / 0.7, batch[1].flatten())
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    batch = torch.randint(0, 2048, (64, 16)), torch.randint(0, 2048, (64, 16))
+    budget = int(0.8 * flatout.forecast(step, batch).peak_bytes)
+    found = fit_to_memory(budget, step, batch, exactness="rounding", progress=lambda line: None)
+    assert found.plan.loss is None
+    assert any(line.startswith("loss chunked: ") and "are used by" in line for line in found.left_out)
+    step.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.nested import resize_batch
@@ -19,12 +19,17 @@ from flatout.levers.activation_offload import PretendedHost, offloading_to
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.model_call import set_call
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
-from flatout.plan import Plan
-from flatout.train.loss import LossFn
+from flatout.sizing.target import find_target
+from flatout.sizing.training import (
+    STEPS_FOLLOWED,
+    Training,
+    cannot_be_copied,
+    carried_out,
+    check_batch_size,
+    follow_steps,
+    never_captured,
+)
 from flatout.train.step import TrainStep
-from flatout.train.target import find_target
-from flatout.train.tracked_steps import STEPS, carried_out, never_captured, take_steps
-from flatout.train.training import Training, check_batch_size
 
 if TYPE_CHECKING:
     from flatout.memory.timeline import Timeline
@@ -47,26 +52,23 @@ UNCERTAINTY_NOT_AS_COMPILED = 0.3
 
 
 def forecast(
-    model: Any,
-    optimizer: Any,
-    loss_fn: LossFn,
-    example_batch: Any,
-    plan: Plan | None = None,
+    step: TrainStep,
+    batch: Any,
     *,
     device: Any = None,
     batch_size: int | None = None,
 ) -> MemoryForecast:
-    """The peak of one training step of `model` under `plan`, without running it. Nothing of yours is changed.
+    """The peak of one call of `step`, its plan included, without running it. Nothing of yours is changed.
 
-    model, optimizer, loss_fn, plan: as for `TrainStep`. example_batch: any batch of the right kinds and shapes; with
-    `batch_size`, its tensors are taken to have that many samples instead. device: where it would run; None: where the
-    model is; 'cpu', 'cuda', or a GPU of the catalogue ('rtx-4090', 'a100-80gb', 'h200'), which need not be here.
+    batch: any batch of the right kinds and shapes; with `batch_size`, its tensors are taken to have that many samples
+    instead. device: where it would run; None: where the model is; 'cpu', 'cuda', or a GPU of the catalogue
+    ('rtx-4090', 'a100-80gb', 'h200'), which need not be here.
 
-    Raises UsageError for a GPU that is not known, a batch without tensors, a model and optimizer that do not match.
+    Raises UsageError for what is no TrainStep, a GPU that is not known, a batch without tensors.
     """
-    training = Training.of(model, optimizer, loss_fn, example_batch, plan)
+    training = Training.of(step, batch)
     check_batch_size(batch_size)
-    return forecast_training(training, find_target(device, model), batch_size or training.samples)
+    return forecast_training(training, find_target(device, step.model), batch_size or training.samples)
 
 
 def forecast_training(training: Training, target: Target, batch_size: int) -> MemoryForecast:
@@ -81,7 +83,7 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
     except Exception as error:  # the course hangs on values, or an operation knows no fake tensors: .numpy()
         if training.samples < 2 and not isinstance(error, DEPENDS_ON_DATA):
             raise
-        from flatout.train.real_steps import forecast_from_real_steps
+        from flatout.sizing.real_steps import forecast_from_real_steps
 
         made = forecast_from_real_steps(
             training,
@@ -95,20 +97,28 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
     return replace(made, seconds=time.perf_counter() - began)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _FakeSteps:
+    timeline: Timeline
+    offloaded_bytes: int
+    """That one step moves to the host's memory."""
+    not_in_force: tuple[tuple[str, str], ...]
+
+
 def _from_fake_run(training: Training, target: Target, batch_size: int) -> MemoryForecast:
     """As compiled where the plan says so; as it stands where its graphs cannot be had."""
     as_compiled = training.plan.compile is not None and training.plan.activation_checkpointing is None
     try:
-        timeline, moved_bytes = _fake_timeline(training, target, batch_size, as_compiled=as_compiled)
+        steps = _fake_timeline(training, target, batch_size, as_compiled=as_compiled)
     except FlatoutError:
         raise
     except Exception:
         if not as_compiled:
             raise
         as_compiled = False  # a graph cannot be had of every model; its plain course may be
-        timeline, moved_bytes = _fake_timeline(training, target, batch_size, as_compiled=False)
+        steps = _fake_timeline(training, target, batch_size, as_compiled=False)
     made = forecast_of(
-        timeline,
+        steps.timeline,
         target,
         batch_size=batch_size,
         uncertainty=_uncertainty(training, target, as_compiled),
@@ -117,7 +127,7 @@ def _from_fake_run(training: Training, target: Target, batch_size: int) -> Memor
     )
     if target.cuda:  # which free block serves a request can hang on an order that no rule knows: one segment's worth
         made = replace(made, uncertainty=made.uncertainty + LARGE_SEGMENT_BYTES / max(1, made.peak_bytes))
-    return replace(made, offloaded_bytes=moved_bytes)
+    return replace(made, offloaded_bytes=steps.offloaded_bytes, not_in_force=steps.not_in_force)
 
 
 def count_operations(training: Training) -> float:
@@ -126,12 +136,12 @@ def count_operations(training: Training) -> float:
     from flatout.train.flops import count_step
 
     world = FakeRun()
-    model, optimizer, loss_fn, batch = _fake_copies(world, training)
+    fake = _on_fake_copies(world, training)
     with generators_kept(), world:
-        step = TrainStep(model, optimizer, loss_fn, carried_out(training.plan))
+        step = fake.make_step()
         finish = count_step()
         try:
-            step(batch)
+            step(fake.batch)
         finally:
             counted = finish()
             step.close()
@@ -219,8 +229,7 @@ def _call_as_compiled(model: Any, mode: str | None, world: Any) -> None:
         set_call(part, CompiledCall(part, world))
 
 
-def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_compiled: bool) -> tuple[Timeline, int]:
-    """With the bytes that a step moves to the host's memory, one way."""
+def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_compiled: bool) -> _FakeSteps:
     from flatout.memory.fake_run import (
         FakeRun,
         ValuesForOptimizers,
@@ -231,19 +240,9 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     from flatout.memory.tracking import Tracker
 
     world = FakeRun()
-    model, optimizer, loss_fn, batch = _fake_copies(world, training)
-    if batch_size != training.samples:
-        batch = resize_batch(batch, batch_size, lambda one: world.tensor_like(one, (batch_size, *one.shape[1:])))
+    fake = _on_fake_copies(world, training, batch_size)
     if target.cuda:
-        _default_to_foreach(optimizer)
-    fake = Training(
-        model=model,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        batch=batch,
-        plan=carried_out(training.plan),
-        samples=batch_size,
-    )
+        _default_to_foreach(fake.optimizer)
     host = PretendedHost()
     pretend = contextlib.ExitStack()
     if target.cuda:
@@ -263,28 +262,33 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
         tracker,
     ):
         if as_compiled:
-            _call_as_compiled(model, training.plan.compile, world)
-        take_steps(tracker, fake, closing)
+            _call_as_compiled(fake.model, training.plan.compile, world)
+        step = follow_steps(tracker, fake, closing)
     if touched:
         raise UsageError(
             "the loss function uses a model of its own",
             limit="a forecast calls it with a copy on fake tensors",
             remedy="write it as loss_fn(model, batch) and use that model",
         )
-    return tracker.timeline(), host.moved_bytes // STEPS
+    return _FakeSteps(
+        timeline=tracker.timeline(),
+        offloaded_bytes=host.moved_bytes // STEPS_FOLLOWED,
+        not_in_force=tuple(step.rolled_back),
+    )
 
 
-def _fake_copies(world: Any, training: Training) -> Any:
+def _on_fake_copies(world: Any, training: Training, batch_size: int | None = None) -> Training:
+    """Of so many samples, under what of the plan a fake run can carry out."""
     try:
         copies = world.fake_copies((training.model, training.optimizer, training.loss_fn, training.batch))
     except Exception as error:
-        raise UsageError(
-            f"the model cannot be copied: {type(error).__name__}: {error}",
-            limit="a forecast runs a copy of it on fake tensors",
-            remedy="keep files, locks and generators out of the model and the loss function",
-        ) from error
-    never_captured(copies[1])
-    return copies
+        raise cannot_be_copied(error) from error
+    model, optimizer, loss_fn, batch = copies
+    samples = batch_size or training.samples
+    if samples != training.samples:
+        batch = resize_batch(batch, samples, lambda one: world.tensor_like(one, (samples, *one.shape[1:])))
+    never_captured(optimizer)
+    return training.under(carried_out(training.plan)).on_copies(model, optimizer, loss_fn, batch, samples)
 
 
 def _default_to_foreach(optimizer: Any) -> None:

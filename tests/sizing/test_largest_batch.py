@@ -14,9 +14,9 @@ from flatout.data.nested import repeat_batch
 from flatout.errors import MachineError, UsageError
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
-from flatout.train.largest_batch import largest_batch
+from flatout.sizing.largest_batch import largest_batch
+from flatout.sizing.target import find_target
 from flatout.train.step import TrainStep
-from flatout.train.target import find_target
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
 BATCH = (torch.randn(4, 1, 8, 8), torch.randint(0, 10, (4,)))
@@ -56,7 +56,7 @@ def fits(model: nn.Module, optimizer: Any, size: int, limit: int) -> bool:
 def test_equals_trying_every_size(make: Callable[[], nn.Module], optimizer: Callable[..., Any]) -> None:
     model = make()
     limit = 800_000
-    found = largest_batch(model, optimizer(model.parameters()), LOSS, BATCH, limit_bytes=limit)
+    found = largest_batch(TrainStep(model, optimizer(model.parameters()), LOSS), BATCH, limit=limit)
     assert len(found.tries) <= 5
     assert any(one.batch_size == found.batch_size and one.fitted for one in found.tries)
     assert found.peak_bytes <= limit
@@ -77,7 +77,7 @@ def test_nothing_of_the_user_s_is_changed() -> None:
     moments = [one.clone() for state in optimizer.state.values() for one in state.values()]
     identities = [id(one) for state in optimizer.state.values() for one in state.values()]
     random = torch.get_rng_state()
-    largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=500_000, at_most=64)
+    largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=500_000, at_most=64)
     assert all(torch.equal(a, b) for a, b in zip((*model.parameters(), *model.buffers()), before, strict=True))
     assert [id(one) for state in optimizer.state.values() for one in state.values()] == identities
     seen = [one for state in optimizer.state.values() for one in state.values()]
@@ -92,7 +92,7 @@ def test_nothing_of_the_user_s_is_changed() -> None:
 def test_a_fresh_optimizer_has_no_state_afterwards() -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
-    largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=500_000, at_most=8)
+    largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=500_000, at_most=8)
     assert not optimizer.state
     assert all(one.grad is None for one in model.parameters())
 
@@ -100,12 +100,14 @@ def test_a_fresh_optimizer_has_no_state_afterwards() -> None:
 def test_sizes_asked_for() -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
-    found = largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=800_000, multiple_of=8)
+    found = largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=800_000, multiple_of=8)
     assert found.batch_size % 8 == 0
-    capped = largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=1 << 30, at_most=24)
+    capped = largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=1 << 30, at_most=24)
     assert capped.batch_size == 24
     lines: list[str] = []
-    split = largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=800_000, global_batch=4096, progress=lines.append)
+    split = largest_batch(
+        TrainStep(model, optimizer, LOSS), BATCH, limit=800_000, global_batch=4096, progress=lines.append
+    )
     assert split.plan.micro_batches == -(-4096 // split.batch_size)
     assert any(line.startswith("forecasting") for line in lines)
     assert any(line.startswith("trying") for line in lines)
@@ -116,13 +118,13 @@ def test_bad_input() -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(MachineError, match=r"a batch of 1 takes more than 19\.5 KiB"):
-        largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=20_000)
-    with pytest.raises(UsageError, match="limit_bytes is 0"):
-        largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=0)
+        largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=20_000)
+    with pytest.raises(UsageError, match="limit is 0"):
+        largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=0)
     with pytest.raises(UsageError, match="multiple_of is 8"):
-        largest_batch(model, optimizer, LOSS, BATCH, limit_bytes=1 << 20, at_most=4, multiple_of=8)
+        largest_batch(TrainStep(model, optimizer, LOSS), BATCH, limit=1 << 20, at_most=4, multiple_of=8)
     with pytest.raises(UsageError, match="without a tensor"):
-        largest_batch(model, optimizer, LOSS, "text", limit_bytes=1 << 20)
+        largest_batch(TrainStep(model, optimizer, LOSS), "text", limit=1 << 20)
 
 
 class OfCuda:

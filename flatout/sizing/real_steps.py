@@ -16,13 +16,13 @@ import torch
 from flatout.data.nested import map_tensors, slice_batch
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
+from flatout.levers.low_bit import copied_codes
 from flatout.memory.extension import Sizes, extended
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, WorkspaceOf
+from flatout.sizing.training import Training, carried_out, follow_steps, never_captured
 from flatout.train.placement import join_recurrent_weights
-from flatout.train.tracked_steps import carried_out, never_captured, take_steps
-from flatout.train.training import Training
 
 UNCERTAINTY_EXTENDED = 0.15
 UNCERTAINTY_OTHER_COURSE = 0.3
@@ -65,6 +65,7 @@ def forecast_from_real_steps(
     return replace(
         made,
         uncertainty=max(least, uncertainty, apart),
+        not_in_force=steps[-1].not_in_force,
         method=f"real steps of {' and '.join(map(str, sizes))} samples, extended",
         not_covered=(
             *made.not_covered,
@@ -95,26 +96,31 @@ class RealSteps:
     timeline: Timeline
     unseen_bytes: int
     """CUDA: how much more the allocator held at its peak than the timeline knows: inside cuDNN's recurrent layers."""
+    not_in_force: tuple[tuple[str, str], ...]
 
 
 def _real_steps(training: Training, size: int, workspace_of: WorkspaceOf | None) -> RealSteps:
     counter = _AllocatorPeak(next(training.model.parameters()).device) if training.device_type == "cuda" else None
-    model, optimizer, loss_fn = copy.deepcopy((training.model, training.optimizer, training.loss_fn))
+    model, optimizer, loss_fn = copy.deepcopy(
+        (training.model, training.optimizer, training.loss_fn), copied_codes(training.optimizer)
+    )
     join_recurrent_weights(model)
     never_captured(optimizer)
     batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds it all
-    small = replace(
-        training, model=model, optimizer=optimizer, loss_fn=loss_fn, batch=batch, plan=carried_out(training.plan)
-    )
+    small = training.under(carried_out(training.plan)).on_copies(model, optimizer, loss_fn, batch, size)
     with (
         generators_kept(),
         contextlib.ExitStack() as closing,
         Tracker(workspace_of=workspace_of) as tracker,
     ):
-        take_steps(tracker, small, closing)
+        step = follow_steps(tracker, small, closing)
         timeline = tracker.timeline()
         held = counter.peak_bytes() if counter is not None else 0
-    return RealSteps(timeline=timeline, unseen_bytes=max(0, held - timeline.peak("cuda").size_bytes))
+    return RealSteps(
+        timeline=timeline,
+        unseen_bytes=max(0, held - timeline.peak("cuda").size_bytes),
+        not_in_force=tuple(step.rolled_back),
+    )
 
 
 class _AllocatorPeak:
