@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from flatout import errors as errors
     from flatout import models as models
     from flatout import plan as plan
+    from flatout.application.tune import tune
     from flatout.checkpoint.capturing import capture
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from flatout.train.loss import supervised
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
-    from flatout.tuning.tune import tune
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ _HOMES = {
     "restore": "flatout.checkpoint.restoring",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
-    "tune": "flatout.tuning.tune",
+    "tune": "flatout.application.tune",
     "tune_inference": "flatout.infer.choosing.tune_inference",
 }
 

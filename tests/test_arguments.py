@@ -246,7 +246,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "arguments": {"of a step": ["--lr", "0.1"]},
             "fit": {"of a step": "12 GiB"},
             "exactness": {"unknown": "exact", "None": None},
-            "budget_seconds": {"0": 0, "text": "1m", "flag": True},
+            "seconds": {"0": 0, "text": "1m", "flag": True},
             "steps": {"0": 0, "text": "3"},
         },
     ),

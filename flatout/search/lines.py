@@ -15,8 +15,13 @@ BudgetOption = Callable[[float], str]
 
 
 def budget_argument(seconds: float) -> str:
-    """To a function of the library."""
+    """To `flatout.tune_inference`."""
     return f"budget_seconds={10 * math.ceil(seconds / 10)}"
+
+
+def seconds_argument(seconds: float) -> str:
+    """To `flatout.tune`."""
+    return f"seconds={10 * math.ceil(seconds / 10)}"
 
 
 def trial_lines(trials: Sequence[Trial]) -> list[str]:
