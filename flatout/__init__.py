@@ -9,45 +9,77 @@ if TYPE_CHECKING:
     from flatout import errors as errors
     from flatout import models as models
     from flatout import plan as plan
-    from flatout.application.tune import tune
+    from flatout.application.check import CheckResult, check
+    from flatout.application.run import RunResult, run
+    from flatout.application.tune import TuneResult, tune
     from flatout.checkpoint.capturing import capture
+    from flatout.checkpoint.differences import Differences
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
-    from flatout.data.batches import batches
+    from flatout.data.batches import Stream, batches
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
     from flatout.errors import FlatoutError, UsageError
     from flatout.infer.choosing.tune_inference import tune_inference
+    from flatout.infer.choosing.tuning import InferenceTuning
     from flatout.infer.exporting.export import export
+    from flatout.infer.exporting.report import ExportReport
+    from flatout.infer.generation.generated import Generation, Piece
     from flatout.infer.generation.token_generator import TokenGenerator, generate
-    from flatout.infer.prediction.predict import predict
+    from flatout.infer.prediction.predict import Predictions, predict
     from flatout.machine.description import Machine
+    from flatout.memory.forecast import MemoryForecast
     from flatout.plan import Plan
+    from flatout.search.trial import Trial
+    from flatout.sizing.curve import BatchCurve
     from flatout.sizing.step_curve import batch_curve
+    from flatout.statistics import Comparison
+    from flatout.timing import Measurement
     from flatout.train.evaluate import evaluate
-    from flatout.train.fit import fit
-    from flatout.train.fit_into import fit_into
+    from flatout.train.fit import FitResult, fit
+    from flatout.train.fit_into import FitInto, fit_into
     from flatout.train.forecast import forecast
-    from flatout.train.largest_batch import largest_batch
+    from flatout.train.largest_batch import LargestBatch, largest_batch
     from flatout.train.loss import supervised
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
+    from flatout.tuning.results import Proof
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchCurve",
+    "CheckResult",
     "Checkpoints",
+    "Comparison",
+    "Differences",
+    "ExportReport",
     "Finding",
+    "FitInto",
+    "FitResult",
     "FlatoutError",
+    "Generation",
+    "InferenceTuning",
+    "LargestBatch",
     "Machine",
+    "Measurement",
+    "MemoryForecast",
+    "Piece",
     "Plan",
+    "Predictions",
+    "Proof",
+    "RunResult",
+    "Stream",
     "TokenGenerator",
     "TrainStep",
+    "Trial",
+    "TuneResult",
     "UsageError",
     "__version__",
     "batch_curve",
     "batches",
     "capture",
+    "check",
     "device",
     "evaluate",
     "export",
@@ -58,6 +90,7 @@ __all__ = [
     "largest_batch",
     "predict",
     "restore",
+    "run",
     "supervised",
     "to_device",
     "tune",
@@ -65,17 +98,37 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchCurve": "flatout.sizing.curve",
+    "CheckResult": "flatout.application.check",
     "Checkpoints": "flatout.checkpoint.folder",
+    "Comparison": "flatout.statistics",
+    "Differences": "flatout.checkpoint.differences",
+    "ExportReport": "flatout.infer.exporting.report",
     "Finding": "flatout.diagnose.finding",
+    "FitInto": "flatout.train.fit_into",
+    "FitResult": "flatout.train.fit",
     "FlatoutError": "flatout.errors",
+    "Generation": "flatout.infer.generation.generated",
+    "InferenceTuning": "flatout.infer.choosing.tuning",
+    "LargestBatch": "flatout.train.largest_batch",
     "Machine": "flatout.machine.description",
+    "Measurement": "flatout.timing",
+    "MemoryForecast": "flatout.memory.forecast",
+    "Piece": "flatout.infer.generation.generated",
     "Plan": "flatout.plan",
+    "Predictions": "flatout.infer.prediction.predict",
+    "Proof": "flatout.tuning.results",
+    "RunResult": "flatout.application.run",
+    "Stream": "flatout.data.batches",
     "TokenGenerator": "flatout.infer.generation.token_generator",
     "TrainStep": "flatout.train.step",
+    "Trial": "flatout.search.trial",
+    "TuneResult": "flatout.application.tune",
     "UsageError": "flatout.errors",
     "batch_curve": "flatout.sizing.step_curve",
     "batches": "flatout.data.batches",
     "capture": "flatout.checkpoint.capturing",
+    "check": "flatout.application.check",
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
     "export": "flatout.infer.exporting.export",
@@ -86,6 +139,7 @@ _HOMES = {
     "largest_batch": "flatout.train.largest_batch",
     "predict": "flatout.infer.prediction.predict",
     "restore": "flatout.checkpoint.restoring",
+    "run": "flatout.application.run",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
     "tune": "flatout.application.tune",

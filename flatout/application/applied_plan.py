@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,7 @@ class AppliedPlan:
         self._announce, self._while_verifying = announce, while_verifying
 
     def read(self, path: str | None, without: Sequence[str] = ()) -> None:
-        """From a file, or from flatout.toml where that is for this script. PlanError for choices that no script takes."""
+        """From a file, or from flatout.toml where that is for this script. PlanError for what no script takes."""
         plan = self._read(path)
         self.plan = plan.without(*without) if plan is not None else None
 
@@ -126,7 +125,7 @@ class AppliedPlan:
                 result = tune_script(request, machine)
         except FlatoutError as error:
             self._miss(f"{mismatch}, and could not be verified here: {error}")
-            self.plan = replace(plan, **dict.fromkeys(plan.choices()), reasons={})
+            self.plan = plan.without(*plan.choices())
             return
         held = ", ".join(result.plan.choices()) or "nothing"
         text = f"{mismatch}; verified here: {held} holds (again in every run; flatout tune writes a plan for here)"

@@ -24,7 +24,6 @@ from flatout.machine.visible_devices import visible_setting
 from flatout.plan import Plan, read_plan, write_plan
 from flatout.report.document import read_document
 from flatout.script.child_command import child_command
-from flatout.script.entry import Target
 from flatout.timing import Measurement
 
 
@@ -191,7 +190,6 @@ def _check_module(name: str) -> None:
 
 
 def _found(name: str, places: Sequence[str]) -> ModuleSpec | None:
-    for finder in (PathFinder, *sys.meta_path):
-        if (spec := finder.find_spec(name, places)) is not None:
-            return spec
-    return None
+    found = PathFinder.find_spec(name, places)
+    rest = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return found or next((spec for spec in rest if spec is not None), None)

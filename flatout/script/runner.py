@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from flatout.environment import thread_variables
-from flatout.levers.applied import Applied, describe_error
+from flatout.errors import describe_error
+from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine

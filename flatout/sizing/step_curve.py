@@ -18,7 +18,7 @@ from typing import Any
 
 from flatout.arguments import as_budget_seconds, as_bytes, as_instance, as_whole_number
 from flatout.data.nested import map_tensors, repeat_batch, tensors_in
-from flatout.errors import UsageError
+from flatout.errors import UsageError, describe_error
 from flatout.generators import generators_kept, seed_generators
 from flatout.levers.model_call import ATTRIBUTE
 from flatout.levers.subject import Subject
@@ -32,7 +32,6 @@ from flatout.statistics import median
 from flatout.train.forecast import forecast_training
 from flatout.train.largest_batch import available_bytes, held_before, tell_terminal
 from flatout.train.ranks import ranks_of
-from flatout.train.real_steps import first_line
 from flatout.train.split import release
 from flatout.train.step import TrainStep
 from flatout.train.target import find_target
@@ -232,7 +231,7 @@ class _Copies:
             if is_out_of_memory(error):
                 failure = TooLarge(f"batch {batch_size} took more than the limit of {format_bytes(self.limit_bytes)}")
             else:
-                failure = SizeFails(first_line(error))
+                failure = SizeFails(describe_error(error))
                 failure.__cause__ = error
         else:
             return

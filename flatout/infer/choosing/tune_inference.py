@@ -76,9 +76,10 @@ def tune_inference(
     began = time.perf_counter()
     _check(model, task, plan, items, exactness, budget_seconds)
     tolerance = Tolerance(max_error=max_error, min_agreement=min_agreement, max_divergence=max_divergence)
-    base, why = plan or Plan(), "as asked"
+    why = "as asked"
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
+    base = as_plan(plan, task)
     say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
     with left_unchanged(model):
         say("running the model as it is, and in fp32")
