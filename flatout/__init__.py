@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flatout.checkpoint.differences import Differences
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
-    from flatout.data.batches import Stream, batches
+    from flatout.data.batches import Batches, Stream, batches
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
     from flatout.errors import FlatoutError, UsageError
@@ -49,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchCurve",
+    "Batches",
     "CheckResult",
     "Checkpoints",
     "Comparison",
@@ -99,6 +100,7 @@ __all__ = [
 
 _HOMES = {
     "BatchCurve": "flatout.sizing.curve",
+    "Batches": "flatout.data.batches",
     "CheckResult": "flatout.application.check",
     "Checkpoints": "flatout.checkpoint.folder",
     "Comparison": "flatout.statistics",

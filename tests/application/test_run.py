@@ -23,7 +23,7 @@ for step in range(40):
     optimizer.zero_grad()
     (model(torch.randn(8, 4)) ** 2).mean().backward()
     optimizer.step()
-    time.sleep(0.001)
+    time.sleep(0.005)
 print("trained", sys.argv[1:])
 """
 
@@ -49,6 +49,10 @@ def test_a_script_is_run_by_a_plan_and_nothing_is_written_beside_it(folder: Path
     assert ran.steps == 40
     assert ran.step_seconds is not None
     assert ran.step_seconds > 0.001
+    assert ran.document is not None
+    assert ran.document["load"]["own_cores"] > 0
+    assert ran.measurement is not None
+    assert ran.measurement.contended is not None
     assert ran.peak_resident_bytes is not None
     assert ran.peak_resident_bytes > 10 << 20
     assert len(ran.applied) == 1

@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_told_is_no_memory_that_fits() -> None:
 
 def test_what_is_combined() -> None:
     model = ModuleSeen(
-        kind="GPT", parameters=1000, convolutions=0, linears=9, recurrent=0, dtypes=("float32",),
+        kind="GPT", parameters=1000, convolutions=0, linears=9, dtypes=("float32",),
         repeated_block="Block", widest_output=50_000,
     )  # fmt: skip
     machine = detect()

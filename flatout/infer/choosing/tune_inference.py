@@ -73,10 +73,9 @@ def tune_inference(
     dropped trial; Ctrl-C ends the search with what was found so far. Raises UsageError for an argument or a sample that
     cannot be used, and what the model itself raises.
     """
-    began = time.perf_counter()
+    began, why = time.perf_counter(), "as asked"
     _check(model, task, plan, items, exactness, budget_seconds)
     tolerance = Tolerance(max_error=max_error, min_agreement=min_agreement, max_divergence=max_divergence)
-    why = "as asked"
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
     base = as_plan(plan, task)
