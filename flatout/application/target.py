@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from flatout.arguments import wrong
+from flatout.arguments import as_path, wrong
 from flatout.script.entry import Target
 
 
@@ -17,5 +17,6 @@ def as_target(script: str | os.PathLike[str], arguments: Sequence[str] = (), *, 
     for word in words:
         if not isinstance(word, str):
             raise wrong("an argument", word, "each of them is a text", "write numbers as texts, such as str(0.1)")
-    name = os.fspath(script)
+    as_path(script, "script")
+    name = os.fspath(script)  # as it was given: './train.py' stays so
     return Target(module=name, arguments=words) if module else Target(path=name, arguments=words)
