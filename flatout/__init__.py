@@ -9,52 +9,85 @@ if TYPE_CHECKING:
     from flatout import errors as errors
     from flatout import models as models
     from flatout import plan as plan
+    from flatout.application.check import CheckResult, check
+    from flatout.application.run import RunResult, run
+    from flatout.application.tune import TuneResult, tune
     from flatout.checkpoint.capturing import capture
+    from flatout.checkpoint.differences import Differences
     from flatout.checkpoint.folder import Checkpoints
     from flatout.checkpoint.restoring import restore
-    from flatout.data.batches import batches
+    from flatout.data.batches import Batches, Stream, batches
     from flatout.data.nested import to_device
     from flatout.diagnose.finding import Finding
     from flatout.errors import FlatoutError, UsageError
     from flatout.infer.choosing.tune_inference import tune_inference
+    from flatout.infer.choosing.tuning import InferenceTuning
     from flatout.infer.exporting.export import export
+    from flatout.infer.exporting.report import ExportReport
+    from flatout.infer.generation.generated import Generation, Piece
     from flatout.infer.generation.token_generator import TokenGenerator, generate
-    from flatout.infer.prediction.predict import predict
+    from flatout.infer.prediction.predict import Predictions, predict
     from flatout.kernels.linear_cross_entropy import linear_cross_entropy
     from flatout.machine.description import Machine
+    from flatout.memory.forecast import MemoryForecast
     from flatout.plan import Plan
-    from flatout.sizing.fit_to_memory import fit_to_memory
+    from flatout.search.trial import Trial
+    from flatout.sizing.curve import BatchCurve
+    from flatout.sizing.fit_to_memory import FitToMemory, fit_to_memory
     from flatout.sizing.forecasting import forecast
-    from flatout.sizing.largest_batch import largest_batch
+    from flatout.sizing.largest_batch import LargestBatch, largest_batch
     from flatout.sizing.step_curve import batch_curve
+    from flatout.statistics import Comparison
+    from flatout.timing import Measurement
     from flatout.train.evaluate import evaluate
-    from flatout.train.fit import fit
+    from flatout.train.fit import FitResult, fit
     from flatout.train.global_metrics import over_all
     from flatout.train.loggers import CSVLog, TensorBoardLog
     from flatout.train.loss import supervised
     from flatout.train.patience import Patience
     from flatout.train.placement import device
     from flatout.train.step import TrainStep
-    from flatout.tuning.tune import tune
+    from flatout.tuning.results import Proof
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchCurve",
+    "Batches",
     "CSVLog",
+    "CheckResult",
     "Checkpoints",
+    "Comparison",
+    "Differences",
+    "ExportReport",
     "Finding",
+    "FitResult",
+    "FitToMemory",
     "FlatoutError",
+    "Generation",
+    "InferenceTuning",
+    "LargestBatch",
     "Machine",
+    "Measurement",
+    "MemoryForecast",
     "Patience",
+    "Piece",
     "Plan",
+    "Predictions",
+    "Proof",
+    "RunResult",
+    "Stream",
     "TensorBoardLog",
     "TokenGenerator",
     "TrainStep",
+    "Trial",
+    "TuneResult",
     "UsageError",
     "__version__",
     "batch_curve",
     "batches",
     "capture",
+    "check",
     "device",
     "evaluate",
     "export",
@@ -67,6 +100,7 @@ __all__ = [
     "over_all",
     "predict",
     "restore",
+    "run",
     "supervised",
     "to_device",
     "tune",
@@ -74,20 +108,41 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchCurve": "flatout.sizing.curve",
+    "Batches": "flatout.data.batches",
     "CSVLog": "flatout.train.loggers",
+    "CheckResult": "flatout.application.check",
     "Checkpoints": "flatout.checkpoint.folder",
+    "Comparison": "flatout.statistics",
+    "Differences": "flatout.checkpoint.differences",
+    "ExportReport": "flatout.infer.exporting.report",
     "Finding": "flatout.diagnose.finding",
+    "FitResult": "flatout.train.fit",
+    "FitToMemory": "flatout.sizing.fit_to_memory",
     "FlatoutError": "flatout.errors",
+    "Generation": "flatout.infer.generation.generated",
+    "InferenceTuning": "flatout.infer.choosing.tuning",
+    "LargestBatch": "flatout.sizing.largest_batch",
     "Machine": "flatout.machine.description",
+    "Measurement": "flatout.timing",
+    "MemoryForecast": "flatout.memory.forecast",
     "Patience": "flatout.train.patience",
+    "Piece": "flatout.infer.generation.generated",
     "Plan": "flatout.plan",
+    "Predictions": "flatout.infer.prediction.predict",
+    "Proof": "flatout.tuning.results",
+    "RunResult": "flatout.application.run",
+    "Stream": "flatout.data.batches",
     "TensorBoardLog": "flatout.train.loggers",
     "TokenGenerator": "flatout.infer.generation.token_generator",
     "TrainStep": "flatout.train.step",
+    "Trial": "flatout.search.trial",
+    "TuneResult": "flatout.application.tune",
     "UsageError": "flatout.errors",
     "batch_curve": "flatout.sizing.step_curve",
     "batches": "flatout.data.batches",
     "capture": "flatout.checkpoint.capturing",
+    "check": "flatout.application.check",
     "device": "flatout.train.placement",
     "evaluate": "flatout.train.evaluate",
     "export": "flatout.infer.exporting.export",
@@ -95,14 +150,15 @@ _HOMES = {
     "fit_to_memory": "flatout.sizing.fit_to_memory",
     "forecast": "flatout.sizing.forecasting",
     "generate": "flatout.infer.generation.token_generator",
-    "over_all": "flatout.train.global_metrics",
     "largest_batch": "flatout.sizing.largest_batch",
     "linear_cross_entropy": "flatout.kernels.linear_cross_entropy",
+    "over_all": "flatout.train.global_metrics",
     "predict": "flatout.infer.prediction.predict",
     "restore": "flatout.checkpoint.restoring",
+    "run": "flatout.application.run",
     "supervised": "flatout.train.loss",
     "to_device": "flatout.data.nested",
-    "tune": "flatout.tuning.tune",
+    "tune": "flatout.application.tune",
     "tune_inference": "flatout.infer.choosing.tune_inference",
 }
 

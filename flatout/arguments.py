@@ -159,7 +159,7 @@ def as_exactness(value: Any) -> Exactness:
     return value
 
 
-def as_budget_seconds(value: Any, name: str = "budget_seconds") -> float:
+def as_seconds(value: Any, name: str = "seconds") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UsageError(f"{name} is {value!r}", limit="it is above 0", remedy="300 are five minutes")
     return value

@@ -50,3 +50,9 @@ class TrialError(FlatoutError):
 
 class NumericsError(FlatoutError, ArithmeticError):
     """A loss or a gradient is inf or NaN, where the user asked to hear of it."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and first line: what a person needs to recognise an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -39,6 +39,7 @@ from flatout.plan_choices import (
     declared,
 )
 from flatout.plan_document import RENAMED, SCHEMA, line, nearest, one_of, parse, short
+from flatout.whole_files import written_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,18 +180,10 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     """Put the plan at this path whole or not at all: a crash or a full disk leaves what was there before."""
-    target = os.path.realpath(path)  # a link stays a link
-    temporary = f"{target}.{os.getpid()}.tmp"
+    text = plan.to_toml()
     try:
-        try:
-            with open(temporary, "x", encoding="utf-8") as stream:
-                stream.write(plan.to_toml())
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, target)
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        with written_whole(Path(os.path.realpath(path))) as temporary:  # a link stays a link
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         remedy = (
             "free some space or name another place" if error.errno == errno.ENOSPC else "name a place you may write"

@@ -285,6 +285,18 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         },
     ),
     "to_device": (lambda **given: flatout.to_device(**({"nested": X} | given)), {"device": DEVICES}),
+    "check": (flatout.check, {}),
+    "run": (
+        lambda **given: flatout.run(**({"script": __file__} | given)),
+        {
+            "script": {"None": None, "empty": "", "bytes": b"train.py", "missing": "nowhere.py"},
+            "arguments": {"text": "--lr 1", "numbers": [1]},
+            "plan": {**PLANS, "weights": flatout.Plan(weights="int8")},
+            "without": {"text": "compile", "unknown": ["compilation"]},
+            "device": {"unknown": "gpu", "missing": "cuda:99"},
+            "report": {"folder": "/", "no folder": "missing/run.json", "number": 3},
+        },
+    ),
     "tune": (
         lambda **given: flatout.tune(**({"subject": step(), "batches": [(X, Y)]} | given)),
         {
@@ -293,7 +305,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "arguments": {"of a step": ["--lr", "0.1"]},
             "fit": {"of a step": "12 GiB"},
             "exactness": {"unknown": "exact", "None": None},
-            "budget_seconds": {"0": 0, "text": "1m", "flag": True},
+            "seconds": {"0": 0, "text": "1m", "flag": True},
             "steps": {"0": 0, "text": "3"},
         },
     ),
@@ -302,7 +314,30 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         {"model": MODELS, "sample_inputs": {"None": None, "none": []}, "plan": PLANS, "items": {"0": 0}},
     ),
 }
-RECORDS = {"Finding", "Machine"}
+RECORDS = {
+    "BatchCurve",
+    "Batches",
+    "CheckResult",
+    "Comparison",
+    "Differences",
+    "ExportReport",
+    "Finding",
+    "FitInto",
+    "FitResult",
+    "Generation",
+    "InferenceTuning",
+    "LargestBatch",
+    "Machine",
+    "Measurement",
+    "MemoryForecast",
+    "Piece",
+    "Predictions",
+    "Proof",
+    "RunResult",
+    "Stream",
+    "Trial",
+    "TuneResult",
+}
 """What others return, and nobody makes."""
 
 CASES = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,9 @@ import pytest
 
 import flatout
 from tests.processes import Python
+
+NOT_OURS = {"Any", "None", "Supervised"}
+"""Supervised: what `supervised` makes is used as a loss, not named."""
 
 FRESH = """
 import json, logging, os, sys, threading, warnings
@@ -27,9 +32,21 @@ print(json.dumps({"changed": state() != before, "modules": sorted(foreign)}))
 """
 
 
-def test_public_names_are_sorted() -> None:
+def test_public_names_are_sorted_and_listed() -> None:
     assert flatout.__all__ == sorted(set(flatout.__all__))
     assert dir(flatout) == flatout.__all__
+
+
+def test_what_a_public_function_returns_is_public() -> None:
+    """So that it can be written in an annotation; what is not ours (a tensor, a device) is left out."""
+    missing = {}
+    for name in flatout.__all__:
+        function = getattr(flatout, name)
+        returned = getattr(function, "__annotations__", {}).get("return", "") if inspect.isfunction(function) else ""
+        words = set(re.findall(r"[A-Z]\w+", returned)) - NOT_OURS
+        if hidden := words - set(flatout.__all__):
+            missing[name] = hidden
+    assert missing == {}
 
 
 @pytest.mark.parametrize("name", [name for name in flatout.__all__ if name != "__version__"])
@@ -49,7 +66,7 @@ for found in pkgutil.walk_packages(flatout.__path__, "flatout."):
         importlib.import_module(found.name)
 modules = [name for name in flatout.__all__ if isinstance(getattr(flatout, name), types.ModuleType)]
 assert not modules, modules
-assert callable(flatout.tune) and callable(flatout.export) and callable(flatout.predict)
+assert all(map(callable, (flatout.tune, flatout.run, flatout.check, flatout.export, flatout.predict)))
 """
 
 

@@ -29,7 +29,8 @@ from flatout.plan import write_plan
 from flatout.script.entry import Target
 from flatout.statistics import Comparison, compare_paired, median
 from flatout.tuning.last_comparison import comparison_of_groups
-from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
+from flatout.tuning.results import Tuned
+from flatout.tuning.script_tuning import TuneRequest, tune_script
 
 SCRIPT = Path(__file__).with_name("training.py")
 # kind, width, batch, steps of one run from outside: few seconds, as pairs of processes differ more than windows do
@@ -127,7 +128,7 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
     )
 
 
-def _in_words(result: TuneResult) -> tuple[str, ...]:
+def _in_words(result: Tuned) -> tuple[str, ...]:
     trials = [f"{trial.label}: {trial.outcome}, {trial.reason}" for trial in result.state.trials]
     skipped = [f"{entry.label}: not tried, {entry.reason}" for entry in result.state.not_tried]
     return (*trials, *skipped, *result.warnings)

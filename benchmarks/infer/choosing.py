@@ -75,7 +75,7 @@ def _case(name: str) -> tuple[torch.nn.Module, list[Any]]:
 
 def _compared(name: str, model: torch.nn.Module, sample: list[Any], base: Plan, arguments: Any) -> dict[str, Any]:
     print(f"{name}: choosing ...", file=sys.stderr, flush=True)
-    chosen = tune_inference(model, sample, plan=base, budget_seconds=arguments.budget, max_new_tokens=NEW_TOKENS)
+    chosen = tune_inference(model, sample, plan=base, seconds=arguments.budget, max_new_tokens=NEW_TOKENS)
     print(chosen.summary(), flush=True)
     subject: Any
     if name == "gpt2":

@@ -72,7 +72,7 @@ def flatout_tuned(workload: Workload) -> Run:
     model = workload.model()
     optimizer, loss_fn = workload.optimizer(model), supervised(workload.loss)
     source = batches((workload.inputs, workload.targets), workload.batch_size)
-    found = tune(TrainStep(model, optimizer, loss_fn), source, budget_seconds=TUNE_SECONDS)
+    found = tune(TrainStep(model, optimizer, loss_fn), source, seconds=TUNE_SECONDS)
     chosen = ", ".join(f"{name} = {value}" for name, value in found.plan.choices().items()) or "nothing"
     print(f"  tuned in {found.seconds:.0f} s: {chosen} ({found.plan.exactness})", flush=True)
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from flatout.cli.install_option import InstallOption, TorchOption, print_install_lines
+from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import DeviceOption
-
-if TYPE_CHECKING:
-    from flatout.machine.description import Machine
 
 
 def check(
@@ -31,12 +29,10 @@ def check(
 
     Exit code: 0 fine, 1 unusable, 2 something should be put right.
     """
-    from flatout.diagnose.machine_checks import check_machine, gather_facts
+    from flatout.application.check import check as check_here
     from flatout.errors import UsageError
-    from flatout.machine.detect import detect
     from flatout.machine.visible_devices import show_only
     from flatout.report.document import document, to_text
-    from flatout.report.machine_text import check_text, exit_code, verdict
 
     if quick and not measure:
         raise UsageError("--quick says how to measure", remedy="pass --measure too")
@@ -47,17 +43,12 @@ def check(
     show_only(device)
     if install is not None:
         return print_install_lines(install, torch, json=json)
-    machine = detect()
-    findings = check_machine(machine, gather_facts())
-    code = exit_code(findings)
-    if measure and code != 1:
-        machine = _measured(machine, quick=quick)
-    if json:
-        found = {"machine": machine.to_json(), "findings": [finding.to_json() for finding in findings]}
-        print(to_text(document("check", {"verdict": verdict(findings), **found})))
-    else:
-        print(check_text(machine, findings))
-    return code
+    with progress_line() as progress:
+        found = check_here(measure=measure, quick=quick, progress=lambda what: progress(f"measuring {what}"))
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(to_text(document("check", found.to_json())) if json else found.summary())
+    return found.exit_code
 
 
 def _forget_tunes() -> None:
@@ -65,30 +56,3 @@ def _forget_tunes() -> None:
 
     gone = forget_tunes()
     print("no earlier tunes were kept" if gone is None else f"deleted {gone}", file=sys.stderr)
-
-
-def _measured(machine: Machine, *, quick: bool) -> Machine:
-    """The machine with its ceilings, which are kept for the next time. Progress goes to a terminal only."""
-    from flatout.errors import MachineError
-    from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
-    from flatout.machine.measured_peaks import measure_ceilings
-
-    terminal = sys.stderr.isatty()
-
-    def show(what: str) -> None:
-        if terminal:
-            print(f"\r\x1b[Kmeasuring {what}", end="", file=sys.stderr, flush=True)
-
-    try:
-        ceilings = measure_ceilings(machine, quick=quick, progress=show)
-    finally:
-        if terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    if ceilings.contended:
-        print("warning: others competed for the processor; of each ceiling the highest yet is kept", file=sys.stderr)
-    try:
-        save_ceilings(machine, ceilings)
-    except MachineError as error:  # what was measured is worth showing even where it cannot be kept
-        print(f"warning: {error}", file=sys.stderr)
-        return machine.with_ceilings(ceilings)
-    return machine.with_ceilings(load_ceilings(machine))

@@ -99,11 +99,11 @@ def _batch_curve(
     allow_network: bool,
     json: bool,
 ) -> int:
-    from flatout.arguments import as_budget_seconds
+    from flatout.arguments import as_seconds
     from flatout.report.document import document, to_text
     from flatout.sizing.script_curve import CurveRequest, script_batch_curve
 
-    as_budget_seconds(budget_seconds, "--budget")
+    as_seconds(budget_seconds, "--budget")
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         request = CurveRequest(
             target=script,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from dataclasses import replace
@@ -16,7 +17,8 @@ from flatout.cli.stdin_copy import stdin_copy
 from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IsolationOption
 
 if TYPE_CHECKING:
-    from flatout.tuning.script_tuning import TuneRequest, TuneResult
+    from flatout.application.tune import TuneResult
+    from flatout.tuning.script_tuning import TuneRequest
 
 PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
 
@@ -56,15 +58,14 @@ def tune(
     The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned, or
     cannot be made to fit.
     """
+    from flatout.application.tune import tune_requested
     from flatout.arguments import as_bytes
-    from flatout.machine.with_ceilings import machine_with_ceilings
     from flatout.script.entry import Target
-    from flatout.search.deadline import Deadline
-    from flatout.tuning.script_tuning import TuneRequest, tune_script
+    from flatout.tuning.script_tuning import TuneRequest
     from flatout.units import parse_seconds
 
     request = TuneRequest(
-        target=Target.from_command(target),
+        target=(script := Target.from_command(target)),
         budget_seconds=parse_seconds(budget),
         exactness=_one_of("--exactness", exactness, ("bit-identical", "rounding", "reduced")),  # type: ignore[arg-type]
         total_steps=_positive("--steps", steps),
@@ -75,11 +76,8 @@ def tune(
     )
     _prepare(request, output, device)
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
-        deadline = Deadline(request.budget_seconds)
-        with deadline.stage("measuring this machine"):
-            machine = machine_with_ceilings(progress)
-        result = tune_script(replace(request, stdin_file=stdin_file), machine, progress, deadline)
-    return _told_and_saved(result, output, json, device)
+        result = tune_requested(replace(request, stdin_file=stdin_file), progress)
+    return _told_and_saved(result, output, json, [*_seeing(device), *script.command])
 
 
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
@@ -93,22 +91,18 @@ def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
     show_only(device)
 
 
-def _told_and_saved(result: TuneResult, output: Path, json: bool, device: str | None) -> int:
+def _told_and_saved(result: TuneResult, output: Path, json: bool, command: list[str]) -> int:
     """The exit code. A plan that does not fit where it was to is not written."""
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
+    from flatout.tuning.short_budget import budget_option
 
-    document, fit = tune_document(result), result.state.fit
-    fits = fit is None or fit.holds
-    print(to_text(document) if json else tune_text(result))
-    _save(result, document, output, with_plan=fits)
+    document = tune_document(result)
+    print(to_text(document) if json else tune_text(result, budget_option))
+    _save(result, document, output, with_plan=result.fits)
     if not json:
-        print(
-            _saved(result, output, device)
-            if fits
-            else f"{'saved':<10}{output / REPORT_NAME}, and no plan: it would not fit"
-        )
-    return 0 if fits else 1
+        print(f"{'saved':<10}{_saved(result, output, command)}")
+    return 0 if result.fits else 1
 
 
 def _save(result: TuneResult, document: dict[str, Any], output: Path, *, with_plan: bool) -> None:
@@ -125,12 +119,15 @@ def _save(result: TuneResult, document: dict[str, Any], output: Path, *, with_pl
         raise
 
 
-def _saved(result: TuneResult, output: Path, device: str | None) -> str:
-    import shlex
+def _saved(result: TuneResult, output: Path, command: list[str]) -> str:
+    """Where it is, and how the script is run by it."""
+    if not result.fits:
+        return f"{output / REPORT_NAME}, and no plan: it would not fit"
+    return f"{output / PLAN_NAME}, {output / REPORT_NAME}      next: flatout run {shlex.join(command)}"
 
-    there = [] if device is None else ["--device", device]
-    saved = f"{'saved':<10}{output / PLAN_NAME}, {output / REPORT_NAME}"
-    return f"{saved}      next: flatout run {shlex.join([*there, *result.request.target.command])}"
+
+def _seeing(device: str | None) -> list[str]:
+    return [] if device is None else ["--device", device]
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:

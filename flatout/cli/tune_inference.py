@@ -71,7 +71,7 @@ def tune_inference(
         "max_error": max_error,
         "min_agreement": min_agreement,
         "max_divergence": max_divergence,
-        "budget_seconds": parse_seconds(budget),
+        "seconds": parse_seconds(budget),
         "max_new_tokens": max_new_tokens,
     }
     return _run(model, inputs, out, tokenizer, device, asked, as_json=json)

@@ -22,7 +22,6 @@ class Finding:
     evidence: str
     remedy: str
     next_command: str | None = None  # to be pasted into a shell
-    plan_change: Mapping[str, Any] | None = None  # fields of Plan that put it right
     cost_seconds: float | None = None  # a step
     cost_bytes: int | None = None
     cost_share: float | None = None  # of the step, or of the memory

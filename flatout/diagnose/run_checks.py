@@ -140,7 +140,6 @@ def _idle_gpu(facts: RunFacts) -> Finding | None:
         "flatout.to_device(batch, flatout.device()); or have it moved by the plan"
         + (", once the script no longer chooses its device itself" if seen.names_device else ""),
         next_command=None if facts.planned or seen.names_device else f"flatout tune {facts.command}",
-        plan_change=None if seen.names_device else {"device": "cuda"},
     )
 
 

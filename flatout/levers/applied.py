@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flatout.errors import describe_error
 from flatout.levers.lever import Choice
 from flatout.levers.subject import Subject
 
@@ -57,9 +58,3 @@ class Applied:
                 self.rolled_back.append(RolledBack(choice, f"could not be applied: {describe_error(error)}"))
                 continue
             self._active.append((choice, stack))
-
-
-def describe_error(error: BaseException) -> str:
-    """Type and first line: what a person needs to recognise an error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -230,7 +230,6 @@ def see_optimizer(optimizer: Any) -> OptimizerSeen:
         can_foreach=kind.__module__.startswith("torch.optim")
         and "foreach" in groups[0]
         and not any(_holds_tensor(value) for group in groups for name, value in group.items() if name != "params"),
-        sparse_gradients=sparse,
         obstacle=obstacle,
         low_bit_obstacle=low_bit_obstacle(optimizer) or "",
     )

@@ -27,7 +27,6 @@ class OptimizerSeen:
     foreach: bool | None = None
     can_fuse: bool = False
     can_foreach: bool = False
-    sparse_gradients: bool = False
     obstacle: str = ""
     low_bit_obstacle: str | None = None
     """Why its state cannot be held in 8 bits; '' where it can."""
@@ -56,7 +55,6 @@ class ModuleSeen:
     parameters: int
     convolutions: int = 0
     linears: int = 0
-    recurrent: int = 0
     dtypes: tuple[str, ...] = ()
     repeated_block: str = ""
     repeated_blocks: int = 0
@@ -115,7 +113,6 @@ class Observed:
     """Why a backward pass cannot update the weights by itself; '' where nothing speaks against it."""
     captures_graphs: str = ""
     """Where the script speaks of CUDA graphs; '' where nothing speaks for it."""
-    seeded_by_script: bool = False
     backwards_per_step: float | None = None
     flops_per_step: float | None = None
     """Floating-point operations of the products of one step."""

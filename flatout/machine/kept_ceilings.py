@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 from flatout import environment
 from flatout.errors import MachineError
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.description import Machine
+from flatout.whole_files import written_whole
 
 
 def load_ceilings(machine: Machine, device: str | None = None) -> Ceilings | None:
@@ -39,9 +38,8 @@ def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
         ceilings = before.raised_by(ceilings)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".ceilings-", delete=False) as file:
-            json.dump(ceilings.to_json(), file, indent=1)
-        os.replace(file.name, path)
+        with written_whole(path) as temporary:
+            temporary.write_text(json.dumps(ceilings.to_json(), indent=1), encoding="utf-8")
     except OSError as error:
         raise MachineError(
             f"cannot keep the ceilings in {path.parent}: {error.strerror}",

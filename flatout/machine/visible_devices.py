@@ -20,19 +20,21 @@ def show_only(device: str | None) -> None:
     None leaves all of them. Numbers are those of `flatout check`. Raises UsageError where there is no such device, with
     those that there are.
     """
-    if device is None:
-        return
+    if device is not None:
+        environment.show_cuda_devices(visible_setting(device, "--device"))
+
+
+def visible_setting(device: str, name: str = "device") -> str:
+    """CUDA_VISIBLE_DEVICES by which that device alone is seen; `name` is the argument's, in the error."""
     if device == "cpu":
-        environment.show_cuda_devices("")
-        return
+        return ""
     machine, number = detect(), re.fullmatch(r"cuda(?::(\d+))?", device)
     index = int(number[1] or 0) if number else len(machine.usable_gpus)
     if index >= len(machine.usable_gpus):
         remedy = "see what is here with: flatout check" if number else "name one of these"
-        raise UsageError(f"--device is {device!r}", limit=_those_here(machine), remedy=remedy)
+        raise UsageError(f"{name} is {device!r}", limit=_those_here(machine), remedy=remedy)
     told, gpu = environment.visible_cuda_devices(), machine.usable_gpus[index]
-    entry = gpu.uuid or str(gpu.index) if told is None else told.split(",")[index].strip()
-    environment.show_cuda_devices(entry)
+    return gpu.uuid or str(gpu.index) if told is None else told.split(",")[index].strip()
 
 
 def _those_here(machine: Machine) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flatout.memory.leaks import held_at
 from flatout.memory.savings import Saving, savings_of
 from flatout.memory.timeline import CATEGORIES, Allocation, Timeline
 
@@ -190,8 +189,3 @@ def _tensor(one: Allocation, category: str) -> TensorUse:
 def _plain(operation: str) -> str:
     """'mm.default' is mm to everybody."""
     return operation.removesuffix(".default")
-
-
-def left_over(timeline: Timeline, mark: int) -> list[Allocation]:
-    """Held at a mark, largest first."""
-    return sorted(held_at(timeline.allocations, mark), key=lambda one: -one.size_bytes)

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flatout import __version__
 from flatout.errors import UsageError
+from flatout.whole_files import written_whole
 
 SCHEMA = 1  # raised when a reader of the old documents would misread the new ones
 
@@ -33,20 +32,10 @@ def to_text(doc: Mapping[str, Any]) -> str:
 def write_document(path: Path, doc: Mapping[str, Any]) -> None:
     """Whole or not at all: written beside, flushed to the disk, then renamed."""
     text = to_text(doc) + "\n"
-    temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # temporary files are private, results are not
-        temporary.replace(path)
+        with written_whole(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise UsageError(
             f"cannot write {path}: {error.strerror}", remedy="name another place, or free this one"
         ) from error

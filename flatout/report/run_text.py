@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from flatout.diagnose.finding import Finding
-from flatout.levers.observed import Observed
+from flatout.diagnose.run_summary import RunSummary
 from flatout.machine.ceilings import Ceilings
-from flatout.machine.description import Machine
-from flatout.plan import Plan
 from flatout.report.document import document
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
 from flatout.script.memory_death import MemoryDeath
 from flatout.script.run_record import RunRecord
 from flatout.script.step_memory import MemorySample
-from flatout.timing import Load, measurement
+from flatout.timing import contention, measurement
 from flatout.units import format_bytes, format_seconds
 
 KIND = "run"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """All that is known when a script has ended."""
-
-    name: str
-    arguments: tuple[str, ...]
-    status: int | None
-    """The script's exit code; None if it ended in a way that was not seen."""
-    wall_seconds: float
-    cpu_seconds: float
-    peak_resident_bytes: int
-    record: RunRecord
-    observed: Observed | None
-    machine: Machine | None
-    plan: Plan | None
-    applied: tuple[str, ...]
-    rolled_back: tuple[tuple[str, str], ...]
-    plan_notes: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    load: Load | None = None
-    death: MemoryDeath | None = None
-    """Where the script died of memory."""
-
-    began: float | None = None
-    """When the script was started, on the clock of time.perf_counter()."""
-
-    @property
-    def flops_per_step(self) -> float | None:
-        """As tune counted it, or as one step of this run was counted."""
-        planned = self.plan.flops_per_step if self.plan is not None else None
-        return planned if planned is not None else self.record.flops_per_step
 
 
 def live_text(
@@ -101,6 +65,8 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     )
     if record.memory:
         rows.append(("", _tensors_text(record.memory)))
+    if (others := contention(summary.load)) is not None:
+        rows.append(("", others))
     rows.append(("plan", ", ".join(summary.applied) if summary.applied else "none: the script ran as it is"))
     rows += [("", note) for note in summary.plan_notes]
     if summary.death is not None:
@@ -182,10 +148,12 @@ def run_document(summary: RunSummary) -> dict[str, Any]:
             "pauses": record.pauses,
             "pause_seconds": record.pause_seconds,
         },
+        "load": asdict(summary.load) if summary.load is not None else None,
         "growth": asdict(growth) if growth is not None else None,
         "observed": summary.observed.to_json() if summary.observed is not None else None,
         "plan": summary.plan.choices() if summary.plan is not None else {},
         "applied": list(summary.applied),
+        "left_off": [{"label": label, "reason": reason} for label, reason in summary.left_off],
         "rolled_back": [{"label": label, "reason": reason} for label, reason in summary.rolled_back],
         "plan_notes": list(summary.plan_notes),
         "flops_per_step": summary.flops_per_step,

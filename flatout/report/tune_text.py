@@ -1,4 +1,4 @@
-"""What `flatout tune` found, as a screen for people and as a document for programs."""
+"""What tuning a script or a training step found, as a screen for people and as a document for programs."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from typing import Any
 from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
-from flatout.search.lines import not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
+from flatout.script.entry import Target
+from flatout.search.lines import (
+    BudgetOption,
+    not_tried_lines,
+    ratio_text,
+    reach_lines,
+    seconds_argument,
+    trial_lines,
+)
 from flatout.timing import measurement
 from flatout.tuning.few_steps import FewSteps
-from flatout.tuning.fitting import Fit, fit_lines
-from flatout.tuning.results import proof_lines
-from flatout.tuning.script_tuning import TuneResult
-from flatout.tuning.short_budget import budget_option
+from flatout.tuning.fitting import Fit
+from flatout.tuning.results import Proof, StepSubject, Tuned
 from flatout.tuning.whole_run import WholeRun
-from flatout.units import format_seconds, labelled
+from flatout.units import format_bytes, format_seconds, labelled
 
 KIND = "tune"
 
 
-def tune_text(result: TuneResult) -> str:
-    """The whole result on one screen."""
-    rows = [("machine", machine_line(result.machine)), ("script", _script(result))]
+def tune_text(result: Tuned, option: BudgetOption = seconds_argument) -> str:
+    """The whole result on one screen; `option`: how more time is asked for."""
+    rows = [("machine", machine_line(result.machine)), _subject(result)]
     rows += [("", line) for line in _whole_runs(result.state.few_steps)]
     fit = result.state.fit
     weighed = [] if fit is None else fit.trials
     rows += labelled("to fit", trial_lines(weighed))
-    rows += labelled("tried", trial_lines([trial for trial in result.state.trials if trial not in weighed]))
+    rows += labelled("tried", trial_lines([trial for trial in result.trials if trial not in weighed]))
     rows += labelled("not tried", not_tried_lines(result.state.not_tried))
-    rows += [("result", _result(result))]
-    rows += [("", line) for line in reach_lines(result.state, budget_option)]
+    rows += [("result", _result(result, option))]
+    rows += [("", line) for line in reach_lines(result.state, option)]
     rows += [("", line) for line in _whole_run(result.whole)]
     rows += [("memory", line) for line in ([] if fit is None else fit_lines(fit))]
     rows += [("", line) for line in proof_lines(result.proof)]
@@ -41,17 +47,21 @@ def tune_text(result: TuneResult) -> str:
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
 
 
-def ceiling_share(result: TuneResult, step_seconds: float | None) -> tuple[float | None, str]:
+def ceiling_share(result: Tuned, step_seconds: float | None) -> tuple[float | None, str]:
     """(share, of what): FLOPs of a step over what the fastest float GEMM of this machine does in that time."""
     device = result.state.first_observed.device
     return share_of_ceiling(result.state.flops_per_step, step_seconds, result.machine.ceilings, device)
 
 
-def _script(result: TuneResult) -> str:
-    seen = result.state.first_observed
+def _subject(result: Tuned) -> tuple[str, str]:
+    seen, subject = result.state.first_observed, result.subject
     step = f"step {breakdown_text(seen.breakdown_seconds, seen.step_seconds)}" if seen.step_seconds else "no step timed"
-    parts = [result.request.target.name, step, counted_by(seen), _share(result, seen.step_seconds)]
-    return " · ".join(filter(None, parts))
+    parts = [subject.name, step, counted_by(seen), _share(result, seen.step_seconds)]
+    if not isinstance(subject, StepSubject):
+        return "script", " · ".join(filter(None, parts))
+    read = f"{subject.batches} batch{'es' * (subject.batches != 1)}, which stay in memory: loading is not tuned"
+    parts[0] = f"{subject.model} on {seen.device}"
+    return "model", " · ".join(filter(None, [*parts, read]))
 
 
 def _whole_runs(few: FewSteps | None) -> list[str]:
@@ -63,25 +73,28 @@ def _whole_runs(few: FewSteps | None) -> list[str]:
     ]
 
 
-def _share(result: TuneResult, step_seconds: float | None) -> str:
+def _share(result: Tuned, step_seconds: float | None) -> str:
     share, of_what = ceiling_share(result, step_seconds)
     return f"share of the ceiling {of_what}" if share is None else f"{percent(share)} of the {of_what}"
 
 
-def _result(result: TuneResult) -> str:
+def _result(result: Tuned, option: BudgetOption) -> str:
+    final, of_step = result.speedup, isinstance(result.subject, StepSubject)
+    why = result.no_speedup_because(option)
     if not result.state.kept:
-        found = nothing_found(result.state, result.request.budget_seconds, budget_option)
-        return f"{found}; the script runs as it is, {_share(result, result.baseline_seconds)}"
-    if result.final is None:
-        return "kept levers were faster one by one, but the whole could not be measured afresh"
-    final = result.final.comparison
+        share = _share(result, result.baseline_seconds)
+        return f"{why}; the {'step' if of_step else 'script'} runs as it is, {share}"
+    if final is None or result.final is None:
+        return why
     times = f"{format_seconds(result.final.baseline_seconds)} -> {format_seconds(result.final.candidate_seconds)}"
     pairs = f"{final.pairs} window pairs"
     if result.state.few_steps is not None:
         times, pairs = f"{times} a step", f"{final.pairs} pairs of whole runs"
-    speed = f"{ratio_text(final)} ({times}, fresh processes, {pairs})"
+    speed = f"{ratio_text(final)} ({times}, fresh {'copies' if of_step else 'processes'}, {pairs})"
     if final.verdict != "faster":
         speed += f", {final.verdict}"
+    if of_step:
+        speed += f": {', '.join(f'{choice.field} = {choice.value}' for choice in result.state.kept)}"
     return f"{speed} · {_share(result, result.final.candidate_seconds)}"
 
 
@@ -102,29 +115,77 @@ def _whole_run(whole: WholeRun | None) -> list[str]:
     return [text, f"a whole run of {whole.steps:,} steps, start-up included: x{whole.ratio:.2f} ({times})"]
 
 
-def tune_document(result: TuneResult) -> dict[str, Any]:
+def fit_lines(found: Fit) -> list[str]:
+    """For people: before and after, and whether that is what was asked for."""
+    limit, plain = format_bytes(found.limit_bytes), format_bytes(found.plain_bytes)
+    if found.planned_bytes is None:
+        return [f"a step's tensors took {plain}; with the plan they were not measured: nothing shows that {limit} hold"]
+    verdict = "within" if found.holds else "NOT within"
+    return [f"a step's tensors take {plain} -> {format_bytes(found.planned_bytes)}, {verdict} {limit}"]
+
+
+def proof_lines(proof: Proof | None) -> list[str]:
+    """The verdict with its horizon, each claim, and what was seen; none where nothing was proved."""
+    if proof is None:
+        return []
+    lines = [f"numbers {proof.verdict} {_horizon(proof)}"]
+    width = max(len(claim.verdict) for claim in proof.claims) if proof.claims else 0
+    lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
+    seen = []
+    if proof.loss_difference is not None:
+        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
+    if proof.gradient_difference is not None:
+        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
+    if seen:
+        lines.append("  largest relative differences from the same state: " + ", ".join(seen))
+    return lines + list(proof.notes)
+
+
+def _horizon(proof: Proof) -> str:
+    """Over what the claim was proved; what comes later in the script was not seen."""
+    if proof.epochs is None:
+        return f"over {proof.steps} steps"
+    if proof.covers_epochs:
+        return f"over {proof.steps} steps, {proof.epochs:.1f} epochs"
+    return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
+
+
+def _floor(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1e}"
+
+
+def tune_document(result: Tuned) -> dict[str, Any]:
     """Everything, for programs. `measurement` is the planned step, so that `flatout compare` can read it."""
+    return document(KIND, tune_payload(result))
+
+
+def tune_payload(result: Tuned) -> dict[str, Any]:
+    """The document without its header."""
     share_before, ceiling = ceiling_share(result, result.baseline_seconds)
     share_after, _ = ceiling_share(result, result.best_seconds)
     payload = {
         "machine": result.machine.to_json(),
-        "script": {"name": result.request.target.name, "arguments": list(result.request.target.arguments)},
+        **_subject_document(result.subject),
         "observed": result.state.first_observed.to_json(),
         "flops_per_step": result.state.flops_per_step,
         "ceiling": ceiling,
         "ceiling_share_before": share_before,
         "ceiling_share_after": share_after,
-        "trials": [trial.to_json() for trial in result.state.trials],
+        "trials": [trial.to_json() for trial in result.trials],
         "not_tried": [entry.to_json() for entry in result.state.not_tried],
         "kept": [choice.label for choice in result.state.kept],
         "fit": None if result.state.fit is None else _fit(result.state.fit),
         "plan": result.plan.choices(),
+        "exactness": result.plan.exactness,
+        "speedup": None if result.speedup is None else result.speedup.to_json(),
+        "reason": result.reason,
         "final": None if result.final is None else _final(result),
         "proof": None if result.proof is None else result.proof.to_json(),
         "whole_run": None if result.whole is None else asdict(result.whole),
         "isolation": result.state.isolation,
         "total_steps": result.state.total_steps,
         "few_steps": None if result.state.few_steps is None else asdict(result.state.few_steps),
+        "budget_seconds": result.budget_seconds,
         "seconds": result.seconds,
         "warnings": list(result.warnings),
     }
@@ -134,7 +195,14 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
             list(result.final.candidate_medians),
             machine_fingerprint=result.machine.fingerprint,
         ).to_json()
-    return document(KIND, _finite(payload))
+    found: dict[str, Any] = _finite(payload)
+    return found
+
+
+def _subject_document(subject: Target | StepSubject) -> dict[str, Any]:
+    if isinstance(subject, StepSubject):
+        return {"step": asdict(subject)}
+    return {"script": {"name": subject.name, "arguments": list(subject.arguments)}}
 
 
 def _fit(found: Fit) -> dict[str, Any]:
@@ -147,7 +215,7 @@ def _fit(found: Fit) -> dict[str, Any]:
     }
 
 
-def _final(result: TuneResult) -> dict[str, Any]:
+def _final(result: Tuned) -> dict[str, Any]:
     assert result.final is not None
     return {
         "comparison": result.final.comparison.to_json(),

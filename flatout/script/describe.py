@@ -21,8 +21,6 @@ from flatout.levers.subject import Subject
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
 
-UNSEEDED = 20_261_121
-"""The seed that trials give to torch before a script can give its own."""
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script has set the number by a variable, before torch was there."""
 GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
@@ -101,7 +99,6 @@ def observe(
         update_obstacle=_update_obstacle(watch),
         captures_graphs=_spoken(GRAPHS),
         orders_device_work=_spoken(ORDERS),
-        seeded_by_script=torch.initial_seed() != UNSEEDED,
         backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
         page_faults_per_step=_page_faults(rows),
     )
@@ -155,7 +152,6 @@ def _see_module(module: Any) -> ModuleSeen:
         parameters=sum(p.numel() for p in module.parameters()),
         convolutions=len(convolutions),
         linears=sum(isinstance(m, torch.nn.Linear) for m in inner),
-        recurrent=sum(isinstance(m, torch.nn.RNNBase) for m in inner),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})),
         repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
         repeated_blocks=len(blocks),

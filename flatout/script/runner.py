@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from flatout.environment import thread_variables
-from flatout.levers.applied import Applied, describe_error
+from flatout.errors import describe_error
+from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -28,6 +29,7 @@ from flatout.script.patches import ImportWatch
 from flatout.script.run_record import RunRecord
 from flatout.script.step_look import StepLook
 from flatout.script.watch import Watch
+from flatout.timing import Load, LoadWatch
 
 FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30
 WINDOW_EVERY_SECONDS = 30.0
@@ -59,6 +61,7 @@ class Runner:
         self.left_off: list[tuple[str, str]] = []
         """(lever, why it does not apply to this run)"""
         self.threads_at_start: int | None = None
+        self._load_watch: LoadWatch | None = None
         self._machine, self._proved_for = machine, proved_for
         self._thread_variables = thread_variables()
         self.fault: str | None = None
@@ -114,6 +117,8 @@ class Runner:
             if self.watch.finder.kind is None:
                 return
             self._apply(self._fitting())
+            with own_imports():
+                self._load_watch = LoadWatch()
             self._mark_boundary()
             return
         self.epochs.step_ended(now, self.record.recent_seconds)
@@ -164,6 +169,13 @@ class Runner:
 
     def _mark_boundary(self) -> None:
         self._last_boundary, self._steps_at_boundary = time.perf_counter(), self.watch.steps
+
+    def load(self) -> Load | None:
+        """Who kept the processor busy since the first step; None where that is too short to tell."""
+        if self._load_watch is None:
+            return None
+        with own_imports():
+            return self._load_watch.read()
 
     def ended(self) -> None:
         """The script is over: nothing is watched any more, and the record is whole."""

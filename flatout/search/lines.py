@@ -14,9 +14,9 @@ BudgetOption = Callable[[float], str]
 """How a budget of so many seconds is given: '--budget 2m'."""
 
 
-def budget_argument(seconds: float) -> str:
-    """To a function of the library."""
-    return f"budget_seconds={10 * math.ceil(seconds / 10)}"
+def seconds_argument(seconds: float) -> str:
+    """To `flatout.tune` and `tune_inference`."""
+    return f"seconds={10 * math.ceil(seconds / 10)}"
 
 
 def trial_lines(trials: Sequence[Trial]) -> list[str]:

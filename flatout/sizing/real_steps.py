@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flatout.data.nested import map_tensors, slice_batch
-from flatout.errors import UsageError
+from flatout.errors import UsageError, describe_error
 from flatout.generators import generators_kept
 from flatout.levers.low_bit import copied_codes
 from flatout.memory.extension import Sizes, extended
@@ -69,7 +69,7 @@ def forecast_from_real_steps(
         method=f"real steps of {' and '.join(map(str, sizes))} samples, extended",
         not_covered=(
             *made.not_covered,
-            f"a fake run was impossible: {first_line(error)}",
+            f"a fake run was impossible: {describe_error(error)}",
             "a course of the program that none of these steps took",
         ),
     )
@@ -79,7 +79,7 @@ def _sizes(training: Training, batch_size: int, error: Exception) -> list[int]:
     """The smallest and its multiples, as far as the example batch has samples."""
     if training.samples < 2:
         raise UsageError(
-            f"a fake run is impossible: {first_line(error)}",
+            f"a fake run is impossible: {describe_error(error)}",
             limit="real steps of 1 and 2 samples would be measured, and the example batch has 1 sample",
             remedy="give an example batch of at least 2 samples, better of as many as you train with",
         ) from error
@@ -185,7 +185,3 @@ def _on_a_line(one: MemoryForecast, other: MemoryForecast, scale: float) -> Memo
         categories=categories,
         largest=(),
     )
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

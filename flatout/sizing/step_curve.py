@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.arguments import as_budget_seconds, as_bytes, as_whole_number
+from flatout.arguments import as_bytes, as_seconds, as_whole_number
 from flatout.data.nested import map_tensors, repeat_batch, tensors_in
-from flatout.errors import UsageError
+from flatout.errors import UsageError, describe_error
 from flatout.generators import generators_kept, seed_generators
 from flatout.levers.model_call import ATTRIBUTE
 from flatout.levers.subject import Subject
@@ -29,7 +29,6 @@ from flatout.script.device_calls import device_of
 from flatout.sizing.curve import SHARE, BatchCurve, find_knee
 from flatout.sizing.forecasting import forecast_training
 from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measure_curve
-from flatout.sizing.real_steps import first_line
 from flatout.sizing.target import available_bytes, find_target
 from flatout.sizing.training import Training, tell_terminal
 from flatout.statistics import median
@@ -79,7 +78,7 @@ def batch_curve(
     sizes, limit_bytes, samples = _checked(step, batch, at_least, at_most, factor, limit)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise UsageError(f"share is {share!r}", limit="it is above 0 and below 1", remedy="0.95 is 95 % of the best")
-    as_budget_seconds(seconds, "seconds")
+    as_seconds(seconds)
     began = time.perf_counter()
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of losses that are not finite: the copies train on the same samples for long
@@ -229,7 +228,7 @@ class _Copies:
             if is_out_of_memory(error):
                 failure = TooLarge(f"batch {batch_size} took more than the limit of {format_bytes(self.limit_bytes)}")
             else:
-                failure = SizeFails(first_line(error))
+                failure = SizeFails(describe_error(error))
                 failure.__cause__ = error
         else:
             return

@@ -214,15 +214,6 @@ def too_few_to_fit(name: str, steps: int) -> ScriptError:
     )
 
 
-def fit_lines(found: Fit) -> list[str]:
-    """For people: before and after, and whether that is what was asked for."""
-    limit, plain = format_bytes(found.limit_bytes), format_bytes(found.plain_bytes)
-    if found.planned_bytes is None:
-        return [f"a step's tensors took {plain}; with the plan they were not measured: nothing shows that {limit} hold"]
-    verdict = "within" if found.holds else "NOT within"
-    return [f"a step's tensors take {plain} -> {format_bytes(found.planned_bytes)}, {verdict} {limit}"]
-
-
 def peak_afresh(trials: Trials, choices: Sequence[Choice]) -> int | None:
     """Of a step under all of these in a new process; None where it fails, or cannot be told."""
     from_start, live = split_by_switch(choices)

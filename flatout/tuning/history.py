@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +35,7 @@ from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.search.trial import Trial
 from flatout.statistics import median
+from flatout.whole_files import PRIVATE, written_whole
 
 SCHEMA = 1
 """Of the file; one with a higher number was written by a newer Flatout, and is left as it is."""
@@ -251,14 +251,8 @@ def _trials(text: str) -> list[Earlier]:
 
 def _write(path: Path, trials: Sequence[Earlier]) -> None:
     document = {"schema": SCHEMA, "trials": [asdict(trial) for trial in trials]}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".tunes-", delete=False, encoding="utf-8") as file:
-        try:
-            json.dump(document, file, indent=0)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    with written_whole(path, mode=PRIVATE) as temporary:
+        temporary.write_text(json.dumps(document, indent=0), encoding="utf-8")
 
 
 @contextlib.contextmanager

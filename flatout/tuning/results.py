@@ -1,7 +1,8 @@
-"""What tuning a training leaves behind beside the trials: what was seen of it, and the proof of what was kept.
+"""What tuning a training leaves behind: what was seen and tried, the proof of what was kept, and the plan.
 
 Proof         the losses, gradients and weights of fresh processes, compared with the script's own spread
-proof_lines   the same in words
+SearchState   what a search knows, and in the end all that it tried
+Tuned         the plan with all of that, of a script or of a training step
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from typing import Any, Literal
 
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
+from flatout.machine.description import Machine
+from flatout.plan import Plan
 from flatout.plan_choices import Exactness
-from flatout.search.trial import Record
+from flatout.script.entry import Target
+from flatout.search.lines import BudgetOption, nothing_found, seconds_argument
+from flatout.search.trial import Record, Trial
+from flatout.statistics import Comparison
 from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.fitting import Fit
+from flatout.tuning.whole_run import WholeRun
+from flatout.tuning.windows import Pairing
 
 ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistical", "rejected"]
 
@@ -103,31 +111,72 @@ class SearchState(Record[Choice]):
         return self.first_observed.flops_per_step
 
 
-def proof_lines(proof: Proof | None) -> list[str]:
-    """The verdict with its horizon, each claim, and what was seen; none where nothing was proved."""
-    if proof is None:
-        return []
-    lines = [f"numbers {proof.verdict} {_horizon(proof)}"]
-    width = max(len(claim.verdict) for claim in proof.claims) if proof.claims else 0
-    lines += [f"  {claim.verdict:<{width}}  {', '.join(claim.levers)}: {claim.reason}" for claim in proof.claims]
-    seen = []
-    if proof.loss_difference is not None:
-        seen.append(f"loss {proof.loss_difference:.1e} (noise floor {_floor(proof.loss_floor)})")
-    if proof.gradient_difference is not None:
-        seen.append(f"gradient of a parameter {proof.gradient_difference:.1e} ({_floor(proof.gradient_floor)})")
-    if seen:
-        lines.append("  largest relative differences from the same state: " + ", ".join(seen))
-    return lines + list(proof.notes)
+@dataclass(frozen=True, kw_only=True)
+class StepSubject:
+    """A training step of the user's own loop."""
+
+    model: str
+    """Its class."""
+    batches: int
+    """How many were read, and used again and again."""
+
+    @property
+    def name(self) -> str:
+        return self.model
 
 
-def _horizon(proof: Proof) -> str:
-    """Over what the claim was proved; what comes later in the script was not seen."""
-    if proof.epochs is None:
-        return f"over {proof.steps} steps"
-    if proof.covers_epochs:
-        return f"over {proof.steps} steps, {proof.epochs:.1f} epochs"
-    return f"over {proof.steps} steps, {proof.epochs:.2g} of an epoch: what changes between epochs was not seen"
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The plan, and everything that speaks for and against it."""
 
+    plan: Plan
+    """For `flatout run` or TrainStep; what a step's own plan said of batches and loading is in it too."""
+    subject: Target | StepSubject
+    machine: Machine
+    state: SearchState
+    proof: Proof | None
+    """None where nothing was kept."""
+    final: Pairing | None
+    """The last comparison, plain against planned, in fresh processes or on fresh copies; None where there was none."""
+    budget_seconds: float
+    seconds: float
+    """How long all of it took."""
+    whole: WholeRun | None = None
+    """What the plan is worth over a whole run of a script, start-up included."""
+    warnings: tuple[str, ...] = ()
 
-def _floor(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1e}"
+    @property
+    def speedup(self) -> Comparison | None:
+        """How many times as fast a step is under the plan, with the confidence interval; None: see `reason`."""
+        return None if self.final is None or not self.state.kept else self.final.comparison
+
+    @property
+    def reason(self) -> str:
+        """Why there is no `speedup`; '' where there is one."""
+        return self.no_speedup_because(seconds_argument)
+
+    def no_speedup_because(self, option: BudgetOption) -> str:
+        """The same; `option`: how more time is asked for."""
+        if not self.state.kept:
+            return nothing_found(self.state, self.budget_seconds, option)
+        if self.final is None:
+            return "kept levers were faster one by one, but the whole could not be measured afresh"
+        return ""
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All that was tried, in that order."""
+        return tuple(self.state.trials)
+
+    @property
+    def fits(self) -> bool:
+        """False where a limit of memory was given, and the plan was not shown to be within it."""
+        return self.state.fit is None or self.state.fit.holds
+
+    @property
+    def baseline_seconds(self) -> float | None:
+        return self.final.baseline_seconds if self.final else self.state.first_observed.step_seconds
+
+    @property
+    def best_seconds(self) -> float | None:
+        return self.final.candidate_seconds if self.final else self.baseline_seconds

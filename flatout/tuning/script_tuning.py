@@ -1,7 +1,7 @@
 """`flatout tune`: search, prove the winner in fresh processes, measure it against the plain script, make a plan.
 
-result = tune_script(request, machine, progress=print)
-result.plan, result.proof, result.comparison
+found = tune_script(request, machine, progress=print)
+found.plan, found.proof, found.speedup
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout.machine.description import Machine
-from flatout.plan import Plan
 from flatout.plan_choices import Exactness
 from flatout.script.entry import Target
 from flatout.script.trial.fork_server import ForkServer
@@ -24,9 +23,7 @@ from flatout.search.deadline import Deadline
 from flatout.tuning.fitting import peak_afresh
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.proposals import SearchLimits
-from flatout.tuning.results import Proof, SearchState
-from flatout.tuning.whole_run import WholeRun
-from flatout.tuning.windows import Pairing
+from flatout.tuning.results import Tuned
 
 Progress = Callable[[str], None]
 
@@ -52,37 +49,12 @@ class TuneRequest:
     hang_floor_seconds: float = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneResult:
-    """Everything that was found out."""
-
-    request: TuneRequest
-    machine: Machine
-    state: SearchState
-    plan: Plan
-    proof: Proof | None
-    final: Pairing | None
-    """Fresh plain process against fresh process with the plan; None where nothing was kept."""
-    seconds: float
-    whole: WholeRun | None = None
-    warnings: tuple[str, ...] = ()
-    log_folder: Path | None = None
-
-    @property
-    def baseline_seconds(self) -> float | None:
-        return self.final.baseline_seconds if self.final else self.state.first_observed.step_seconds
-
-    @property
-    def best_seconds(self) -> float | None:
-        return self.final.candidate_seconds if self.final else self.baseline_seconds
-
-
 def tune_script(
     request: TuneRequest,
     machine: Machine,
     progress: Progress = lambda text: None,
     deadline: Deadline | None = None,
-) -> TuneResult:
+) -> Tuned:
     """Tune one script. Changes nothing of the user's; whoever calls it writes the plan.
 
     `deadline`: where some of the budget was spent before this call; None: all of it is left.
@@ -115,24 +87,23 @@ def tune_script(
             progress("measuring the memory of a step in a fresh process")
             planned_bytes = peak_afresh(setup, found.state.kept)
             found.state.fit = replace(found.state.fit, planned_bytes=planned_bytes)
-        return TuneResult(
-            request=request,
+        if request.log_folder is not None:
+            _keep_logs(folder, request.log_folder)
+        return Tuned(
+            subject=request.target,
             machine=machine,
             state=found.state,
             plan=replace(plan_of(found, machine), script=request.target.name, argv=request.target.arguments),
             proof=found.proof,
             final=found.final,
             whole=whole,
+            budget_seconds=request.budget_seconds,
             seconds=deadline.elapsed_seconds,
             warnings=(*found.warnings, *filter(None, [deadline.explanation])),
-            log_folder=_keep_logs(folder, request.log_folder),
         )
 
 
-def _keep_logs(folder: Path, wanted: Path | None) -> Path | None:
-    if wanted is None:
-        return None
+def _keep_logs(folder: Path, wanted: Path) -> None:
     wanted.mkdir(parents=True, exist_ok=True)
     for log in folder.glob("*/output.log"):
         shutil.copyfile(log, wanted / f"{log.parent.name}.log")
-    return wanted

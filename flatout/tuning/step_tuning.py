@@ -1,17 +1,15 @@
 """Tune a TrainStep: the search, the proof and the last comparison of `flatout tune`, on copies in this process.
 
-found = tune_step(step, train_batches)
-print(found.summary())
+found = tune_step(step, train_batches, exactness="reduced", budget_seconds=60.0, steps=None, progress=print)
 step = TrainStep(model, optimizer, loss_fn, found.plan)
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,87 +25,18 @@ from flatout.plan import Plan
 from flatout.plan_choices import Exactness
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
-from flatout.search.lines import budget_argument, not_tried_lines, nothing_found, ratio_text, reach_lines, trial_lines
-from flatout.statistics import Comparison
 from flatout.train.ranks import ranks_of
 from flatout.train.step import TrainStep
 from flatout.tuning.outcome import plan_of, search_and_prove
 from flatout.tuning.proposals import SearchLimits
-from flatout.tuning.results import Proof, SearchState, proof_lines
+from flatout.tuning.results import StepSubject, Tuned
 from flatout.tuning.step_trial import StepTrials
-from flatout.tuning.windows import Pairing
-from flatout.units import format_seconds, labelled
 
 MOST_BATCHES = 64
 BATCH_BYTES = 256 << 20
 """Of the batches that are kept: so many are read, at the most, and at least two."""
 KEEPS = ("micro_batches", "nonfinite", "out_of_memory")
 """Choices of the step's own plan that its trials have too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTuning:
-    """The plan, and everything that speaks for and against it."""
-
-    plan: Plan
-    """To be given to TrainStep; what the step's own plan said of batches and loading is in it too."""
-    model: str
-    """Its class."""
-    batches: int
-    """How many were read and used again and again."""
-    state: SearchState
-    proof: Proof | None
-    final: Pairing | None
-    """A copy without the plan against one with it, in turns; None where nothing was kept."""
-    budget_seconds: float
-    seconds: float
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """How many times as fast, with the interval; None where nothing was kept."""
-        return None if self.final is None or not self.state.kept else self.final.comparison
-
-    def summary(self) -> str:
-        """One screen."""
-        seen = self.state.first_observed
-        step = "no step timed" if seen.step_seconds is None else f"step {format_seconds(seen.step_seconds)}"
-        read = f"{self.batches} batch{'es' * (self.batches != 1)}, which stay in memory: loading is not tuned"
-        rows = [("model", f"{self.model} on {seen.device} · {step} · {read}")]
-        rows += labelled("tried", trial_lines(self.state.trials))
-        rows += labelled("not tried", not_tried_lines(self.state.not_tried))
-        rows += labelled(
-            "result", [self._result(), *reach_lines(self.state, budget_argument), *proof_lines(self.proof)]
-        )
-        rows += [("note", text) for text in self.warnings]
-        return "\n".join(f"{label:<10}{text}" for label, text in rows)
-
-    def _result(self) -> str:
-        if self.comparison is None or self.final is None:
-            return nothing_found(self.state, self.budget_seconds, budget_argument)
-        chosen = ", ".join(f"{choice.field} = {choice.value}" for choice in self.state.kept)
-        times = f"{format_seconds(self.final.baseline_seconds)} -> {format_seconds(self.final.candidate_seconds)}"
-        return (
-            f"{ratio_text(self.comparison)} ({times}, {self.comparison.pairs} window pairs on fresh copies): {chosen}"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the plan's reasons, which are the trials'."""
-        return {
-            "plan": self.plan.choices(),
-            "exactness": self.plan.exactness,
-            "speedup": self.plan.speedup,
-            "model": self.model,
-            "batches": self.batches,
-            "observed": self.state.first_observed.to_json(),
-            "trials": [trial.to_json() for trial in self.state.trials],
-            "not_tried": [entry.to_json() for entry in self.state.not_tried],
-            "proof": None if self.proof is None else self.proof.to_json(),
-            "final": None if self.final is None else asdict(self.final),
-            "budget_seconds": self.budget_seconds,
-            "seconds": self.seconds,
-            "warnings": list(self.warnings),
-        }
 
 
 def tune_step(
@@ -118,9 +47,9 @@ def tune_step(
     budget_seconds: float,
     steps: int | None,
     progress: Callable[[str], None],
-) -> StepTuning:
+) -> Tuned:
     """See `flatout.tune`."""
-    began, deadline = time.perf_counter(), Deadline(budget_seconds)
+    deadline = Deadline(budget_seconds)
     _check(step)
     levers = [lever for lever in LEVERS if "step" in lever.declared.scopes]
     with (
@@ -135,15 +64,15 @@ def tune_step(
         machine = machine_with_ceilings(progress)
         limits = SearchLimits(deadline=deadline, exactness=exactness, total_steps=steps)
         found = search_and_prove(trials, machine, levers, limits, progress)
-    return StepTuning(
+    return Tuned(
         plan=_plan(step, plan_of(found, machine)),
-        model=type(step.model).__name__,
-        batches=len(kept),
+        subject=StepSubject(model=type(step.model).__name__, batches=len(kept)),
+        machine=machine,
         state=found.state,
         proof=found.proof,
         final=found.final,
         budget_seconds=budget_seconds,
-        seconds=time.perf_counter() - began,
+        seconds=deadline.elapsed_seconds,
         warnings=(*found.warnings, *filter(None, [deadline.explanation])),
     )
 

@@ -5,7 +5,7 @@ import pytest
 
 from flatout.cli.main import main
 from flatout.errors import UsageError
-from flatout.machine import detect, measured_peaks
+from flatout.machine import detect
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.description import Machine
 from flatout.report.document import document, write_document
@@ -24,7 +24,7 @@ def recorded_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(machine: Machine, **_: object) -> Ceilings:
         return Ceilings.from_json({**RECORDED["ceilings"], "device": "cuda:0" if machine.usable_gpus else "cpu"})
 
-    monkeypatch.setattr(measured_peaks, "measure_ceilings", measure)
+    monkeypatch.setattr("flatout.application.check.measure_ceilings", measure)
 
 
 def test_check_prints_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flatout.__main__ import main
-from flatout.script.entry import Target
 from tests.cli.in_process import said_by
 from tests.processes import Python
 
@@ -57,10 +56,12 @@ def test_check_without_a_gpu_to_be_seen(tmp_path: Path) -> None:
 def test_the_next_command_names_it(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from flatout.cli.tune import _saved
+    from flatout.cli.tune import _saved, _seeing
 
-    result: Any = SimpleNamespace(request=SimpleNamespace(target=Target.from_command(["train.py", "7"])))
-    assert _saved(result, tmp_path, "cuda:1").endswith("next: flatout run --device cuda:1 train.py 7")
+    result: Any = SimpleNamespace(fits=True)
+    assert _saved(result, tmp_path, [*_seeing("cuda:1"), "train.py", "7"]).endswith(
+        "next: flatout run --device cuda:1 train.py 7"
+    )
 
 
 def test_a_script_sees_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flatout.levers.applied import Applied, describe_error
+from flatout.levers.applied import Applied
 from flatout.levers.lever import Choice, Lever
 from flatout.levers.subject import Handles, Subject
 
@@ -152,9 +152,3 @@ def test_wrappers_nest_and_leave(subject: Subject) -> None:
     with pytest.raises(ValueError, match="stop"), subject.before_iterators(hook):
         raise ValueError("stop")
     assert (subject.wrappers, subject.backward_wrappers, subject.iterator_hooks) == ([], [], [])
-
-
-def test_describe_error_is_one_short_line() -> None:
-    assert describe_error(ValueError("\n  a\nb")) == "ValueError: a"
-    assert describe_error(KeyError()) == "KeyError"
-    assert len(describe_error(ValueError("x" * 1000))) == 212

@@ -8,7 +8,6 @@ import pynvml
 import pytest
 
 from flatout.machine import nvidia
-from flatout.machine.sensors import Sensors
 
 
 def refuse(*_: Any) -> Any:
@@ -68,13 +67,3 @@ def test_no_driver_is_an_answer(monkeypatch: pytest.MonkeyPatch, code: int, reas
     found = nvidia.read_driver()
     assert found.gpus == ()
     assert (found.reason or "").startswith(reason)
-
-
-def test_sensors_read_the_process_and_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, DeviceGetMemoryInfo=refuse)
-    with Sensors() as sensors:
-        found = sensors.read()
-    assert found.process_resident_bytes > 0
-    assert found.process_cpu_share >= 0
-    (gpu,) = found.gpus
-    assert (gpu.index, gpu.busy_share, gpu.memory_used_bytes) == (0, 0.73, None)

@@ -12,7 +12,7 @@ from tests.processes import Python
 DRAWS = """
 import sys, json, random, time
 from flatout.script.seeds import TrialSeeds
-seeds = TrialSeeds(0)
+seeds = TrialSeeds()
 seeds.install()
 import numpy, torch
 code = '''

@@ -10,7 +10,7 @@ import pytest
 
 from flatout.plan_choices import Exactness, declared, worst
 from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.search.lines import budget_argument, not_tried_lines, nothing_found, reach_lines, trial_lines
+from flatout.search.lines import not_tried_lines, nothing_found, reach_lines, seconds_argument, trial_lines
 from flatout.search.search import Proposal, Search
 from flatout.search.trial import Measured, Record
 from flatout.statistics import Comparison
@@ -265,7 +265,7 @@ def test_the_time_that_did_not_suffice_is_told_with_a_budget_that_would() -> Non
     assert len(state.trials) == 2
     assert state.late == 4
     assert state.enough_seconds == pytest.approx(10.0 + 4 * TRIAL_SECONDS + 2.0, abs=4)
-    told = nothing_found(state, 10.0, budget_argument)
+    told = nothing_found(state, 10.0, seconds_argument)
     assert told == "nothing found in the budget of 10 s, with 4 not reached: try budget_seconds=30 (about)"
 
 
@@ -278,7 +278,7 @@ def test_who_stops_it_gets_what_was_found_so_far() -> None:
         "broken off as the search was stopped",
         "not reached before the search was stopped",
     ]
-    assert reach_lines(state, budget_argument) == ["2 not reached: the search was stopped after 8 s"]
+    assert reach_lines(state, seconds_argument) == ["2 not reached: the search was stopped after 8 s"]
     assert not search.state.enough_seconds
 
 

@@ -25,8 +25,8 @@ from flatout.tuning.few_steps import FewSteps, compare_whole_runs, few_steps
 from flatout.tuning.last_comparison import compare_in_fresh_processes
 from flatout.tuning.proposals import SearchLimits
 from flatout.tuning.prover import Pattern, Prover
-from flatout.tuning.results import SearchState
-from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
+from flatout.tuning.results import SearchState, Tuned
+from flatout.tuning.script_tuning import TuneRequest, tune_script
 from flatout.tuning.search import TrainingSearch
 from flatout.tuning.verifier import least_seconds
 from flatout.tuning.windows import Arm, RolledBackInside
@@ -453,5 +453,5 @@ def test_a_script_of_four_steps_with_closures_is_tuned(tmp_path: Path, monkeypat
     assert "whole runs" not in tune_text(_in_windows(result))
 
 
-def _in_windows(result: TuneResult) -> TuneResult:
+def _in_windows(result: Tuned) -> Tuned:
     return replace(result, state=replace(result.state, few_steps=None))

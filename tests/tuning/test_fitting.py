@@ -17,12 +17,12 @@ from flatout.levers.observed import ModuleSeen, Observed, OptimizerSeen
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.plan import Plan
-from flatout.report.tune_text import tune_text
+from flatout.report.tune_text import fit_lines, tune_text
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialEnded
-from flatout.tuning.fitting import Fit, combinations, fit, fit_lines
-from flatout.tuning.results import SearchState
-from flatout.tuning.script_tuning import TuneRequest, TuneResult, tune_script
+from flatout.tuning.fitting import Fit, combinations, fit
+from flatout.tuning.results import SearchState, Tuned
+from flatout.tuning.script_tuning import TuneRequest, tune_script
 from tests.cli.in_process import said_by
 from tests.tuning.test_for_memory import SCRIPT
 
@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_told_is_no_memory_that_fits() -> None:
 
 def test_what_is_combined() -> None:
     model = ModuleSeen(
-        kind="GPT", parameters=1000, convolutions=0, linears=9, recurrent=0, dtypes=("float32",),
+        kind="GPT", parameters=1000, convolutions=0, linears=9, dtypes=("float32",),
         repeated_block="Block", widest_output=50_000,
     )  # fmt: skip
     machine = detect()
@@ -220,13 +220,20 @@ def test_no_plan_is_left_that_does_not_fit(
     """As when the proof took out what made it fit."""
     state = SearchState(fit=Fit(limit_bytes=10 * MIB, plain_bytes=12 * MIB, planned_bytes=planned))
 
-    def found(request: TuneRequest, machine: Machine, *_: Any) -> TuneResult:
+    def found(request: TuneRequest, machine: Machine, *_: Any) -> Tuned:
         assert request.fit_bytes == 10 * MIB
-        return TuneResult(
-            request=request, machine=machine, state=state, plan=Plan(), proof=None, final=None, seconds=1.0
+        return Tuned(
+            subject=request.target,
+            machine=machine,
+            state=state,
+            plan=Plan(),
+            proof=None,
+            final=None,
+            budget_seconds=request.budget_seconds,
+            seconds=1.0,
         )
 
-    monkeypatch.setattr("flatout.tuning.script_tuning.tune_script", found)
+    monkeypatch.setattr("flatout.application.tune.tune_script", found)
     (tmp_path / "train.py").write_text(SCRIPT)
     done = said_by(tmp_path, "tune", "--fit", "10MiB", "train.py")
     assert done.returncode == code

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import flatout
+from flatout.application.tune import TuneResult
 from flatout.search.search import STOPPING, stopped_by_interrupt
-from flatout.tuning.step_tuning import StepTuning
 from tests.tuning import planted_levers as planted
 from tests.tuning.test_step_tuning import Slower, data, pretended_sleep, slow_loss
 
@@ -50,7 +50,7 @@ def test_a_handler_of_the_programs_own_stays_and_so_do_other_threads() -> None:
     assert asked == ["went on", "the program's"]
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, *moments: str) -> tuple[Callable[[], StepTuning], list[str]]:
+def interrupted(monkeypatch: pytest.MonkeyPatch, *moments: str) -> tuple[Callable[[], TuneResult], list[str]]:
     """A tune in which Ctrl-C is pressed each time that progress says what begins with the next of these."""
     levers = (planted.Helps(), Slower())
     monkeypatch.setattr("flatout.tuning.step_tuning.LEVERS", levers)
@@ -65,7 +65,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, *moments: str) -> tuple[Callabl
             left.pop(0)
             signal.raise_signal(signal.SIGINT)
 
-    return lambda: flatout.tune(step, data(), budget_seconds=300, progress=progress), told
+    return lambda: flatout.tune(step, data(), seconds=300, progress=progress), told
 
 
 @pytest.mark.usefixtures("brief", "pretended_sleep")
@@ -74,7 +74,7 @@ def test_what_was_kept_before_is_proved_and_becomes_the_plan(monkeypatch: pytest
     found = tune()
     assert found.plan.choices() == {"cudnn_benchmark": True}
     assert found.proof is not None
-    assert found.comparison is not None
+    assert found.speedup is not None
     assert [(one.label, one.reason) for one in found.state.not_tried] == [
         ("slower 1", "broken off as the search was stopped")
     ]

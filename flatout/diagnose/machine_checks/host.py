@@ -23,7 +23,6 @@ def threads_too_many(machine: Machine, facts: Facts) -> Finding | None:
         evidence=f"{threads} threads on {_cores(machine)}: they wait for one another in every operation",
         remedy=f"run {cores}",
         next_command=f"export OMP_NUM_THREADS={cores}",
-        plan_change={"threads": cores},
     )
 
 
@@ -39,7 +38,6 @@ def threads_too_few(machine: Machine, facts: Facts) -> Finding | None:
         evidence=f"{cores} cores are here for this process (torchrun sets 1 if nobody else sets it)",
         remedy=f"set it to the cores that one process may use: {cores} if it runs alone",
         next_command=f"export OMP_NUM_THREADS={cores}",
-        plan_change={"threads": cores},
         cost_share=1 - facts.omp_num_threads / cores,
     )
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from flatout.errors import describe_error
 from flatout.infer.choosing.closeness import ROUNDING_ERROR, Accuracy, Tolerance
 from flatout.infer.choosing.in_turns import Turns, in_turns
-from flatout.levers.applied import describe_error
 from flatout.levers.break_even import Counted
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan

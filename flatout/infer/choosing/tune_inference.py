@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from flatout.arguments import as_budget_seconds, as_exactness, as_model, as_plan, as_whole_number
+from flatout.arguments import as_exactness, as_model, as_plan, as_seconds, as_whole_number
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Tolerance
 from flatout.infer.choosing.search import InferenceSearch, Limits
@@ -48,7 +48,7 @@ def tune_inference(
     max_error: float = Tolerance.max_error,
     min_agreement: float = Tolerance.min_agreement,
     max_divergence: float = Tolerance.max_divergence,
-    budget_seconds: float = 300.0,
+    seconds: float = 300.0,
     tokenizer: Any = None,
     max_new_tokens: int = 64,
     batch_size: int | None = None,
@@ -66,36 +66,36 @@ def tune_inference(
     dropped. exactness: what may be tried: "bit-identical", "rounding" (another order of summation), "reduced" (fewer
     bits). max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 %
     of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes,
-    tokens); None: guessed. budget_seconds: for all of it, but for a compilation that has begun. tokenizer,
+    tokens); None: guessed. seconds: for all of it, but for a compilation that has begun. tokenizer,
     max_new_tokens: of generation. batch_size, device: of `predict`. progress: called with a line.
 
     The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
     dropped trial; Ctrl-C ends the search with what was found so far. Raises UsageError for an argument or a sample that
     cannot be used, and what the model itself raises.
     """
-    began = time.perf_counter()
-    _check(model, task, plan, items, exactness, budget_seconds)
+    began, why = time.perf_counter(), "as asked"
+    _check(model, task, plan, items, exactness, seconds)
     tolerance = Tolerance(max_error=max_error, min_agreement=min_agreement, max_divergence=max_divergence)
-    base, why = plan or Plan(), "as asked"
     if task is None:
         task, why, sample_inputs = _guess(model, sample_inputs, tokenizer)
+    base = as_plan(plan, task)
     say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
     with left_unchanged(model):
         say("running the model as it is, and in fp32")
         subject: Any
         if task == "generate":
             options: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": max_new_tokens}
-            subject = TunedGeneration(model, sample_inputs, base=base, budget_seconds=budget_seconds, **options)
+            subject = TunedGeneration(model, sample_inputs, base=base, budget_seconds=seconds, **options)
         else:
             options = {"batch_size": batch_size, "device": device, "scores": scores}
-            subject = TunedPrediction(model, sample_inputs, base=base, budget_seconds=budget_seconds, **options)
-        left = budget_seconds - (time.perf_counter() - began)
+            subject = TunedPrediction(model, sample_inputs, base=base, budget_seconds=seconds, **options)
+        left = seconds - (time.perf_counter() - began)
         limits = Limits(seconds=left, exactness=exactness, tolerance=tolerance, items=items)
         search = InferenceSearch(subject, base, subject.options(machine), limits, say)
         with stopped_by_interrupt(search.stop, say):
             search.run()
-    doubts, seconds = _doubts(search, load), time.perf_counter() - began
-    found = _tuning(search, subject, model, (task, why), machine, budget_seconds=budget_seconds, seconds=seconds)
+    doubts, took = _doubts(search, load), time.perf_counter() - began
+    found = _tuning(search, subject, model, (task, why), machine, budget_seconds=seconds, seconds=took)
     return replace(found, notes=(*subject.notes, *doubts), plan=_with_reasons(found, doubts))
 
 
@@ -114,7 +114,7 @@ def _guess(model: nn.Module, inputs: Any, tokenizer: Any) -> tuple[Task, str, An
     return "generate", f'guessed from {decoder.family} and prompts (task="predict" for its outputs)', inputs
 
 
-def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, budget_seconds: Any) -> None:
+def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, seconds: Any) -> None:
     as_model(model)
     as_plan(plan)
     if task not in (None, *get_args(Task)):
@@ -122,7 +122,7 @@ def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, budget_
     if items is not None:
         as_whole_number(items, "items")
     as_exactness(exactness)
-    as_budget_seconds(budget_seconds)
+    as_seconds(seconds)
 
 
 def _doubts(search: InferenceSearch, load: LoadWatch) -> list[str]:

@@ -9,11 +9,11 @@ from flatout.infer.choosing.closeness import Accuracy, Tolerance
 from flatout.plan import Plan
 from flatout.search.lines import (
     BudgetOption,
-    budget_argument,
     not_tried_lines,
     nothing_found,
     ratio_text,
     reach_lines,
+    seconds_argument,
     trial_lines,
 )
 from flatout.search.trial import Record, Trial
@@ -70,7 +70,7 @@ class InferenceTuning:
     def kept(self) -> tuple[Trial, ...]:
         return tuple(trial for trial in self.trials if trial.outcome == "kept")
 
-    def summary(self, option: BudgetOption = budget_argument) -> str:
+    def summary(self, option: BudgetOption = seconds_argument) -> str:
         """One screen. option: how a larger budget is given."""
         rows = [("model", f"{self.model} · {self.task}: {self.task_reason}"), ("sample", self.sample)]
         rows += labelled("tried", trial_lines(self.trials))

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flatout.errors import describe_error
 from flatout.infer.prediction.agreement import Agreement, Outputs, same_bits
 from flatout.infer.prediction.model_batch import Batching, Runner, find_layout
 from flatout.infer.prediction.packing import CannotPack
@@ -166,7 +167,7 @@ class Trial:
             except Exception:  # the model refuses what is not the user's: then only theirs is tried
                 others = [self._together([sample, sample, first], "equal")]
         except Exception as error:  # the model is not ours: what it raises on a batch it was not made for is open
-            return f"a batch fails: {_first_line(error)}"
+            return f"a batch fails: {describe_error(error)}"
         self.agreement.learn([alone, *found])
         if not all(same_bits(found[:1], one[:1]) for one in others):
             return "in a batch a sample's output depends on its neighbours"
@@ -179,7 +180,7 @@ class Trial:
             found = self._together(samples, "padded")
             changed = [self._together(samples, "padded", padding=self._noise(seed)) for seed in (1, 2)]
         except Exception as error:
-            return f"a padded batch fails: {_first_line(error)}"
+            return f"a padded batch fails: {describe_error(error)}"
         if reason := self._difference(found, alone):
             return f"padded, {reason}"
         if not all(same_bits(found, one) for one in changed):
@@ -200,7 +201,7 @@ class Trial:
             first = self._together([samples[0], *others[1:]], "packed")[0]
             last = self._together([*others[:-1], samples[-1]], "packed")[-1]
         except Exception as error:
-            return str(error) if isinstance(error, CannotPack) else f"a packed row fails: {_first_line(error)}"
+            return str(error) if isinstance(error, CannotPack) else f"a packed row fails: {describe_error(error)}"
         if reason := self._difference(found, alone):
             return f"packed, {reason}"
         if not same_bits([found[0], found[-1]], [first, last]):
@@ -255,8 +256,3 @@ def _token_level(alone: Sequence[Outputs], samples: Sequence[Sample]) -> tuple[f
             return frozenset(), f"{shown}: nobody can tell its padding"
         paths.add(path)
     return frozenset(paths), ""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, describe_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,7 @@ class Failed:
         """From the error that says why."""
         if isinstance(error, FlatoutError):
             return cls(index=index, what=error.what, limit=error.limit, remedy=error.remedy)
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return cls(index=index, what=f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__)
+        return cls(index=index, what=describe_error(error))
 
 
 @dataclass(frozen=True, kw_only=True)

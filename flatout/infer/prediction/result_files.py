@@ -9,7 +9,6 @@ Beside them lies what the results are of (`run.json`): another model, plan or in
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 from flatout.infer.prediction.predicted import Failed
+from flatout.whole_files import written_whole
 
 RESULTS_A_FILE = 1024
 LINES_A_FLUSH = 64
@@ -211,16 +211,10 @@ def _numbers(value: Any) -> Any:
 
 
 def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # safetensors makes its files private, results are not
-        os.replace(temporary, path)
+        with written_whole(path) as temporary:
+            write(temporary)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
         remedy = "free some space" if free < 1 << 20 else "name a place you may write"
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error

@@ -109,7 +109,6 @@ class TrialSetup:
     """Does stderr go to a log of its own?"""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the trials beside our own; such a trial is never forked."""
-    seed: int = 0
     fork_server: ForkServer | None = None
     """Forks trials where it can; None: each is a new process."""
     deadline: Deadline | None = None
@@ -374,7 +373,6 @@ class TrialProcess:
             "parent": os.getpid(),
             "levers": self.setup.levers,
             "choices": _json(self.choices),
-            "seed": self.setup.seed,
             "read_fd": read_fd,
             "write_fd": write_fd,
         }

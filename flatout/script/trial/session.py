@@ -32,14 +32,14 @@ from flatout.script.watch import Watch
 
 
 class Session:
-    """Drives one script; `read` blocks for the next command line. Of `config` it takes `levers`, `choices`, `seed`."""
+    """Drives one script; `read` blocks for the next command line. Of `config` it takes `levers` and `choices`."""
 
     def __init__(self, child: IsolatedChild, config: dict[str, Any], read: Callable[[], str]) -> None:
         self.watch = Watch()
         self.levers = load_levers(config["levers"])
         self.applied = Applied(self.watch.subject)
         self._child, self._read, self._write = child, read, child.write
-        self._seed, self._start_choices = config["seed"], choices_from_json(config["choices"], self.levers)
+        self._start_choices = choices_from_json(config["choices"], self.levers)
         self._task: Callable[[], bool] | None = None
         self._device: Device | None = None
         self._threads_at_start: int | None = None
@@ -50,7 +50,7 @@ class Session:
         self.watch.at_boundary.append(child.guarded(self._boundary))
 
     def install(self) -> None:
-        seeds = TrialSeeds(self._seed, [self.watch.install, self._torch_imported, *self._child.torch_hooks])
+        seeds = TrialSeeds([self.watch.install, self._torch_imported, *self._child.torch_hooks])
         self._unseeded = seeds.unseeded
         seeds.install()
 

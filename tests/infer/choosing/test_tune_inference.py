@@ -59,7 +59,7 @@ def inputs(count: int = 120) -> list[torch.Tensor]:
 
 
 def tuned(model: nn.Module, sample: Any, **options: Any) -> InferenceTuning:
-    return flatout.tune_inference(model, sample, **{"budget_seconds": 60, "items": 1, **options})  # 1: nothing compiles
+    return flatout.tune_inference(model, sample, **{"seconds": 60, "items": 1, **options})  # 1: nothing compiles
 
 
 def by_label(found: InferenceTuning) -> dict[str, str]:
@@ -240,7 +240,7 @@ def bad() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"task": "train"}, "task is 'train'"
     yield {"items": 0}, "items is 0"
     yield {"exactness": "exact"}, "exactness is 'exact'"
-    yield {"budget_seconds": 0}, "budget_seconds is 0"
+    yield {"seconds": 0}, "seconds is 0"
     yield {"plan": "bf16"}, "plan is 'bf16'"
     yield {"max_error": -1}, "max_error is -1"
     yield {"task": "generate"}, "the Mlp gives torch.float32"

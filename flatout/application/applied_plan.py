@@ -1,0 +1,172 @@
+"""What of a plan a real run of a script applies: read, checked, verified where it is from elsewhere.
+
+Nothing of torch is imported on the way; what only a new process can have (the order of hashes, a preloaded allocator)
+starts this one over, once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatout import environment
+from flatout.errors import FlatoutError, PlanError
+from flatout.script.entry import Target
+
+if TYPE_CHECKING:
+    from flatout.levers.lever import Choice
+    from flatout.machine.description import Machine
+    from flatout.plan import Plan
+
+PLAN_NAME = "flatout.toml"
+VERIFICATION_SECONDS = 120.0
+
+
+class AppliedPlan:
+    """The plan of a run, the choices that carry it out, and what is not applied of it."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        visible_before: str | None,
+        announce: Callable[[str], None],
+        while_verifying: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """visible_before: CUDA_VISIBLE_DEVICES before --device, as a process that starts over reads its options again.
+        announce: told that trials begin, which take a while; while_verifying: what surrounds them."""
+        self.target = target
+        self.plan: Plan | None = None
+        self.choices: list[Choice] = []
+        self.notes: list[str] = []
+        self.missed: list[str] = []
+        """Those of the notes that say that something of the plan is not applied."""
+        self.machine: Machine | None = None
+        """None: nobody had to know."""
+        self.proved_for: str | None = None
+        self._visible_before = visible_before
+        self._announce, self._while_verifying = announce, while_verifying
+
+    def read(self, path: str | None, without: Sequence[str] = ()) -> None:
+        """From a file, or from flatout.toml where that is for this script. PlanError for what no script takes."""
+        plan = self._read(path)
+        self.plan = plan.without(*without) if plan is not None else None
+
+    def make_deterministic(self) -> None:
+        """Leave out what makes runs differ, and set what makes them repeat."""
+        from flatout.plan_choices import declared
+        from flatout.script.deterministic import make_deterministic
+
+        changed = environment.deterministic_environment()
+        if changed is not None:  # the order of hashes is fixed when Python starts
+            self._start_over(changed)
+        chosen = self.plan.choices() if self.plan is not None else {}
+        left_out = [name for name in chosen if not declared()[name].repeatable]
+        if self.plan is not None and left_out:
+            self.plan = self.plan.without(*left_out)
+            self._miss(f"left out, because the run is to be deterministic: {', '.join(left_out)}")
+        make_deterministic()
+
+    def choose(self, *, trusted: bool) -> None:
+        """Fill `choices`; trusted: a plan from another machine, torch or arguments is not verified here first."""
+        if self.plan is None or not self.plan.choices():
+            return
+        from flatout.levers.catalogue import LEVERS
+        from flatout.levers.lever import choices_of_plan
+        from flatout.machine.detect import detect
+
+        self.machine = detect()
+        mismatch = self.plan.mismatch(self.machine.fingerprint, self.machine.versions.torch)
+        if mismatch is not None and not trusted:
+            self._verify(self.plan, mismatch, self.machine)
+        elif not trusted:
+            self._compare_arguments(self.plan)
+        self.choices = choices_of_plan(self.plan.choices(), LEVERS, self.plan.proved_reduced)
+        self._enter_environment()
+
+    def _read(self, path: str | None) -> Plan | None:
+        from flatout.plan import read_plan
+
+        if path is not None:
+            return _for_scripts(path, read_plan(path))
+        if not Path(PLAN_NAME).exists():
+            return None
+        plan = read_plan(PLAN_NAME)
+        if plan.script is not None and not _same_script(plan.script, self.target):
+            self._miss(f"{PLAN_NAME} is for {plan.script}: not applied (give --plan to apply it all the same)")
+            return None
+        return _for_scripts(PLAN_NAME, plan)
+
+    def _compare_arguments(self, plan: Plan) -> None:
+        """Other arguments may mean another loop: what was proved in lower precision is applied only to the same one."""
+        if plan.script is None or plan.argv == self.target.arguments:
+            return
+        tuned, here = (shlex.join(arguments) or "none" for arguments in (plan.argv, self.target.arguments))
+        self.notes.append(
+            f"the plan was tuned with other arguments ({tuned}; here {here}): tune again with these to be sure"
+        )
+        self.proved_for = plan.loop or ""
+
+    def _verify(self, plan: Plan, mismatch: str, machine: Machine) -> None:
+        """A plan from elsewhere is a suggestion: its choices are tried here, and those that hold are applied."""
+        from flatout.tuning.script_tuning import TuneRequest, tune_script
+
+        self._announce(f"{mismatch}: verifying it here first (--trust-plan skips this)")
+        request = TuneRequest(
+            target=self.target, budget_seconds=VERIFICATION_SECONDS, only=tuple(plan.choices().items())
+        )
+        try:
+            with self._while_verifying():
+                result = tune_script(request, machine)
+        except FlatoutError as error:
+            self._miss(f"{mismatch}, and could not be verified here: {error}")
+            self.plan = plan.without(*plan.choices())
+            return
+        held = ", ".join(result.plan.choices()) or "nothing"
+        text = f"{mismatch}; verified here: {held} holds (again in every run; flatout tune writes a plan for here)"
+        if result.plan.choices() == plan.choices():
+            self.notes.append(text)
+        else:
+            self._miss(text)
+        self.plan = result.plan
+
+    def _enter_environment(self) -> None:
+        """What only a new process can have (a preloaded allocator) means starting over, once."""
+        if any(choice.lever.compiles for choice in self.choices):
+            environment.use_inductor_cache()
+        for choice in self.choices:
+            needed = choice.lever.environment(choice.value)
+            if (visible := needed.get("CUDA_VISIBLE_DEVICES")) is not None:
+                environment.show_cuda_devices(visible)  # CUDA has not started
+            library = needed.get("LD_PRELOAD")
+            if library and library not in environment.preloaded_libraries():
+                self._start_over(environment.with_preloaded(library))
+
+    def _start_over(self, variables: dict[str, str]) -> None:
+        os.execve(sys.executable, [*sys.orig_argv], environment.with_visible(variables, self._visible_before))
+
+    def _miss(self, text: str) -> None:
+        self.notes.append(text)
+        self.missed.append(text)
+
+
+def _for_scripts(path: str, plan: Plan) -> Plan:
+    """The plan; PlanError where it chooses what no script can be given."""
+    try:
+        plan.check_for("script")
+    except PlanError as error:
+        raise PlanError(f"{path}: {error.what}", limit=error.limit, remedy=error.remedy) from None
+    return plan
+
+
+def _same_script(planned: str, target: Target) -> bool:
+    """'train.py', './train.py' and its absolute path are one script."""
+    if planned == target.name:
+        return True
+    both = target.path is not None and not planned.startswith("-m ")
+    return both and os.path.realpath(planned) == os.path.realpath(str(target.path))

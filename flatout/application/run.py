@@ -1,0 +1,195 @@
+"""`flatout.run`: a script in a process of its own, as `flatout run` runs it, and what was seen of it.
+
+ran = flatout.run("train.py", ["--epochs", "3"])
+ran.status, ran.steps, ran.step_seconds
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from flatout.application.target import as_target
+from flatout.arguments import as_path, as_plan, wrong
+from flatout.diagnose.finding import Finding
+from flatout.errors import UsageError
+from flatout.machine.visible_devices import visible_setting
+from flatout.plan import Plan, read_plan, write_plan
+from flatout.report.document import read_document
+from flatout.script.child_command import child_command
+from flatout.timing import Measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotApplied:
+    """A choice of the plan that was not in force to the end."""
+
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a script ended, and what was seen of it; None: not known, as of a process that was killed."""
+
+    status: int
+    """The script's own exit status; 128 + the number of a signal that ended it."""
+    steps: int | None
+    """Training steps; 0: none was found."""
+    measurement: Measurement | None
+    """Seconds of the sampled steps, with what speaks against them."""
+    peak_resident_bytes: int | None
+    """Of the process, on the host."""
+    findings: tuple[Finding, ...] = ()
+    applied: tuple[str, ...] = ()
+    """The choices of the plan that were in force."""
+    not_applied: tuple[NotApplied, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was said of the plan as a whole, such as that flatout.toml is for another script."""
+    document: Mapping[str, Any] | None = None
+    """All that `flatout run` writes to flatout-run.json."""
+    stdout: str | None = None
+    """With capture_output."""
+    stderr: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Did the script end with status 0?"""
+        return self.status == 0
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the sampled steps."""
+        return None if self.measurement is None else self.measurement.median_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """The document, and the exit status as the parent saw it."""
+        return {**(self.document or {}), "status": self.status}
+
+
+def run(
+    script: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    without: Sequence[str] = (),
+    trust_plan: bool = False,
+    deterministic: bool = False,
+    device: str | None = None,
+    report: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    capture_output: bool = False,
+) -> RunResult:
+    """Run an unmodified script in a process of its own, by a plan, and return what was seen of it.
+
+    script: its path, or with module=True the name of a module, as after `python -m`. plan: a Plan, or the path of one;
+    None: flatout.toml in the current folder, if it is for this script; Plan(): the script as it is, only watched. A
+    plan from another machine or torch is verified first, unless trust_plan is set. without: choices of the plan to
+    leave off. deterministic: make the run repeatable bit for bit. device: the one GPU that the script sees, as
+    "cuda:1", or "cpu" for none. report: where to write the JSON document; nothing is written otherwise. quiet: no
+    status line and no summary on a terminal. capture_output: keep what the script prints, as `stdout` and `stderr`,
+    and give it nothing to read; otherwise it has this process's streams.
+
+    Returns a RunResult. A script that fails is a result with its exit status. Raises UsageError for a script or a
+    module that is not there, and for options that mean nothing; PlanError for a plan that no script can be given.
+    """
+    target = as_target(script, arguments, module=module)
+    target.check_exists()
+    if module:
+        _check_module(str(target.module))
+    if isinstance(without, str):
+        raise wrong("without", without, "it is a list of choices", f"write [{without!r}]")
+    chosen = as_plan(read_plan(plan) if isinstance(plan, str | os.PathLike) else plan, "script")
+    chosen.without(*without)  # PlanError for what is no choice
+    if device is not None:
+        visible_setting(device)  # UsageError where there is no such device
+    with tempfile.TemporaryDirectory(prefix="flatout-run-") as folder:
+        written = Path(folder) / "run.json" if report is None else _place(report)
+        options = ["--report", str(written)]
+        if plan is not None and not chosen.choices():
+            options += ["--no-plan"]
+        elif plan is not None:
+            write_plan(Path(folder) / "plan.toml", chosen)
+            options += ["--plan", str(Path(folder) / "plan.toml")]
+        options += ["--without", ",".join(without)] if without else []
+        options += ["--device", device] if device is not None else []
+        asked = {"--trust-plan": trust_plan, "--deterministic": deterministic, "--quiet": quiet}
+        options += [name for name, wanted in asked.items() if wanted]
+        before = _stamp(written)
+        done = _done([*options, *target.command], capture_output)
+        document = read_document(written, "run") if _stamp(written) != before else None
+    return _result(done, document)
+
+
+def _done(words: Sequence[str], capture_output: bool) -> subprocess.CompletedProcess[str]:
+    command = child_command("flatout", "run", *words)
+    if not capture_output:
+        return subprocess.run(command, text=True, check=False)
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+    )
+
+
+def _result(done: subprocess.CompletedProcess[str], document: Mapping[str, Any] | None) -> RunResult:
+    known = document or {}
+    measured = known.get("measurement")
+    peak = known.get("peak_resident_bytes")
+    return RunResult(
+        status=done.returncode if done.returncode >= 0 else 128 - done.returncode,
+        steps=known.get("steps"),
+        measurement=None if measured is None else Measurement.from_json(measured),
+        peak_resident_bytes=peak,
+        findings=tuple(Finding.from_json(one) for one in known.get("findings", ())),
+        applied=tuple(known.get("applied", ())),
+        not_applied=tuple(
+            NotApplied(choice=one["label"], reason=one["reason"])
+            for part in ("left_off", "rolled_back")
+            for one in known.get(part, ())
+        ),
+        notes=tuple(known.get("plan_notes", ())),
+        document=document,
+        stdout=done.stdout,
+        stderr=done.stderr,
+    )
+
+
+def _place(report: str | os.PathLike[str]) -> Path:
+    path = as_path(report, "report").absolute()
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}", remedy="name a file in a folder that can be written")
+    return path
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Tells whether a file was written anew; None: there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _check_module(name: str) -> None:
+    """Without importing its packages, whose code is the script's."""
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        full = ".".join(parts[:count])
+        spec = _found(full, places) if places is not None else None
+        if spec is None:
+            raise UsageError(f"No module named {full}", remedy=f"looked along sys.path from {os.getcwd()}")
+        places = spec.submodule_search_locations
+
+
+def _found(name: str, places: Sequence[str]) -> ModuleSpec | None:
+    found = PathFinder.find_spec(name, places)
+    rest = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return found or next((spec for spec in rest if spec is not None), None)

@@ -1,0 +1,131 @@
+"""What is known of a run of a script: its record, what was seen of it, what of a plan was applied, the findings."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.run_checks import RunFacts, check_run
+from flatout.levers.observed import Observed
+from flatout.machine.description import Machine
+from flatout.machine.detect import detect
+from flatout.machine.process_memory import peak_resident_bytes
+from flatout.plan import Plan
+from flatout.script.describe import observe
+from flatout.script.entry import Target
+from flatout.script.memory_death import MemoryDeath, inspect_death
+from flatout.script.run_record import RunRecord
+from flatout.script.runner import Runner
+from flatout.timing import Load
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """All that is known when a script has ended."""
+
+    name: str
+    arguments: tuple[str, ...]
+    status: int | None
+    """The script's exit code; None if it ended in a way that was not seen."""
+    wall_seconds: float
+    cpu_seconds: float
+    peak_resident_bytes: int
+    record: RunRecord
+    observed: Observed | None
+    machine: Machine | None
+    plan: Plan | None
+    applied: tuple[str, ...]
+    rolled_back: tuple[tuple[str, str], ...]
+    left_off: tuple[tuple[str, str], ...]
+    """(choice, why it does not apply to this run)"""
+    plan_notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    load: Load | None = None
+    """Who kept the processor busy while steps were made; None: too short to tell."""
+    death: MemoryDeath | None = None
+    """Where the script died of memory."""
+    began: float | None = None
+    """When the script was started, on the clock of time.perf_counter()."""
+
+    @property
+    def flops_per_step(self) -> float | None:
+        """As tune counted it, or as one step of this run was counted."""
+        planned = self.plan.flops_per_step if self.plan is not None else None
+        return planned if planned is not None else self.record.flops_per_step
+
+
+def summarise(
+    target: Target,
+    runner: Runner,
+    *,
+    status: int | None,
+    plan: Plan | None,
+    notes: Sequence[str],
+    machine: Machine | None,
+    began: float,
+) -> RunSummary:
+    """What is known now, while the script runs or when it has ended.
+
+    notes: what was said of the plan before the script started. machine: None: it is asked for now.
+    """
+    record, watch, applied = runner.record, runner.watch, runner.applied
+    wall, machine = time.perf_counter() - began, machine or detect()
+    observed = None
+    if record.steps:
+        observed = observe(watch, threads_at_start=runner.threads_at_start, rows=record.rows, loaders=False)
+    rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
+    rolled_back += tuple(watch.subject.incidents)
+    said = [*notes, *([runner.fault] if runner.fault is not None else [])]
+    said += [f"left off: {label} ({why})" for label, why in runner.left_off]
+    facts = RunFacts(
+        observed=observed,
+        steps=record.steps,
+        planned=plan is not None,
+        growth=record.growth(),
+        nearly_out=record.nearly_out,
+        command=shlex.join(target.command),
+        rolled_back=rolled_back,
+        epochs=runner.epochs,
+        gpus=_usable_gpus(machine),
+    )
+    return RunSummary(
+        name=target.name,
+        arguments=target.arguments,
+        status=status,
+        wall_seconds=wall,
+        began=began,
+        cpu_seconds=time.process_time(),
+        peak_resident_bytes=peak_resident_bytes(),
+        record=record,
+        observed=observed,
+        machine=machine,
+        plan=plan,
+        applied=tuple(choice.label for choice in applied.choices),
+        rolled_back=rolled_back,
+        left_off=tuple(runner.left_off),
+        plan_notes=tuple(said),
+        findings=tuple(check_run(facts)),
+        load=runner.load(),
+        death=_death(target, runner),
+    )
+
+
+def _death(target: Target, runner: Runner) -> MemoryDeath | None:
+    """What is known where the script died of memory; None otherwise."""
+    error = getattr(sys, "last_value", None)
+    if not isinstance(error, Exception) or "torch" not in sys.modules:
+        return None
+    folder = os.path.dirname(os.path.realpath(target.path)) if target.path else os.getcwd()
+    return inspect_death(error, runner.watch.subject, folder)
+
+
+def _usable_gpus(machine: Machine) -> tuple[str, ...]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ()
+    return tuple(gpu.name for gpu in machine.devices)

@@ -1,0 +1,120 @@
+"""`flatout.run`: a script in a process of its own, and what comes back of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.errors import PlanError, UsageError
+from flatout.machine.detect import detect
+
+TRAIN = """
+import os, sys, time, torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(40):
+    optimizer.zero_grad()
+    (model(torch.randn(8, 4)) ** 2).mean().backward()
+    optimizer.step()
+    time.sleep(0.005)
+print("trained", sys.argv[1:])
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(flatout.__file__).parents[1]))
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def test_a_script_is_run_by_a_plan_and_nothing_is_written_beside_it(folder: Path) -> None:
+    machine = detect()
+    plan = flatout.Plan(
+        optimizer="fused",
+        cudnn_benchmark=True,
+        machine_fingerprint=machine.fingerprint,
+        torch_version=machine.versions.torch,
+    )
+    ran = flatout.run(Path("train.py"), ["--lr", "0.1"], plan=plan, capture_output=True)
+    assert (ran.status, ran.ok, ran.stdout) == (0, True, "trained ['--lr', '0.1']\n"), ran.stderr
+    assert ran.steps == 40
+    assert ran.step_seconds is not None
+    assert ran.step_seconds > 0.001
+    assert ran.document is not None
+    assert ran.document["load"]["own_cores"] > 0
+    assert ran.measurement is not None
+    assert ran.measurement.contended is not None
+    assert ran.peak_resident_bytes is not None
+    assert ran.peak_resident_bytes > 10 << 20
+    assert len(ran.applied) == 1
+    (missed,) = ran.not_applied
+    assert "cudnn" in missed.choice
+    assert "CPU" in missed.reason
+    assert ran.to_json()["plan"] == plan.choices()
+    assert [entry.name for entry in folder.iterdir()] == ["train.py"]
+    plain = flatout.run("train.py", plan=plan, without=["optimizer", "cudnn_benchmark"], report="out.json")
+    assert (plain.status, plain.applied, plain.stdout) == (0, (), None)
+    assert (folder / "out.json").exists()
+
+
+def test_a_script_that_fails_is_a_result(folder: Path) -> None:
+    (folder / "fails.py").write_text("raise ValueError('mine')")
+    ran = flatout.run("fails.py", capture_output=True)
+    assert (ran.status, ran.ok, ran.steps, ran.step_seconds) == (1, False, 0, None)
+    assert "ValueError: mine" in (ran.stderr or "")
+    assert [finding.name for finding in ran.findings] == ["no-step"]
+    (folder / "killed.py").write_text(f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    (folder / "old.json").write_text("{}")
+    killed = flatout.run("killed.py", report="old.json", capture_output=True)
+    assert (killed.status, killed.steps, killed.document) == (128 + signal.SIGKILL, None, None)
+
+
+def test_a_module_is_run_as_python_does(folder: Path) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "job.py").write_text("import sys; print(__package__, sys.argv[1:]); sys.exit(7)")
+    ran = flatout.run("package.job", ["-x"], module=True, plan=flatout.Plan(), capture_output=True)
+    assert (ran.status, ran.stdout) == (7, "package ['-x']\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"script": "nowhere.py"}, UsageError, "no such script: nowhere.py"),
+        ({"script": "."}, UsageError, "is a folder"),
+        ({"script": "no.such.module", "module": True}, UsageError, "No module named no"),
+        ({"script": "os.path.deeper", "module": True}, UsageError, "No module named os.path"),
+        ({"arguments": "--lr 1"}, UsageError, "it is a list of words"),
+        ({"arguments": [1]}, UsageError, "each of them is a text"),
+        ({"without": "compile"}, UsageError, r"write \['compile'\]"),
+        ({"without": ["compilation"]}, PlanError, "a plan has no choice 'compilation'"),
+        ({"plan": "none.toml"}, UsageError, "no plan at none.toml"),
+        ({"plan": {"threads": 1}}, PlanError, "it is a flatout.Plan or None"),
+        ({"plan": flatout.Plan(weights="int8")}, PlanError, "weights is 'int8'; flatout run does not apply it"),
+        ({"device": "cuda:99"}, UsageError, "device is 'cuda:99'"),
+        ({"report": "missing/run.json"}, UsageError, "cannot write"),
+    ],
+)
+def test_what_cannot_be_run_is_an_error_before_anything_starts(
+    given: dict[str, Any], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.application.run._done", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(error, match=said):
+        flatout.run(**{"script": "train.py", **given})
+
+
+def test_nothing_of_a_package_is_imported_to_find_its_module(folder: Path) -> None:
+    (folder / "loud").mkdir()
+    (folder / "loud" / "__init__.py").write_text("open('imported', 'w')")
+    with pytest.raises(UsageError, match=r"No module named loud\.quiet"):
+        flatout.run("loud.quiet", module=True)
+    assert not os.path.exists("imported")

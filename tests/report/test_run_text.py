@@ -1,0 +1,66 @@
+"""What is written of a run, and what `flatout compare` makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flatout.diagnose.run_summary import RunSummary
+from flatout.machine.description import Machine
+from flatout.report.compare import compare_documents, comparison_text
+from flatout.report.run_text import run_document, run_text
+from flatout.script.run_record import RunRecord
+from flatout.timing import Load
+
+MACHINE = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
+ALONE = Load(own_cores=1.9, others_cores=0.02, logical_cores=2)
+CROWDED = Load(own_cores=1.0, others_cores=1.0, logical_cores=2)
+
+
+def summary(load: Load | None, seconds: float = 0.01) -> RunSummary:
+    record = RunRecord(steps=40, samples=[seconds * (1 + 0.001 * (number % 5)) for number in range(40)])
+    return RunSummary(
+        name="train.py",
+        arguments=(),
+        status=0,
+        wall_seconds=1.0,
+        cpu_seconds=1.0,
+        peak_resident_bytes=1 << 30,
+        record=record,
+        observed=None,
+        machine=Machine.from_json(MACHINE),
+        plan=None,
+        applied=("threads 1",),
+        rolled_back=(("torch.compile", "it failed"),),
+        left_off=(("bf16 autocast", "the script sets it"),),
+        plan_notes=("left off: bf16 autocast (the script sets it)",),
+        findings=(),
+        load=load,
+    )
+
+
+def test_a_run_beside_others_is_called_contended_by_the_screen_and_by_compare() -> None:
+    said = "contended: others kept 1.0 of 2 cores busy, none was idle"
+    assert said in run_text(summary(CROWDED), None)
+    assert "contended" not in run_text(summary(ALONE), None)
+    first, second = run_document(summary(ALONE)), run_document(summary(CROWDED, seconds=0.02))
+    assert second["load"] == {"own_cores": 1.0, "others_cores": 1.0, "logical_cores": 2}
+    found = compare_documents(first, second)
+    assert found.comparison.verdict == "not significant"
+    assert f"second: {said}" in found.caveats
+    assert "others competed for the processor in the second" in comparison_text(found)
+    alone = compare_documents(first, run_document(summary(ALONE, seconds=0.02)))
+    assert alone.comparison.verdict == "slower"
+
+
+def test_a_run_too_short_to_tell_says_nothing_of_others() -> None:
+    document = run_document(summary(None))
+    assert document["load"] is None
+    assert document["measurement"]["contended"] is None
+
+
+def test_what_is_not_applied_of_a_plan_is_in_the_document_with_its_reason() -> None:
+    document = run_document(summary(ALONE))
+    assert document["applied"] == ["threads 1"]
+    assert document["left_off"] == [{"label": "bf16 autocast", "reason": "the script sets it"}]
+    assert document["rolled_back"] == [{"label": "torch.compile", "reason": "it failed"}]

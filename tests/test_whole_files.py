@@ -1,0 +1,41 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.whole_files import PRIVATE, written_whole
+
+
+def test_a_file_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_text("before")
+    with written_whole(path) as temporary:
+        temporary.write_text("half")
+        assert path.read_text() == "before"
+        temporary.write_text("whole")
+    assert path.read_text() == "whole"
+    assert path.stat().st_mode & 0o777 == 0o644
+    with written_whole(path, mode=PRIVATE) as temporary:
+        temporary.write_text("mine")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_text("before")
+
+    def write() -> None:
+        with written_whole(path) as temporary:
+            temporary.write_text("half")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write()
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "missing" / "found.json"):
+        pass
