@@ -42,7 +42,7 @@ class Stage:
 
 def tuned(name: str, *script: str, budget: int = 90) -> Stage:
     """`flatout tune` of this script."""
-    options = ("--budget", str(budget), "--output", f"{{folder}}/{name}")
+    options = ("--budget", str(budget), "--out", f"{{folder}}/{name}")
     command = (PYTHON, "-m", "flatout", "tune", *options, *script)
     document = f"{name}/flatout-report.json"
     return Stage(name=name, command=command, limit_seconds=1.3 * budget + 30, document=document)

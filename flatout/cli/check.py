@@ -1,4 +1,4 @@
-"""flatout check: what this machine is, how fast it can be, and what to put right."""
+"""flatout check: what this machine is, how fast it is, and what should be fixed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def check(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the ceilings and keep them (half a minute).")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="With --measure: in a few seconds, less surely.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="With --measure: a few seconds, less precise.")] = False,
     forget_tunes: Annotated[
-        bool, typer.Option("--forget-tunes", help="First delete what earlier tunes measured and left for later ones.")
+        bool, typer.Option("--forget-tunes", help="First delete the history of earlier tunes.")
     ] = False,
     install: InstallOption = None,
     torch: TorchOption = None,
     device: DeviceOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """What this machine is, how fast it can be, and what to put right.
+    """Describe this machine: what it is, how fast it is, and what should be fixed.
 
-    Exit code: 0 fine, 1 unusable, 2 something should be put right.
+    Exit code: 0 fine, 1 unusable, 2 something should be fixed.
     """
     from flatout.application.check import check as check_here
     from flatout.errors import UsageError

@@ -41,7 +41,7 @@ def export(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Export a model to .pt2, AOTInductor, ONNX, ExecuTorch; a file stays only if it gives what the model gives.
+    """Export a model to .pt2, AOTInductor, ONNX or ExecuTorch, and keep only files that reproduce its outputs.
 
     MODEL is an nn.Module, or a function that returns one or (module, example_inputs). Exit code: 0 all verified,
     1 something could not be exported (the report says why), 2 the model or the inputs cannot be used.

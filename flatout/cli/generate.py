@@ -19,24 +19,24 @@ PromptsFile = Annotated[
 TokenizerOption = Annotated[
     str | None, typer.Option(metavar="SPEC", help="file.py:name or a folder; default: that of the model's folder.")
 ]
-PlanFile = Annotated[Path | None, typer.Option(metavar="FILE", help="How to run it; the options below go before.")]
+PlanFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A plan; the options below override it.")]
 DraftOption = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="A smaller model that guesses ahead; same distribution.")
+    str | None,
+    typer.Option(metavar="MODEL", help="Speculate with this smaller model; the distribution stays the same."),
 ]
-StopOption = Annotated[
-    list[str] | None, typer.Option(help="A text (or ids as '12,7') that ends a text; repeat for more.")
-]
+StopOption = Annotated[list[str] | None, typer.Option(help="Stop at this text (or ids, as '12,7'); repeat for more.")]
 
 MostTokens = Annotated[
-    int | None, typer.Option(metavar="N", help="The most tokens for each prompt; default: the model's own, else 64.")
+    int | None,
+    typer.Option(metavar="N", help="At most this many tokens per prompt; default: the model's own, else 64."),
 ]
 TemperatureOption = Annotated[
     float | None, typer.Option(metavar="T", help="0 = greedy; default: as the model's generation_config, else 0.")
 ]
 StartOption = Annotated[
-    int | None, typer.Option(metavar="ID", help="Of an encoder-decoder's texts the first token; default: the model's.")
+    int | None, typer.Option(metavar="ID", help="First token of an encoder-decoder's output; default: the model's.")
 ]
-PenaltyOption = Annotated[float | None, typer.Option(metavar="X", help="Above 1: tokens seen come less.")]
+PenaltyOption = Annotated[float | None, typer.Option(metavar="X", help="Above 1: seen tokens become less likely.")]
 
 
 def generate(
@@ -51,19 +51,23 @@ def generate(
     plan: PlanFile = None,
     precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="BITS", help="int8 or int4.")] = None,
-    lookup: Annotated[bool, typer.Option("--lookup", help="Guess ahead from the text so far; same text.")] = False,
+    lookup: Annotated[
+        bool, typer.Option("--lookup", help="Speculate from the text so far; the text stays the same.")
+    ] = False,
     draft: DraftOption = None,
     temperature: TemperatureOption = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", help="Only the K most probable tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="Only the most probable that reach P.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Only the most probable tokens whose probabilities add up to P.")
+    ] = None,
     repetition_penalty: PenaltyOption = None,
-    no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="No run of N tokens twice.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The same texts again.")] = None,
+    no_repeat_ngram: Annotated[int | None, typer.Option(metavar="N", help="Never repeat a run of N tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the sampling.")] = None,
     stop: StopOption = None,
     decoder_start_token_id: StartOption = None,
-    slots: Annotated[int | None, typer.Option(metavar="N", help="Texts worked on at once.")] = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", help="Texts generated at once.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; default: the model's.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines, one a prompt.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON lines, one per prompt.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Generate text. A single prompt's text is shown as it comes; figures go to stderr.

@@ -79,7 +79,9 @@ def main(arguments: Sequence[str]) -> int:
 def application() -> typer.Typer:
     """The verbs as typer sees them."""
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-    app.callback(help="Run PyTorch flat out on the machine at hand, and prove it.")(_options)
+    app.callback(help="Make PyTorch scripts faster on this machine, with proof that the numbers are still right.")(
+        _options
+    )
     for name, kind in VERBS.items():
         function = name.replace("-", "_")
         if importlib.util.find_spec(f"flatout.cli.{function}") is not None:
@@ -89,7 +91,7 @@ def application() -> typer.Typer:
 
 
 def run(target: Annotated[list[str], typer.Argument(metavar="SCRIPT")]) -> int:
-    """Run a script as flatout.toml says; without a plan: run it as it is, and only look.
+    """Run a script by its plan (flatout.toml); without one, run it as it is and only watch.
 
     Also: flatout run [OPTIONS] -m MODULE [ARGUMENTS]...
     """

@@ -1,4 +1,4 @@
-"""flatout memory: what holds a script's memory, when it peaks, what leaks; and its speed and memory by batch size."""
+"""flatout memory: what holds a script's memory, where it peaks, what leaks; speed and memory by batch size."""
 
 from __future__ import annotations
 
@@ -22,33 +22,30 @@ STEPS = 8
 def memory(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
     steps: Annotated[
-        int | None, typer.Option(metavar="N", help="How many steps to watch, after 2 that warm up; 8 if not said.")
+        int | None, typer.Option(metavar="N", help="Steps to watch, after 2 of warm-up; default: 8.")
     ] = None,
     patience: Annotated[
         str,
-        typer.Option(
-            metavar="TIME", help="How long that may take: a script that never steps, or hangs, is ended then."
-        ),
+        typer.Option(metavar="TIME", help="End a script that has not taken its steps by then."),
     ] = "30m",
     device: DeviceOption = None,
     batch_curve: Annotated[
         bool,
-        typer.Option("--batch-curve", help="Instead: speed and peak memory against the batch size, and the knee."),
+        typer.Option("--batch-curve", help="Instead: speed and peak memory by batch size, and the knee."),
     ] = False,
     budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long --batch-curve may take: 5m, 300s; 60s if not said.")
+        str | None, typer.Option(metavar="TIME", help="Time for --batch-curve: 5m, 300s; default: 60s.")
     ] = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Run a script for a few steps: what holds its memory, when it peaks, what leaks from step to step.
+    """Show what holds the memory of a script, where it peaks, and what leaks from step to step.
 
-    The script runs as a trial that changes none of your files, and is stopped after its steps. With --batch-curve the
-    batch size of its DataLoader is changed between steps, on a CPU; a script that forms its batches itself, loads them
-    in worker processes or compiles its model is refused. Exit code: 0 watched;
-    the script's own, after its own traceback, where it fails;
-    128 + the signal's number where a signal kills it; 1 where it makes too few steps within --patience.
+    The script runs as a trial that changes none of your files, and is stopped after some steps. --batch-curve changes
+    the batch size of its DataLoader between steps, on a CPU; a script that makes its own batches, loads them in worker
+    processes or compiles its model is refused. Exit code: 0 done; the script's own if it fails; 128 + the signal's
+    number if a signal kills it; 1 if it takes too few steps within --patience.
     """
     from flatout.machine.visible_devices import show_only
     from flatout.report.document import to_text

@@ -19,10 +19,10 @@ def predict(
     model: Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")],
     inputs: Annotated[Path, typer.Argument(help=".npy, .npz, .safetensors or .jsonl of tokens, or .txt of texts.")],
     out: Annotated[Path, typer.Option(metavar="PLACE", help="NAME.jsonl, or a folder of safetensors.")],
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="How to run; the options below go first.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan; the options below override it.")] = None,
     precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="Of the weights: fp32, bf16, fp16.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="BITS", help="Of linear layers: int8 or int4.")] = None,
-    activations: Annotated[str | None, typer.Option(metavar="BITS", help="int8: products of whole numbers.")] = None,
+    activations: Annotated[str | None, typer.Option(metavar="BITS", help="int8: matrix products in int8.")] = None,
     batching: Annotated[str | None, typer.Option(metavar="HOW", help="packed, equal or padded.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens of one batch.")] = None,
     batch_size: Annotated[int | None, typer.Option(metavar="N", help="Inputs of fixed size in one batch.")] = None,
@@ -32,12 +32,12 @@ def predict(
     ] = None,
     keep: Annotated[str, typer.Option(metavar="NAME", help="Write only this part of the output, as 'pooled'.")] = "",
     check_finite: Annotated[
-        bool, typer.Option("--check-finite", help="An output with inf or NaN counts as failed.")
+        bool, typer.Option("--check-finite", help="Count an output with inf or NaN as failed.")
     ] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Drop the results that are there.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard existing results and start again.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Run a model over a file of inputs, near what the machine can do; interrupted, it goes on where it was.
+    """Run a model over a file of inputs; an interrupted run resumes where it stopped.
 
     Exit code: 0 all inputs have a result, 1 some could not be used (the others have theirs), 2 model, inputs or plan
     cannot be used.

@@ -29,28 +29,27 @@ if TYPE_CHECKING:
 REPORT_NAME = "flatout-run.json"
 
 OPTIONS: tuple[Option, ...] = (
-    Option(
-        name="--plan", value="FILE", meaning=f"The plan to run by; otherwise {PLAN_NAME}, if it is for this script."
-    ),
+    Option(name="--plan", value="FILE", meaning=f"The plan; default: {PLAN_NAME}, if it is for this script."),
     Option(name="--no-plan", meaning="Change nothing; only watch."),
     Option(
         name="--trust-plan",
         meaning="Apply a plan from another machine, torch or arguments without verifying it here first.",
     ),
-    Option(name="--without", value="CHOICES", meaning="Leave these choices of the plan off, such as compile,threads."),
+    Option(name="--without", value="CHOICES", meaning="Leave out these choices of the plan: compile,threads."),
     Option(
         name="--device",
         value="NAME",
-        meaning="The one GPU that the script sees, as cuda:1 (numbers: flatout check), or cpu: none.",
+        meaning="Use only this device: cuda:1 (numbered as by flatout check) or cpu.",
     ),
-    Option(name="--deterministic", meaning="Make the run repeatable to the bit, or fail at what cannot be."),
+    Option(name="--deterministic", meaning="Make the run repeatable bit for bit, or fail at an operation that is not."),
     Option(
-        name="--check-deterministic", meaning="Only check that: two runs of 40 steps as trials, compared; and the cost."
+        name="--check-deterministic",
+        meaning="Only check: run 40 steps twice in trials, compare them, and measure the cost.",
     ),
-    Option(name="--allow-network", meaning="Of those two runs, which have only a loopback interface otherwise."),
-    Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; otherwise {REPORT_NAME}."),
+    Option(name="--allow-network", meaning="Let those two runs use the network; by default they have only loopback."),
+    Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; default: {REPORT_NAME}."),
     Option(name="--no-report", meaning="Write no document."),
-    Option(name="--quiet", meaning="No status line and no summary, on a terminal either."),
+    Option(name="--quiet", meaning="No status line and no summary."),
 )
 
 

@@ -11,18 +11,16 @@ IsolationOption = Annotated[
     typer.Option(
         "--isolation",
         metavar="MODE",
-        help="How your files are kept from the script: auto, overlay (copy-on-write), guard (read-only).",
+        help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).",
     ),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        "--device", metavar="NAME", help="The one GPU to be seen, as cuda:1 (numbers: flatout check), or cpu: none."
+        "--device", metavar="NAME", help="Use only this device: cuda:1 (numbered as by flatout check) or cpu."
     ),
 ]
 AllowNetworkOption = Annotated[
     bool,
-    typer.Option(
-        "--allow-network", help="Let the script use the network; by default it has only a loopback interface."
-    ),
+    typer.Option("--allow-network", help="Let trials use the network; by default they have only loopback."),
 ]

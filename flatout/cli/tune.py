@@ -1,4 +1,4 @@
-"""flatout tune: find the fastest honest way to run a script."""
+"""flatout tune: find the fastest way to run a script whose numbers still hold."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ PLAN_NAME, REPORT_NAME = "flatout.toml", "flatout-report.json"
 def tune(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="How long the search may take, proof included: 90s, 10m, 1h.")
+        str, typer.Option(metavar="TIME", help="Time for search, proof and comparison: 90s, 10m, 1h.")
     ] = "10m",
     steps: Annotated[
-        int | None, typer.Option(metavar="N", help="How many steps the real run will have (for break-even).")
+        int | None, typer.Option(metavar="N", help="Steps of the real run, to weigh start-up costs against.")
     ] = None,
     exactness: Annotated[
         str,
         typer.Option(
             metavar="LEVEL",
-            help="What may be tried: bit-identical, rounding (also bit-identical), reduced (everything).",
+            help="What may change in the numbers: bit-identical (nothing), rounding, reduced (16-bit precision).",
         ),
     ] = "reduced",
     fit: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="What the tensors of a step may take at the most: 12GiB, 900MiB."),
+        typer.Option(metavar="SIZE", help="Bring the memory of a step's tensors under this size: 12GiB, 900MiB."),
     ] = None,
-    output: Annotated[
+    out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder for flatout.toml and flatout-report.json.")
     ] = Path("."),
     logs: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep what the script printed in its trials in this folder.")
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the output of trials in this folder.")
     ] = None,
     device: DeviceOption = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Find the fastest honest way to run an unmodified script; writes flatout.toml and a report.
+    """Find the fastest way to run an unmodified script with the numbers still right; write flatout.toml and a report.
 
     The script runs in trials that change none of your files. Exit code: 0 done, 1 the script cannot be tuned, or
-    cannot be made to fit.
+    cannot be brought under --fit.
     """
     from flatout.application.tune import tune_requested
     from flatout.arguments import as_bytes
@@ -74,10 +74,10 @@ def tune(
         allow_network=allow_network,
         log_folder=logs,
     )
-    _prepare(request, output, device)
+    _prepare(request, out, device)
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         result = tune_requested(replace(request, stdin_file=stdin_file), progress)
-    return _told_and_saved(result, output, json, [*_seeing(device), *script.command])
+    return _told_and_saved(result, out, json, [*_seeing(device), *script.command])
 
 
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:

@@ -26,14 +26,14 @@ def tune_inference(
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("flatout-inference.toml"),
     items: Annotated[
-        int | None, typer.Option(metavar="N", help="How many will be served (for break-even of what must compile).")
+        int | None, typer.Option(metavar="N", help="How many inputs will be served, to weigh start-up costs against.")
     ] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 5m.")] = "5m",
     exactness: Annotated[
         str,
         typer.Option(
             metavar="LEVEL",
-            help="What may be tried: bit-identical, rounding (also bit-identical), reduced (everything).",
+            help="What may change in the numbers: bit-identical (nothing), rounding, reduced (fewer bits).",
         ),
     ] = "reduced",
     max_error: Annotated[
@@ -50,12 +50,12 @@ def tune_inference(
         str | None, typer.Option(metavar="SPEC", help="For texts: a folder or file.py:name; default: the model's.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Choices that are made already; the others are tried on top.")
+        Path | None, typer.Option(metavar="FILE", help="Choices that are already made; others are tried on top.")
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; default: the model's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Find the fastest way to serve a model that is near enough to fp32 on a sample; writes the plan.
+    """Find the fastest way to run a model whose outputs on a sample stay close enough to fp32; write the plan.
 
     `flatout predict` and `flatout generate` take it with --plan. Exit code: 0 done, 2 the model or the sample cannot
     be used.

@@ -45,7 +45,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["--budget", "soon", "train.py"], 2, "soon"),
         (["--exactness", "perhaps", "train.py"], 2, "bit-identical, rounding, reduced"),
         (["--steps", "0", "train.py"], 2, "at least 1"),
-        (["--output", "nowhere", "train.py"], 2, "cannot write to"),
+        (["--out", "nowhere", "train.py"], 2, "cannot write to"),
         (["--fit", "small", "train.py"], 2, "'small' is not a size"),
         (["syntax.py"], 1, "syntax.py, line 2: SyntaxError"),
         (["idle.py"], 1, "idle.py never trains"),

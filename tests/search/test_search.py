@@ -266,7 +266,7 @@ def test_the_time_that_did_not_suffice_is_told_with_a_budget_that_would() -> Non
     assert state.late == 4
     assert state.enough_seconds == pytest.approx(10.0 + 4 * TRIAL_SECONDS + 2.0, abs=4)
     told = nothing_found(state, 10.0, seconds_argument)
-    assert told == "nothing found in the budget of 10 s, with 4 not reached: try budget_seconds=30 (about)"
+    assert told == "nothing found in the budget of 10 s, with 4 not reached: try seconds=30 (about)"
 
 
 def test_who_stops_it_gets_what_was_found_so_far() -> None:
