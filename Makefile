@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON
 export TORCH_INDEX
 
-.PHONY: install demo test test-gpu-stand-in check clean
+.PHONY: install demo test test-gpu-stand-in check docs clean
 
 install: .venv/installed
 	@$(BIN)/python -c 'import torch, flatout' 2>/dev/null || scripts/install
@@ -43,6 +43,11 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in build/site; broken links are errors.
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
