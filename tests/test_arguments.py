@@ -322,7 +322,7 @@ RECORDS = {
     "Differences",
     "ExportReport",
     "Finding",
-    "FitInto",
+    "FitToMemory",
     "FitResult",
     "Generation",
     "InferenceTuning",

@@ -51,8 +51,8 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loss_fn = flatout.supervised(torch.nn.CrossEntropyLoss())
 batch = torch.randn(8, 4), torch.randint(0, 2, (8,))
 plan = flatout.Plan.from_toml(flatout.Plan(precision="bf16").to_toml())
-assert flatout.forecast(model, optimizer, loss_fn, batch, plan).peak_bytes > 0
 step = flatout.TrainStep(model, optimizer, loss_fn, plan)
+assert flatout.forecast(step, batch).peak_bytes > 0
 for batch in flatout.batches(batch, 4, plan, seed=0):
     assert torch.isfinite(step(batch))
 """

@@ -14,8 +14,8 @@ import pytest
 import flatout
 from tests.processes import Python
 
-NOT_OURS = {"Any", "None", "Supervised"}
-"""Supervised: what `supervised` makes is used as a loss, not named."""
+NOT_OURS = {"Any", "None", "Supervised", "OverAll", "Tensor"}
+"""Supervised, OverAll: what `supervised` and `over_all` make is used, not named."""
 
 FRESH = """
 import json, logging, os, sys, threading, warnings
