@@ -18,7 +18,7 @@ from flatout.cli.command_line import split_target
 ROOT = Path(__file__).parents[1]
 TUNE_SECONDS = 15
 """Of a tune in the documentation, which takes a minute there."""
-PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("CHANGELOG.md")]
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("CHANGELOG.md"), Path("SECURITY.md")]
 PAGES += sorted(page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md"))
 OURS = ("tests/", "examples/", "benchmarks/", "flatout/")
 """A path under these must exist; another, such as train.py, is the reader's."""
