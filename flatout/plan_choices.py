@@ -236,7 +236,7 @@ class Choices:
         pairs_with=("memory_format",),
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = choice(
-        "how exact fp32 products are: highest = fp32, high = TF32 on CUDA, medium = bf16 inside the product",
+        "precision of fp32 matmul: highest = fp32, high = TF32 on CUDA, medium = bf16 inside the product",
         scopes=("script", "step", "predict"),
         exactness="reduced",
         levers=("matmul_precision:MatmulPrecision",),

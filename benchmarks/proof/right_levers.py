@@ -257,8 +257,8 @@ PLANTED: tuple[tuple[str, Exactness, Context, str], ...] = (
 )
 
 OF_THE_CATALOGUE: tuple[tuple[str, Any, str], ...] = (
-    ("memory kept by malloc", "retain", "mlp_epochs"),
-    ("denormals flushed", True, "numpy_batches"),
+    ("malloc retains memory", "retain", "mlp_epochs"),
+    ("flush denormals", True, "numpy_batches"),
     ("threads", 1, "cnn_schedule"),
     ("threads", 2, "gpt_accumulated"),
     ("optimizer", "fused", "mlp_epochs"),
@@ -271,7 +271,7 @@ OF_THE_CATALOGUE: tuple[tuple[str, Any, str], ...] = (
     ("autocast", "bf16", "lstm_text"),
     ("autocast", "bf16", "two_optimizers"),
     ("autocast", "bf16", "own_updates"),
-    ("fp32 products", "medium", "mlp_epochs"),
+    ("matmul precision", "medium", "mlp_epochs"),
     ("batched fetch", "batched", "two_optimizers"),
     ("batched fetch", "batched", "mlp_epochs"),
     ("batched fetch", "batched", "own_updates"),

@@ -34,7 +34,7 @@ lies, and was seen to change from one process to the next."""
 class RetainMemory(Lever):
     """Let glibc keep freed memory instead of giving it back to the system and faulting it in again in every step."""
 
-    name = "memory kept by malloc"
+    name = "malloc retains memory"
     plan_field = "allocator"
     switch = "start"
     """Once mallopt was called, glibc no longer adapts its thresholds: such a process is no plain one any more."""

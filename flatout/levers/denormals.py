@@ -21,7 +21,7 @@ class FlushDenormals(Lever):
     Saturated softmaxes and decayed moments are full of them.
     """
 
-    name = "denormals flushed"
+    name = "flush denormals"
     plan_field = "flush_denormals"
     of_process = True
 

@@ -26,7 +26,7 @@ class MatmulPrecision(Lever):
     its fp32 product is faster than the default. The proof shows which it was.
     """
 
-    name = "fp32 products"
+    name = "matmul precision"
     plan_field = "matmul_precision"
     of_process = True
     cheap_to_switch = True
@@ -56,4 +56,4 @@ class MatmulPrecision(Lever):
         return matmul_precision(value)
 
     def label(self, value: Any) -> str:
-        return {"high": "fp32 products as TF32", "medium": "oneDNN products (may use bf16)"}.get(value, self.name)
+        return {"high": "TF32 matmul", "medium": "oneDNN matmul (may use bf16)"}.get(value, self.name)

@@ -1,1 +1,1 @@
-"""Number formats: autocast, loss scaling, the precision of fp32 products."""
+"""Number formats: autocast, loss scaling, the precision of fp32 matmul."""

@@ -1,4 +1,4 @@
-"""The precision of fp32 products, through the one interface that torch's other settings do not contradict.
+"""The precision of fp32 matmul, through the one interface that torch's other settings do not contradict.
 
 `torch.set_float32_matmul_precision` covers matrix products on every device; convolutions and recurrent layers of
 oneDNN have switches of their own, which no older interface touches.

@@ -208,7 +208,7 @@ def test_a_run_that_dies_under_a_plan_names_the_lever_and_the_command_without_it
     trace, _, message = planned.stderr.partition("flatout: ")
     assert "RuntimeError: view size is not compatible" in trace
     assert message.splitlines() == [
-        "the script failed in the model under its plan (channels_last, memory kept by malloc). "
+        "the script failed in the model under its plan (channels_last, malloc retains memory). "
         "If the plan is the cause, run",
         "    flatout run --trust-plan --no-report --without memory_format train.py    (without channels_last)",
         "    flatout run --no-plan --no-report train.py    (without the plan)",

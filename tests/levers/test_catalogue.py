@@ -89,8 +89,8 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("trained on the CPU", WITH_GPU, ON_GPU, ("cpu",)),
     ("batched fetch", CPU, SEEN, ("batched",)),
     ("batched fetch", AMPERE, ON_GPU, ("batched",)),
-    ("memory kept by malloc", CPU, SEEN, ("retain",)),
-    ("denormals flushed", CPU, SEEN, (True,)),
+    ("malloc retains memory", CPU, SEEN, ("retain",)),
+    ("flush denormals", CPU, SEEN, (True,)),
     ("threads", CPU, SEEN, (4, 2, 1)),
     ("threads", CPU, replace(SEEN, threads=4), (8, 2, 1)),
     ("optimizer", CPU, SEEN, ("fused", "foreach")),
@@ -100,8 +100,8 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("autocast", AMX, SEEN, ("bf16",)),
     ("autocast", AMPERE, ON_GPU, ("bf16",)),
     ("autocast", TURING, ON_GPU, ("fp16",)),
-    ("fp32 products", AMX, SEEN, ("medium",)),
-    ("fp32 products", AMPERE, ON_GPU, ("high",)),
+    ("matmul precision", AMX, SEEN, ("medium",)),
+    ("matmul precision", AMPERE, ON_GPU, ("high",)),
     ("torch.compile", CPU, SEEN, ("default",)),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("default", "regional")),
     ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead", "max-autotune")),
@@ -138,9 +138,9 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("batched fetch", CPU, replace(SEEN, loaders=()), "no DataLoader"),
     ("batched fetch", CPU, replace(SEEN, loaders=(WORKED,)), "set by the script"),
     ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="", fetch_obstacle="why"),)), "why"),
-    ("memory kept by malloc", AMPERE, ON_GPU, "GPU"),
-    ("denormals flushed", CPU, replace(SEEN, flush_denormals=True), "script"),
-    ("denormals flushed", AMPERE, ON_GPU, "GPU"),
+    ("malloc retains memory", AMPERE, ON_GPU, "GPU"),
+    ("flush denormals", CPU, replace(SEEN, flush_denormals=True), "script"),
+    ("flush denormals", AMPERE, ON_GPU, "GPU"),
     ("threads", CPU, replace(SEEN, threads_set_by_script=True), "itself"),
     ("threads", AMPERE, ON_GPU, "GPU"),
     ("threads", machine(cores=1), replace(SEEN, threads=1), "one core"),
@@ -159,9 +159,9 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("autocast", AMX, replace(SEEN, modules=()), "no module"),
     ("autocast", AMX, replace(SEEN, modules=(replace(MODULE, dtypes=("float64",)),)), "not fp32"),
     ("autocast", TURING, replace(ON_GPU, scaler_in_script=True), "no fast 16-bit"),
-    ("fp32 products", CPU, SEEN, "no bf16"),
-    ("fp32 products", TURING, ON_GPU, "no TF32"),
-    ("fp32 products", AMX, replace(SEEN, matmul_precision="high"), "itself"),
+    ("matmul precision", CPU, SEEN, "no bf16"),
+    ("matmul precision", TURING, ON_GPU, "no TF32"),
+    ("matmul precision", AMX, replace(SEEN, matmul_precision="high"), "itself"),
     ("torch.compile", CPU, replace(SEEN, compiled_in_script=True), "itself"),
     ("fused attention", CPU, SEEN, "no module computes attention"),
     ("fused linear + cross-entropy", CPU, replace(SEEN, modules=(replace(WIDE, widest_output=65),)), "65 outputs"),
@@ -191,7 +191,7 @@ def test_no_compiler_no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_preloaded_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "preloaded_libraries", lambda: "/usr/lib/libjemalloc.so.2")
-    assert not lever("memory kept by malloc").applies(CPU, SEEN)
+    assert not lever("malloc retains memory").applies(CPU, SEEN)
     assert not lever("allocator").applies(CPU, SEEN)
     assert lever("allocator").environment("jemalloc") == {"LD_PRELOAD": "libjemalloc.so.2"}
 
@@ -199,10 +199,10 @@ def test_a_preloaded_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_labels() -> None:
     assert lever("autocast").label("bf16") == "bf16 autocast"
     assert lever("threads").label(2) == "threads 2"
-    assert lever("denormals flushed").label(True) == "denormals flushed"
+    assert lever("flush denormals").label(True) == "flush denormals"
     assert lever("batched fetch").label("cached") == "batched fetch"  # as older plans say
     assert lever("torch.compile").label("default") == "torch.compile"
-    assert lever("fp32 products").label("high") == "fp32 products as TF32"
+    assert lever("matmul precision").label("high") == "TF32 matmul"
 
 
 def test_nothing_that_a_script_may_change_is_kept_or_copied_to_other_processes() -> None:

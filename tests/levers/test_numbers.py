@@ -18,14 +18,14 @@ from flatout.precision.denormals import flush_denormals, flushed_everywhere, flu
 
 VALUES = {
     "batched fetch": "batched",
-    "memory kept by malloc": "retain",
-    "denormals flushed": True,
+    "malloc retains memory": "retain",
+    "flush denormals": True,
     "threads": 2,
     "optimizer": "fused",
     "cudnn.benchmark": True,
     "channels_last": "channels_last",
     "autocast": "bf16",
-    "fp32 products": "medium",
+    "matmul precision": "medium",
 }
 
 

@@ -400,7 +400,7 @@ class MadeUp(TrainingSearch):
         self.state.loop, self.state.observed, self.state.first_observed = "Net", STEP, STEP
 
     def measure(self, wanted: Sequence[Choice], tried: Sequence[Choice]) -> Measured:
-        ratio = 1.3 if tried[0].label == "memory kept by malloc" else 0.97
+        ratio = 1.3 if tried[0].label == "malloc retains memory" else 0.97
         outcome: Any = "kept" if ratio > 1 else "dropped"
         return Measured(outcome=outcome, reason="", comparison=trial("", ratio).comparison)
 
@@ -419,10 +419,10 @@ def test_a_second_tune_tries_first_what_helped_in_the_first(cache: Path, tmp_pat
 
     first, second = tuned(), tuned()
     labels = [one.label for one in second]
-    assert first[0].label != "memory kept by malloc" == labels[0]
+    assert first[0].label != "malloc retains memory" == labels[0]
     assert {one.label for one in first} == {*labels}
     assert all(one.predicted is None or one.predicted.earlier.startswith("measured x") for one in second)
-    again = {one.label: one.predicted for one in tuned()}["memory kept by malloc"]
+    again = {one.label: one.predicted for one in tuned()}["malloc retains memory"]
     assert again is not None
     assert "measured x1.30 here, the median of 2" in again.earlier
 

@@ -45,8 +45,8 @@ def test_what_cannot_pay_is_left_out_and_says_what_bounds_it() -> None:
     found = {one.name: worth_trying(one, CPU, less, "reduced").reason for one in LEVERS}
     assert found["batched fetch"] == "predicted to save at most 0.3% of a step: waiting for data is 0.3% of a step"
     assert found["optimizer"] == "predicted to save at most 0.2% of a step: the optimizer takes 0.2% of a step"
-    assert found["denormals flushed"] == "predicted to save at most 0.0% of a step: a step met no denormal number"
-    assert not found["memory kept by malloc"].startswith("predicted")  # the next process may have page faults
+    assert found["flush denormals"] == "predicted to save at most 0.0% of a step: a step met no denormal number"
+    assert not found["malloc retains memory"].startswith("predicted")  # the next process may have page faults
     long = replace(less, step_seconds=10.0)
     assert worth_trying(lever("threads"), CPU, long, "reduced").reason.endswith(": an operation takes 100 ms")
     for name in ("batched fetch", "optimizer", "threads"):
@@ -54,23 +54,23 @@ def test_what_cannot_pay_is_left_out_and_says_what_bounds_it() -> None:
 
 
 def test_what_is_asked_for_is_tried_whatever_is_predicted() -> None:
-    assert not worth_trying(lever("denormals flushed"), CPU, STEP, "reduced")
-    assert worth_trying(lever("denormals flushed"), CPU, STEP, "reduced", asked=True)
+    assert not worth_trying(lever("flush denormals"), CPU, STEP, "reduced")
+    assert worth_trying(lever("flush denormals"), CPU, STEP, "reduced", asked=True)
     assert worth_trying(lever("autocast"), AMX, STEP, "rounding", asked=True).reason.startswith("it is reduced")
 
 
 def test_denormal_numbers_count_as_they_are_slow_here() -> None:
     met = replace(STEP, denormal_share=0.01, denormal_slowdown=101.0)
-    found = lever("denormals flushed").saving(CPU, met)
+    found = lever("flush denormals").saving(CPU, met)
     assert found.expected == pytest.approx(0.5)
     assert found.most == pytest.approx(0.75)
-    assert not worth_trying(lever("denormals flushed"), CPU, replace(met, denormal_slowdown=1.01), "reduced")
-    assert worth_trying(lever("denormals flushed"), CPU, Observed(), "reduced")  # nobody has looked
+    assert not worth_trying(lever("flush denormals"), CPU, replace(met, denormal_slowdown=1.01), "reduced")
+    assert worth_trying(lever("flush denormals"), CPU, Observed(), "reduced")  # nobody has looked
 
 
 def test_page_faults_cost_what_they_cost_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "page_fault_seconds", lambda: 2e-6)
-    found = lever("memory kept by malloc").saving(CPU, replace(STEP, page_faults_per_step=2000.0))
+    found = lever("malloc retains memory").saving(CPU, replace(STEP, page_faults_per_step=2000.0))
     assert found.expected == pytest.approx(0.7 * 0.4)
     assert found.most == pytest.approx(0.6)
 
