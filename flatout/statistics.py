@@ -28,7 +28,7 @@ Verdict = Literal["faster", "slower", "not significant"]
 
 # Beyond this many pairs neighbours are merged into medians, as the pairwise averages grow with the square.
 _MOST_PAIRS = 400
-# Samples of one run share the machine's mood of the minute: neighbours are no independent witnesses. So a long run
+# Samples of one run share the drift of the machine: neighbours are not independent. So a long run
 # counts as this many stretches of time, and a run whose speed wandered gets the wide interval that it deserves.
 _MOST_UNPAIRED = 30
 # Up to this many the rank distribution is counted exactly; above, the normal approximation is good to a fraction of a

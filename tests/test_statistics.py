@@ -163,10 +163,10 @@ def test_many_samples_stay_affordable_and_right() -> None:
 
 def _wandering(rng: random.Random, count: int) -> list[float]:
     """A run whose speed wanders slowly: neighbours share their noise."""
-    mood, found = 0.0, []
+    drift, found = 0.0, []
     for _ in range(count):
-        mood = 0.995 * mood + rng.gauss(0, 0.01)
-        found.append(2.718281828**mood)
+        drift = 0.995 * drift + rng.gauss(0, 0.01)
+        found.append(2.718281828**drift)
     return found
 
 

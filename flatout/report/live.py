@@ -4,8 +4,8 @@ The terminal is told to scroll all lines but the last (a DECSTBM region, as pack
 whatever the script writes, progress bars with carriage returns too, stays its own. Nothing of the script's output is
 read or redirected. Only for a terminal: the caller checks.
 
-A process can die without a farewell (SIGKILL, `os._exit`, the kernel's out-of-memory killer) and would leave the user a
-terminal that scrolls wrongly, so a shell that waits for the process's end gives the line back then.
+A process can die without cleaning up (SIGKILL, `os._exit`, the kernel's out-of-memory killer) and would leave the user
+a terminal that scrolls wrongly, so a shell that waits for the process's end gives the line back then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`flatout memory` as a stranger meets it: the report, the document, bad input, interruption, untouched files."""
+"""`flatout memory` as a new user meets it: the report, the document, bad input, interruption, untouched files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flatout tune` as a stranger meets it: bad input, interruption, and a script's files afterwards."""
+"""`flatout tune` as a new user meets it: bad input, interruption, and a script's files afterwards."""
 
 from __future__ import annotations
 

@@ -24,15 +24,15 @@ line.start()
 while len(drawn) < 2:  # then the first stands on the terminal
     time.sleep(0.01)
 live.REFRESH_SECONDS = 30  # how long stop() waits for the thread
-{farewell}
+{ending}
 """
 
 
-def on_terminal(farewell: str) -> tuple[bytes, int]:
+def on_terminal(ending: str) -> tuple[bytes, int]:
     """What a terminal gets from a program with a status line, and the program's end."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM.format(farewell=farewell)], stdout=slave, stderr=slave)
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM.format(ending=ending)], stdout=slave, stderr=slave)
     os.close(slave)
     seen, deadline = b"", time.monotonic() + 200
     while time.monotonic() < deadline:
@@ -49,7 +49,7 @@ def on_terminal(farewell: str) -> tuple[bytes, int]:
 
 
 @pytest.mark.parametrize(
-    ("farewell", "status"),
+    ("ending", "status"),
     [
         ("line.stop()", 0),
         ("os._exit(3)", 3),
@@ -57,8 +57,8 @@ def on_terminal(farewell: str) -> tuple[bytes, int]:
         ("os.kill(os.getpid(), signal.SIGTERM)", -15),
     ],
 )
-def test_the_line_is_given_back(farewell: str, status: int) -> None:
-    seen, ended = on_terminal(farewell)
+def test_the_line_is_given_back(ending: str, status: int) -> None:
+    seen, ended = on_terminal(ending)
     assert ended == status
     assert b"one moment" in seen
     assert seen.count(GIVEN_BACK) == 1

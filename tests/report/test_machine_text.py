@@ -12,7 +12,9 @@ MACHINE = Machine.from_json(json.loads((Path(__file__).parents[1] / "recorded" /
 
 
 def finding(severity: Severity) -> Finding:
-    return Finding(name="x", severity=severity, title="a title", evidence="seen", remedy="mend", next_command="mend -x")
+    return Finding(
+        name="x", severity=severity, title="a title", evidence="seen", remedy="fix it", next_command="fix -x"
+    )
 
 
 def test_a_machine_in_one_line() -> None:
@@ -71,6 +73,6 @@ def test_the_verdict_and_the_exit_code(severities: list[Severity], code: int, wo
 
 def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
     assert check_text(MACHINE, [finding("warning")]).endswith(
-        "warning     a title\n            seen\n            do: mend\n            next: mend -x\n"
+        "warning     a title\n            seen\n            do: fix it\n            next: fix -x\n"
         "verdict     usable, with 1 thing to put right"
     )

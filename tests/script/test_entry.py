@@ -195,7 +195,7 @@ def test_what_is_not_there(
 def test_an_interrupted_script_dies_of_the_signal(
     when: str, write: Callable[..., Path], run_both: Callable[..., Any], tmp_path: Path
 ) -> None:
-    farewell = """
+    ending = """
         import atexit, threading
         atexit.register(print, 'handler')
         def work():
@@ -209,7 +209,7 @@ def test_an_interrupted_script_dies_of_the_signal(
         print('begins')
         signal.raise_signal(signal.SIGINT)
     """
-    write("train.py", textwrap.dedent(farewell if when != "now" else "") + textwrap.dedent(interrupt))
+    write("train.py", textwrap.dedent(ending if when != "now" else "") + textwrap.dedent(interrupt))
     both = run_both(["train.py"])
     both.assert_equal()
     assert both.watched.returncode == -signal.SIGINT

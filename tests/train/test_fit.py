@@ -162,9 +162,9 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         fit(step, source, epochs=0)
     fit(step, source, epochs=1, checkpoints=Checkpoints(tmp_path))
     other = nn.Linear(6, 3)
-    stranger = TrainStep(other, torch.optim.AdamW(other.parameters()), supervised(nn.CrossEntropyLoss()))
+    other_step = TrainStep(other, torch.optim.AdamW(other.parameters()), supervised(nn.CrossEntropyLoss()))
     with pytest.raises(UsageError, match="the checkpoint does not fit: "):
-        fit(stranger, source, epochs=2, checkpoints=Checkpoints(tmp_path))
+        fit(other_step, source, epochs=2, checkpoints=Checkpoints(tmp_path))
     assert isinstance(fit(step, source, epochs=2), FitResult)
 
 

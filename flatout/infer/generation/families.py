@@ -77,7 +77,7 @@ def _own_transformer(model: TransformerLM) -> Decoder:
 
 
 def _own(model: Any, heads: int, width: int, activation: Any, max_tokens: int) -> dict[str, Any]:
-    """What the models of this house have in common: pre-norm blocks and a last norm."""
+    """What the models of flatout.models have in common: pre-norm blocks and a last norm."""
     return {
         "heads": heads,
         "kv_heads": heads,

@@ -28,7 +28,7 @@ class Letters:
 
 @pytest.fixture(params=["native", "torch"])
 def own(request: pytest.FixtureRequest) -> Any:
-    """A generator for the house's GPT-2, by either engine, with fewer slots than the tests have prompts."""
+    """A generator for flatout's own GPT-2, by either engine, with fewer slots than the tests have prompts."""
     if request.param == "torch":
         request.getfixturevalue("_without_a_kernel")
     return TokenGenerator(model("own GPT-2"), slots=3)

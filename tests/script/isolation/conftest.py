@@ -1,4 +1,4 @@
-"""Places outside pytest's own directory, and the stranger who is let loose on them."""
+"""Places outside pytest's own directory, and the untrusted script that is let loose on them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def new_place() -> Iterator[Callable[[str], Path]]:
 @pytest.fixture
 def run_stranger() -> Callable[..., dict[str, Any]]:
     def run(**asked: Any) -> dict[str, Any]:
-        command = [sys.executable, str(HERE / "stranger.py"), json.dumps(asked, default=str)]
+        command = [sys.executable, str(HERE / "untrusted.py"), json.dumps(asked, default=str)]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
         if "MachineError" in ended.stderr:

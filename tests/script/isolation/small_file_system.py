@@ -1,6 +1,6 @@
-"""Runs the stranger in a namespace where one directory is a tmpfs of a given size; prints what both saw.
+"""Runs the untrusted script in a namespace where one directory is a tmpfs of a given size; prints what both saw.
 
-python small_file_system.py DIRECTORY SIZE '{... what stranger.py is asked ...}'
+python small_file_system.py DIRECTORY SIZE '{... what untrusted.py is asked ...}'
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main() -> None:
     if asked["user"]:
         give_to(asked["user"], Path(directory))
     before = take_snapshot(home)
-    stranger = [sys.executable, str(Path(__file__).with_name("stranger.py")), asked_text]
-    ended = subprocess.run(stranger, capture_output=True, text=True)
+    untrusted = [sys.executable, str(Path(__file__).with_name("untrusted.py")), asked_text]
+    ended = subprocess.run(untrusted, capture_output=True, text=True)
     if ended.returncode:
         sys.exit(ended.stderr)
     print(json.dumps(json.loads(ended.stdout) | {"before": before, "after": take_snapshot(home)}))

@@ -1,4 +1,4 @@
-"""In guard mode every write of the stranger is stopped before it happens, and named."""
+"""In guard mode every write of the untrusted script is stopped before it happens, and named."""
 
 from __future__ import annotations
 

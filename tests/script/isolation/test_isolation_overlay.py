@@ -1,4 +1,4 @@
-"""In overlay mode the stranger's writes all succeed, and none of them is there afterwards."""
+"""In overlay mode the untrusted script's writes all succeed, and none of them is there afterwards."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_root_cannot_reach_around(new_place: Place, run_stranger: Run) -> None:
 
 
 def in_small_file_system(mounted: Path, size: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """The stranger where `mounted` is a file system of its own, made in a namespace that only this call has."""
+    """The untrusted script where `mounted` is a file system of its own, made in a namespace that only this call has."""
     script = HERE / "small_file_system.py"
     command = [sys.executable, str(script), str(mounted), size, json.dumps(asked, default=str)]
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,4 +1,4 @@
-"""House rules that a reader relies on, each read from the files."""
+"""Rules that a reader of the code relies on, each read from the files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILE_LINES, FUNCTION_LINES = 500, 60
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 
@@ -24,28 +23,6 @@ def nodes(path: Path) -> Iterator[ast.AST]:
 
 def at(path: Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-
-
-def test_files_are_short() -> None:
-    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ALL}
-    assert {name: lines for name, lines in long.items() if lines > FILE_LINES} == {}
-
-
-def test_functions_are_short() -> None:
-    functions = ast.FunctionDef | ast.AsyncFunctionDef
-    long = {
-        f"{at(path, node)} {node.name}": lines
-        for path in ALL
-        for node in nodes(path)
-        if isinstance(node, functions) and (lines := _statement_lines(node)) > FUNCTION_LINES
-    }
-    assert long == {}
-
-
-def _statement_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without its parameters and its docstring, which may explain much."""
-    first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
-    return (node.end_lineno or 0) - first.lineno + 1
 
 
 def test_every_file_says_what_it_holds() -> None:

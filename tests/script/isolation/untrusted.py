@@ -1,6 +1,6 @@
-"""A stranger's script, as hostile as a careless one gets: run by the tests in a process of its own.
+"""An untrusted script, as hostile as a careless one gets: run by the tests in a process of its own.
 
-    python stranger.py '{"mode": "overlay", "scratch": ..., "home": ..., "user": 0, ...}'
+    python untrusted.py '{"mode": "overlay", "scratch": ..., "home": ..., "user": 0, ...}'
 
 It enters isolation and tries every write of the table, each of which also checks that it sees its own change. On
 stdout comes one JSON document: the isolation, and for every write 'done', the error, or the guard's description.
