@@ -63,7 +63,7 @@ def plan_page() -> str:
         lines += ["", f"## {name}", "", f"{_values(name)}", "", f"{_sentence(one.meaning)}", ""]
         lines.append(f"Numbers: {one.exactness}. For: {one.aim}. Applies to {where}.")
         for requirement in one.requires:
-            lines.append(f"Not with every `{requirement.other}`: {requirement.why}.")
+            lines.append(f"Constrained by `{requirement.other}`: {requirement.why}.")
         if one.replaces:
             lines.append(f"Makes {', '.join(f'`{other}`' for other in one.replaces)} redundant.")
     return "\n".join(lines) + "\n"
@@ -99,7 +99,8 @@ def _prose(thing: Any) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    first = text if text.startswith("torch.") else text[:1].upper() + text[1:]
+    return first + ("" if text.endswith(".") else ".")
 
 
 def anchor(title: str) -> str:
@@ -121,7 +122,8 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         "",
-        "Commands that look take `--json`, and then print one versioned JSON document and nothing else.",
+        "Every command except `run` takes `--json` and then prints one versioned JSON document and nothing else; "
+        "`run` writes one with `--report`.",
     ]
     for name in sorted(group.commands):
         lines += ["", f"## flatout {name}", "", "```text", _help(group, name), "```"]
@@ -134,7 +136,7 @@ def _help(group: Any, name: str) -> str:
     from flatout.cli import main
 
     shown = CliRunner().invoke(
-        main.application(), [name, "--help"], env={"COLUMNS": str(HELP_COLUMNS), "NO_COLOR": "1"}
+        main.application(), [name, "--help"], prog_name="flatout", env={"COLUMNS": str(HELP_COLUMNS), "NO_COLOR": "1"}
     )
     return "\n".join(line.rstrip() for line in shown.output.strip().splitlines())
 
@@ -164,7 +166,7 @@ def _signature(name: str, value: Callable[..., Any]) -> str:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
         return f"flatout.{name}"
-    parameters = [str(one).replace("'", "") for one in signature.parameters.values()]
+    parameters = [_parameter(one) for one in signature.parameters.values()]
     kinds = [one.kind for one in signature.parameters.values()]
     keyword_only = [kind is inspect.Parameter.KEYWORD_ONLY for kind in kinds]
     if True in keyword_only and inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -175,6 +177,13 @@ def _signature(name: str, value: Callable[..., Any]) -> str:
         if len(whole) <= HELP_COLUMNS
         else "\n".join([f"flatout.{name}(", *(f"    {one}," for one in parameters), ")"])
     )
+
+
+def _parameter(one: inspect.Parameter) -> str:
+    text = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "") + one.name
+    if one.annotation is not one.empty:
+        text += f": {one.annotation}"
+    return text if one.default is one.empty else f"{text} = {one.default!r}"
 
 
 def _members(kind: type) -> list[str]:

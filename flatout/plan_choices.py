@@ -128,7 +128,12 @@ class Choices:
         scopes=("batches",),
         exactness="bit-identical",
         requires=(
-            Requirement(other="fetch", allows=_is_set, why="it needs fetch", remedy="set fetch = 'batched'"),
+            Requirement(
+                other="fetch",
+                allows=_is_set,
+                why="only batches() with fetch keeps tensors there",
+                remedy="set fetch = 'batched'",
+            ),
             Requirement(
                 other="pin_memory",
                 allows=_none_or_0,

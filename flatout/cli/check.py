@@ -35,9 +35,9 @@ def check(
     from flatout.report.document import document, to_text
 
     if quick and not measure:
-        raise UsageError("--quick says how to measure", remedy="pass --measure too")
+        raise UsageError("--quick applies only to --measure", remedy="pass --measure too")
     if torch is not None and install is None:
-        raise UsageError("--torch says what to install", remedy="pass --install pip or --install conda too")
+        raise UsageError("--torch applies only to --install", remedy="pass --install pip or --install conda too")
     if forget_tunes:
         _forget_tunes()
     show_only(device)

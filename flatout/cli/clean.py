@@ -25,7 +25,9 @@ def clean(
     found = find_leftovers()
     asks = bool(found) and not (dry_run or yes)
     if asks and (json or not sys.stdin.isatty()):
-        raise UsageError("clean would ask, and there is nobody to answer", remedy="pass --yes, or --dry-run to look")
+        raise UsageError(
+            "clean asks for confirmation, and there is no terminal to ask on", remedy="pass --yes, or --dry-run to look"
+        )
     if not json:
         print(leftovers_text(found))
     if dry_run or (asks and not typer.confirm("Remove all of it?")):

@@ -19,7 +19,7 @@ def compare(
     """Compare two results: is the second faster, slower, or not significantly different?
 
     Exit code: 0 compared, 1 slower (with --fail-if-slower), 2 they cannot be compared (different machines, or files
-    that are no results).
+    that are not results).
     """
     from flatout.report.compare import compare_documents, comparison_text
     from flatout.report.document import document, read_document, to_text

@@ -72,7 +72,7 @@ def generate(
 ) -> int:
     """Generate text. A single prompt's text is shown as it comes; figures go to stderr.
 
-    Exit code: 0 generated, 1 the model's numbers were of no use (NaN), 2 the model, a prompt or an option cannot be
+    Exit code: 0 generated, 1 the model produced NaN, 2 the model, a prompt or an option cannot be
     used.
     """
     from flatout.report.document import to_text

@@ -12,7 +12,7 @@ InstallOption = Annotated[
 ]
 TorchOption = Annotated[
     str | None,
-    typer.Option("--torch", metavar="VERSION", help="With --install: this torch, and not the installed one."),
+    typer.Option("--torch", metavar="VERSION", help="With --install: this version instead of the installed one."),
 ]
 
 

@@ -81,7 +81,7 @@ def _check_options(steps: int | None, batch_curve: bool, budget: str | None, iso
     if steps is not None and steps < 1:
         raise UsageError(f"--steps is {steps}", limit="it is at least 1")
     if steps is not None and batch_curve:
-        raise UsageError("--steps beside --batch-curve", limit="steps are taken until --budget is spent")
+        raise UsageError("--steps together with --batch-curve", limit="steps are taken until --budget is spent")
     if budget is not None and not batch_curve:
         raise UsageError("--budget without --batch-curve", limit="--patience bounds a watched run")
     if isolation not in ("auto", "overlay", "guard"):

@@ -15,7 +15,7 @@ from flatout.errors import UsageError
 
 STDIN_LIMIT_BYTES = 64 << 20
 PATIENCE_SECONDS = 5.0
-WAITING = "waiting for the end of standard input, which every trial is to read; to give them nothing: < /dev/null\n"
+WAITING = "waiting for standard input to end, as every trial gets a copy; for no input, use: < /dev/null\n"
 
 
 @contextlib.contextmanager

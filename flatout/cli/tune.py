@@ -115,7 +115,7 @@ def _save(result: TuneResult, document: dict[str, Any], output: Path, *, with_pl
             write_plan(output / PLAN_NAME, result.plan)
         write_document(output / REPORT_NAME, document)
     except Exception:
-        sys.stderr.write(f"the plan could not be saved; here it is:\n\n{result.plan.to_toml()}\n")
+        sys.stderr.write(f"the results could not be saved; here is the plan:\n\n{result.plan.to_toml()}\n")
         raise
 
 
@@ -157,5 +157,5 @@ def _check_writable(folder: Path) -> None:
         raise UsageError(
             f"cannot write to {folder.absolute()}: {error.strerror}",
             limit="the plan and the report are written there",
-            remedy="choose another folder with --output",
+            remedy="choose another folder with --out",
         ) from None

@@ -58,9 +58,9 @@ def _rolled_back(facts: RunFacts) -> Finding | None:
     return Finding(
         name="rolled-back",
         severity="warning",
-        title=f"taken back while running: {', '.join(label for label, _ in facts.rolled_back)}",
+        title=f"rolled back during the run: {', '.join(label for label, _ in facts.rolled_back)}",
         evidence="; ".join(f"{label}: {reason}" for label, reason in facts.rolled_back),
-        remedy="the run went on without; tune again to have a plan that holds throughout",
+        remedy="the run continued without it; tune again for a plan that works throughout",
         next_command=f"flatout tune {facts.command}",
     )
 
@@ -102,7 +102,7 @@ def _starved(facts: RunFacts) -> Finding | None:
         DATA_SHARE_LIMIT,
         "starved",
         "the model waits for data",
-        "whole-batch fetching, or num_workers=2 on the loader",
+        "fetch whole batches (the lever batched fetch), or set num_workers=2 on the loader",
     )
 
 
@@ -134,10 +134,10 @@ def _idle_gpu(facts: RunFacts) -> Finding | None:
     return Finding(
         name="idle-gpu",
         severity="warning",
-        title="the script trains on the CPU beside a GPU",
+        title="the script trains on the CPU although there is a GPU",
         evidence=f"the weights are on the CPU; torch can use {', '.join(facts.gpus)}",
         remedy="model.to('cuda') before the optimizer is made, and for each batch "
-        "flatout.to_device(batch, flatout.device()); or have it moved by the plan"
+        "flatout.to_device(batch, flatout.device()); or let a plan move it"
         + (", once the script no longer chooses its device itself" if seen.names_device else ""),
         next_command=None if facts.planned or seen.names_device else f"flatout tune {facts.command}",
     )
@@ -153,7 +153,7 @@ def _evaluation(facts: RunFacts) -> Finding | None:
 
 def _python(facts: RunFacts) -> Finding | None:
     return _large_part(
-        facts, "other", OTHER_SHARE_LIMIT, "python", "much of a step lies outside of model, data and optimizer",
+        facts, "other", OTHER_SHARE_LIMIT, "python", "much of a step is spent outside the model, data loading and optimizer",
         "look at what the loop itself does every step",
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ class FusedAttention(Lever):
             return refuse("the script compiles its model itself, which fuses attention too")
         if not any(module.attention_by_hand for module in observed.modules):
             return refuse("no module computes attention by hand")
-        return offer("fused", reason="a softmax stands between two products")
+        return offer("fused", reason="there is a softmax between two matrix products")
 
     @contextlib.contextmanager
     def apply(self, subject: Subject, value: Any) -> Iterator[None]:

@@ -44,7 +44,7 @@ class Autocast(Lever):
         if observed.autocast_in_script:
             return refuse("the script uses autocast itself")
         if not observed.modules:
-            return refuse("no module was called: autocast needs one to stand around")
+            return refuse("no module was called: autocast needs one to wrap")
         if any(set(module.dtypes) - {"float32"} for module in observed.modules):
             return refuse("the model's weights are not fp32")
         fast = _fast_dtypes(machine, observed.device)

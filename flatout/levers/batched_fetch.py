@@ -37,7 +37,7 @@ class BatchedFetch(Lever):
         found = next((loader for loader in observed.loaders if loader.fetch and not loader.workers), None)
         if found is None:
             return refuse(observed.loaders[0].fetch_obstacle)
-        return offer("batched", reason=f"the data lie in memory ({found.dataset})")
+        return offer("batched", reason=f"the data is in memory ({found.dataset})")
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
         return batched_fetch(on_mismatch=lambda why: subject.incidents.append((self.name, why)))

@@ -65,7 +65,7 @@ def _found(frame: FrameType | None, files: tuple[str, ...], method: str) -> Foun
     while frame is not None and (frame.f_code.co_filename.endswith(files) or _is_ours(frame)):
         frame = frame.f_back
     if frame is None:
-        return FoundSite(obstacle="the call stands in no code of Python's")
+        return FoundSite(obstacle="the call was not made from Python code")
     site = _site(frame.f_code, frame.f_code.co_filename, frame.f_lasti, method)
     if site.obstacle:
         return FoundSite(obstacle=site.obstacle)
@@ -89,7 +89,7 @@ def _resolved(frame: FrameType, site: Site) -> FoundSite:
             break
         optimizers.append(one)
     if not optimizers:
-        return FoundSite(obstacle=f"{'.'.join(site.steps[0])}.step() follows backward, and that is no optimizer")
+        return FoundSite(obstacle=f"{'.'.join(site.steps[0])}.step() follows backward(), but it is not an optimizer")
     zeroed = [one for path in site.zeroed if (one := _object(frame, path)) is not None]
     return FoundSite(optimizers=tuple(optimizers), zeroed=tuple(zeroed))
 
@@ -127,7 +127,7 @@ def _site(code: CodeType, file: str, instruction: int, method: str) -> Site:
         for index, statement in enumerate(block):
             if _call(statement, method) is not None and _range(statement) == place:
                 return _site_in(block, index, where) if method == "backward" else _site_before(block, index, where)
-    return Site(obstacle=f"{where}: {method}() is no statement of its own")
+    return Site(obstacle=f"{where}: {method}() is not a statement of its own")
 
 
 def _site_before(block: Sequence[ast.stmt], index: int, where: str) -> Site:
@@ -135,7 +135,7 @@ def _site_before(block: Sequence[ast.stmt], index: int, where: str) -> Site:
         index -= 1
     if _call(block[index], "backward") is None:
         said = "nothing" if _call(block[index], "step") is not None else _short(block[index])
-        return Site(obstacle=f"{where}: {said} stands before the optimizer's step, and no backward()")
+        return Site(obstacle=f"{where}: {said} comes before the optimizer's step, not backward()")
     return _site_in(block, index, where)
 
 

@@ -27,7 +27,7 @@ class CudnnBenchmark(Lever):
         if not observed.device.startswith("cuda"):
             return refuse("the script trains on the CPU")
         if observed.cudnn_benchmark:
-            return refuse("the script has it on already")
+            return refuse("the script has already turned it on")
         if observed.deterministic_algorithms:
             return refuse("the script asks for deterministic algorithms")
         if not any(module.convolutions for module in observed.modules):

@@ -59,7 +59,7 @@ class GradientsToNone(Lever):
         if not observed.optimizers:
             return refuse("the script has no optimizer object")
         if observed.compiled_in_script:
-            return refuse("the script compiles, and compiled code reads gradients past Python")
+            return refuse("the script compiles, and compiled code reads gradients without going through Python")
         if observed.differentiates_twice:
             return refuse(observed.differentiates_twice)
         if observed.captures_graphs:

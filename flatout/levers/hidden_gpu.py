@@ -53,7 +53,7 @@ class HiddenGpu(Lever):
         if not observed.device.startswith("cuda"):
             return refuse("the script trains on the CPU")
         if observed.autocast_in_script or observed.scaler_in_script:
-            return refuse("the script's mixed precision is for the GPU: on the CPU its numbers would be others")
+            return refuse("the script's mixed precision is for the GPU: on the CPU the numbers would differ")
         if observed.orders_device_work or observed.captures_graphs:
             return refuse(observed.orders_device_work or observed.captures_graphs)
         return offer("cpu", reason="its steps are too small for the GPU to pay")

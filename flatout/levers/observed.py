@@ -100,19 +100,19 @@ class Observed:
     names_device: bool = False
     """Does the script's own file speak of a device? Then where it runs is its choice."""
     differentiates_twice: str = ""
-    """Where the script asks for gradients of gradients, or may come to; '' where nothing speaks for it."""
+    """Where the script asks for gradients of gradients, or may come to; '' where nothing suggests it."""
     gradients_zeroed: bool | None = None
     """Does zero_grad fill gradients with zeros, or free them? None: no call of it was seen."""
     orders_device_work: str = ""
-    """Where the script speaks of streams, of copies that nobody waits for, or of addresses; '' where it does not."""
+    """Where the script mentions streams, of copies that nobody waits for, or of addresses; '' where it does not."""
     reads_gradients: str | None = None
-    """Where the script speaks of gradients by themselves (clips, logs or writes them); '' where it does not."""
+    """Where the script mentions gradients by themselves (clips, logs or writes them); '' where it does not."""
     reads_optimizer_state: str | None = None
-    """Where the script speaks of what its optimizer holds for each weight; '' where it does not."""
+    """Where the script mentions what its optimizer holds for each weight; '' where it does not."""
     update_obstacle: str | None = None
     """Why a backward pass cannot update the weights by itself; '' where nothing speaks against it."""
     captures_graphs: str = ""
-    """Where the script speaks of CUDA graphs; '' where nothing speaks for it."""
+    """Where the script mentions CUDA graphs; '' where nothing suggests it."""
     backwards_per_step: float | None = None
     flops_per_step: float | None = None
     """Floating-point operations of the products of one step."""

@@ -47,12 +47,12 @@ class OptimizerInBackward(Lever):
             if told:
                 return refuse(told)
         if observed.compiled_in_script:
-            return refuse("the script compiles, and compiled code makes all gradients at once")
+            return refuse("the script compiles, and compiled code produces all gradients at once")
         if observed.scaler_in_script or "fp16" in Autocast().applies(machine, observed).values:
             return refuse("fp16 scales the loss, and needs all gradients before the first update")
         if observed.gradients_zeroed:
             return refuse("the script's zero_grad fills gradients with zeros, and does not free them")
-        unknown = "nobody looked at what the script does between backward and the optimizer's step"
+        unknown = "what the script does between backward and the optimizer's step was not examined"
         for obstacle in (observed.reads_gradients, observed.update_obstacle):
             if obstacle is None or obstacle:
                 return refuse(unknown if obstacle is None else obstacle)

@@ -53,7 +53,7 @@ class OverlappedCopies(Lever):
         if not observed.device.startswith("cuda"):
             return refuse("the script trains on the CPU")
         if observed.orders_device_work:
-            return refuse(f"{observed.orders_device_work}: it says itself what waits for what")
+            return refuse(f"{observed.orders_device_work}: the script itself orders what waits for what")
         return offer(True, reason="the host waits for each copy to the GPU")
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ class PinnedMemory(Lever):
         if not observed.device.startswith("cuda"):
             return refuse("the script trains on the CPU")
         if not observed.loaders or all(loader.pin_memory for loader in observed.loaders):
-            return refuse("no loader without it feeds training")
+            return refuse("no loader that lacks pin_memory feeds training")
         return offer(True, reason="batches are copied to the GPU every step")
 
     def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:

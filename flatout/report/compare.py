@@ -57,7 +57,7 @@ def compare_documents(a: Mapping[str, Any], b: Mapping[str, Any]) -> DocumentCom
             reason=f"others competed for the processor in the {' and the '.join(contended)}: "
             "measure again on an idle machine",
         )
-    caveats = ["measured apart: a drift of the machine between the two is in the ratio"]
+    caveats = ["measured separately: the ratio includes any drift of the machine between the two runs"]
     torches = [(machine.get("versions") or {}).get("torch") for machine in machines]
     if torches[0] != torches[1]:
         caveats.append(f"torch differs: {torches[0]} and {torches[1]}")

@@ -37,7 +37,7 @@ def write_document(path: Path, doc: Mapping[str, Any]) -> None:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"cannot write {path}: {error.strerror}", remedy="name another place, or free this one"
+            f"cannot write {path}: {error.strerror}", remedy="name another location, or free up space there"
         ) from error
 
 

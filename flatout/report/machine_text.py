@@ -134,8 +134,8 @@ def verdict(findings: Sequence[Finding]) -> str:
     """In a few words; `exit_code` says the same in a number."""
     warnings = sum(finding.severity == "warning" for finding in findings)
     if any(finding.severity == "unusable" for finding in findings):
-        return "unusable until that is put right"
-    return f"usable, with {_plural(warnings, 'thing')} to put right" if warnings else "fine"
+        return "unusable until that is fixed"
+    return f"usable, with {_plural(warnings, 'problem')} to fix" if warnings else "fine"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

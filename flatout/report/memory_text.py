@@ -55,7 +55,7 @@ def memory_text(watched: MemoryWatched) -> str:
         rows += _timeline(use, watched.resident_bytes)
         rows += labelled("lines", [_line_text(use, number) for number in range(min(LINES_SHOWN, len(use.lines)))])
         rows += labelled("tensors", [_tensor_text(use, n) for n in range(min(TENSORS_SHOWN, len(use.tensors)))])
-    process = f"{format_bytes(watched.peak_resident_bytes)} at the most: the whole process, Python and libraries too"
+    process = f"{format_bytes(watched.peak_resident_bytes)} at most: the whole process, including Python and libraries"
     rows.append(("resident", process))
     if use is not None:
         rows += labelled("savings", [_saving_text(saving) for saving in use.savings])
@@ -71,7 +71,7 @@ def _steps(watched: MemoryWatched) -> str:
         return "no training step found: this is the whole run"
     warm_up = watched.use.warm_up
     counted = f"{watched.steps} steps, {warm_up} of them to warm up"
-    return counted if watched.status is None else f"{counted}; the script ended by itself with code {watched.status}"
+    return counted if watched.status is None else f"{counted}; the script exited on its own with code {watched.status}"
 
 
 def _peak(use: MemoryUse) -> list[tuple[str, str]]:
@@ -82,7 +82,7 @@ def _peak(use: MemoryUse) -> list[tuple[str, str]]:
         ("", " + ".join(parts) or "no tensor"),
     ]
     if use.between_steps_bytes is not None:
-        rows.append(("held", f"{format_bytes(use.between_steps_bytes)} when the last step had ended"))
+        rows.append(("held", f"{format_bytes(use.between_steps_bytes)} after the last step"))
     return rows
 
 
@@ -151,10 +151,10 @@ def _leak_lines(watched: MemoryWatched) -> list[str]:
 
 
 def _leak_text(leak: Leak) -> list[str]:
-    line = f"{leak.line}  {leak.source}" if leak.line else "the line that holds was not found"
+    line = f"{leak.line}  {leak.source}" if leak.line else "the line that holds it was not found"
     growth = f"{format_bytes(leak.bytes_per_step)} of tensors a step"
     if leak.graph_nodes_per_step:
-        growth += f", {leak.graph_nodes_per_step:.3g} nodes of autograd's graph a step"
+        growth += f", {leak.graph_nodes_per_step:.3g} autograd graph nodes a step"
     texts = [f"held by {_holder(leak)}: {line}", f"  {growth}"]
     if leak.births:
         more = f" and {len(leak.births) - 3} more" if len(leak.births) > 3 else ""
@@ -164,7 +164,7 @@ def _leak_text(leak: Leak) -> list[str]:
 
 def _holder(leak: Leak) -> str:
     if not leak.holder:
-        return "something without a name"
+        return "an unnamed object"
     known = [leak.type_name]
     if leak.entries is not None:
         known.append(f"{leak.entries} entries")
@@ -176,14 +176,14 @@ def _holder(leak: Leak) -> str:
 def _notes(watched: MemoryWatched) -> list[str]:
     notes = []
     if watched.use is not None and not watched.steps and not watched.status:
-        notes.append("if it trains in processes that it starts, Flatout does not follow it there")
+        notes.append("if training happens in processes that it starts, Flatout does not follow it there")
     if watched.compiled:
-        notes.append("compiled code takes memory that is not seen here")
+        notes.append("memory allocated by compiled code is not counted here")
     if watched.left_uncompiled:
         notes.append(
             "torch.compile compiles nothing while memory is followed: the peak is that of the uncompiled script"
         )
     if watched.collected:
         lines = ", ".join(watched.collected[:3])
-        notes.append(f"only cycles of references held tensors of {lines}: Python frees them from time to time")
+        notes.append(f"only reference cycles held tensors from {lines}: Python frees them from time to time")
     return notes

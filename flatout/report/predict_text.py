@@ -17,7 +17,7 @@ def predict_document(figures: Figures, *, out: str, done_before: int, failed: in
 
 def predict_text(figures: Figures, *, out: str, done_before: int, failed: int) -> str:
     """Some lines: how much, how fast, at which share of the ceiling, what went wrong."""
-    before = f" ({done_before} more were there from before)" if done_before else ""
+    before = f" ({done_before} more from an earlier run)" if done_before else ""
     lines = [f"{figures.items} inputs in {format_seconds(figures.seconds)}{before} -> {out}"]
     if figures.items_per_second and figures.tokens_per_second:
         batches = ", ".join(f"{count} {name}" for name, count in figures.batches.items() if count)

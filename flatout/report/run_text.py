@@ -61,7 +61,7 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
             known = f"unknown: {record.flops_reason}"
         rows.append(("ceiling", known))
     rows.append(
-        ("memory", f"{format_bytes(summary.peak_resident_bytes)} at the most; CPU {_cores(summary):.1f} cores busy")
+        ("memory", f"{format_bytes(summary.peak_resident_bytes)} at most; CPU {_cores(summary):.1f} cores busy")
     )
     if record.memory:
         rows.append(("", _tensors_text(record.memory)))
@@ -89,7 +89,7 @@ def _outside_text(summary: RunSummary) -> str:
     parts = [f"{format_seconds(record.first_step_at - began)} until the first step ended"]
     parts += [f"{between} between steps"] if record.pauses else []
     parts += [f"{format_seconds(after)} after the last"]
-    return f"outside of such steps: {', '.join(parts)}"
+    return f"outside these steps: {', '.join(parts)}"
 
 
 def _tensors_text(samples: Sequence[MemorySample]) -> str:
@@ -97,11 +97,11 @@ def _tensors_text(samples: Sequence[MemorySample]) -> str:
     if last.reserved_bytes is None:
         steps = f"the {len(samples)} steps" if len(samples) > 1 else "the one step"
         held = format_bytes(last.held_bytes)
-        return f"tensors {format_bytes(most.peak_bytes)} at the most in {steps} looked at, {held} between steps"
+        return f"tensors {format_bytes(most.peak_bytes)} at most in {steps} sampled, {held} between steps"
     share = last.fragmentation or 0.0
     return (
-        f"GPU: {format_bytes(most.peak_bytes)} allocated at the most, {format_bytes(last.held_bytes)} between steps, "
-        f"{format_bytes(last.reserved_bytes)} reserved ({share:.0%} of it in no tensor)"
+        f"GPU: {format_bytes(most.peak_bytes)} allocated at most, {format_bytes(last.held_bytes)} between steps, "
+        f"{format_bytes(last.reserved_bytes)} reserved ({share:.0%} of it not in any tensor)"
     )
 
 
@@ -109,7 +109,9 @@ def _death_rows(death: MemoryDeath) -> list[tuple[str, str]]:
     wanted = f", asking for {format_bytes(death.requested_bytes)}" if death.requested_bytes is not None else ""
     parts = [f"{name} {format_bytes(size)}" for name, size in death.categories.items() if size]
     where = (
-        "outside of forward, backward and optimizer" if death.part == "other" else f"in the {death.part} part of a step"
+        "outside forward, backward and the optimizer step"
+        if death.part == "other"
+        else f"in the {death.part} part of a step"
     )
     rows = [("died of", f"memory, {where}{wanted}"), ("", death.line)]
     rows.append(("held", f"{format_bytes(death.held_bytes)} of tensors: {', '.join(parts)}"))

@@ -24,7 +24,7 @@ def breakdown_text(parts: Mapping[str, float], step_seconds: float) -> str:
 def counted_by(seen: Observed | None) -> str:
     """Which optimizer's steps are counted; '' where there is but one."""
     optimizers = len(seen.optimizers) if seen is not None else 0
-    return f"{optimizers} optimizers: a step ends with that of the last" if optimizers > 1 else ""
+    return f"{optimizers} optimizers: a step ends when the last of them steps" if optimizers > 1 else ""
 
 
 def share_of_ceiling(

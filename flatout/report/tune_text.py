@@ -69,13 +69,13 @@ def _whole_runs(few: FewSteps | None) -> list[str]:
         return []
     return [
         f"{few.steps} steps, too few to switch levers within a run: whole runs were compared, each over its last "
-        f"{few.compared} steps, those with levers on, and with what levers cost to start; times are of a mean step"
+        f"{few.compared} steps, those with levers on include their start-up cost; times are per step, on average"
     ]
 
 
 def _share(result: Tuned, step_seconds: float | None) -> str:
     share, of_what = ceiling_share(result, step_seconds)
-    return f"share of the ceiling {of_what}" if share is None else f"{percent(share)} of the {of_what}"
+    return f"share of the ceiling: {of_what}" if share is None else f"{percent(share)} of the {of_what}"
 
 
 def _result(result: Tuned, option: BudgetOption) -> str:
@@ -119,7 +119,9 @@ def fit_lines(found: Fit) -> list[str]:
     """For people: before and after, and whether that is what was asked for."""
     limit, plain = format_bytes(found.limit_bytes), format_bytes(found.plain_bytes)
     if found.planned_bytes is None:
-        return [f"a step's tensors took {plain}; with the plan they were not measured: nothing shows that {limit} hold"]
+        return [
+            f"a step's tensors took {plain}; with the plan they were not measured: nothing shows that they stay within {limit}"
+        ]
     verdict = "within" if found.holds else "NOT within"
     return [f"a step's tensors take {plain} -> {format_bytes(found.planned_bytes)}, {verdict} {limit}"]
 

@@ -163,7 +163,7 @@ def _see_module(module: Any) -> ModuleSeen:
 
 
 def _differentiates_twice(watch: WatchedLoop) -> str:
-    """Where the script asks for gradients of gradients, or may do so later; '' if nothing speaks for it."""
+    """Where the script asks for gradients of gradients, or may do so later; '' if nothing suggests it."""
     if watch.saw_create_graph:
         return "the script asks for gradients with create_graph"
     return _spoken(GRADIENTS_OF_GRADIENTS)
@@ -180,7 +180,7 @@ def _update_obstacle(watch: WatchedLoop) -> str:
 
 
 def _spoken(words: Sequence[bytes]) -> str:
-    """'train.py speaks of' one of these words; '' where no file of the script's does."""
+    """'train.py mentions' one of these words; '' where no file of the script's does."""
     return _found(lambda source: next((one for one in words if one in source), None))
 
 
@@ -197,7 +197,7 @@ def _found(look: Callable[[bytes], bytes | None]) -> str:
             continue
         word = look(source)
         if word is not None:
-            return f"{Path(file).name} speaks of {word.decode().split()[-1]}"
+            return f"{Path(file).name} mentions {word.decode().split()[-1]}"
     return ""
 
 

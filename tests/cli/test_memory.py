@@ -281,7 +281,7 @@ def test_a_script_that_leaves_without_pythons_own_end_is_told_of_with_its_code(t
     write(tmp_path, "leaves.py", steps=5, body="if step == 4: import os; os._exit(4)")
     result = memory(tmp_path, "leaves.py")
     assert (result.returncode, result.stderr) == (4, "")
-    assert "the script ended by itself with code 4" in result.stdout
+    assert "the script exited on its own with code 4" in result.stdout
 
 
 def test_a_script_that_never_steps_is_ended_when_the_patience_is(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ NOT_FOLLOWED = {
     "loss().backward()\noptimizer.step(None)\n": "`optimizer.step(None)`",
     "loss().backward()\nlambda: optimizer\n[optimizer][0].step()\n": "followed by `lambda: optimizer`",
     "loss().backward()\n[optimizer][0].step()\n": "followed by `[optimizer][0].step()`",
-    "loss().backward(), optimizer.step()\n": "backward() is no statement of its own",
+    "loss().backward(), optimizer.step()\n": "backward() is not a statement of its own",
     "def go():\n    it = loss()\n    it.backward()\n    return it\noptimizer.step(go)\n": "by `return",
     "try:\n    loss().backward()\n    optimizer.step()\nexcept RuntimeError:\n    pass\n": "train.py:9: what a",
     "def go():\n    loss().backward()\n    optimizer.step()\ntry:\n    go()\nexcept:\n    pass\n": "py:12: what a",

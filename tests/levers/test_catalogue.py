@@ -134,7 +134,7 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("moved to the GPU", WITH_GPU, replace(SEEN, modules=()), "no module"),
     ("trained on the CPU", WITH_GPU, SEEN, "on the CPU"),
     ("trained on the CPU", WITH_GPU, replace(ON_GPU, autocast_in_script=True), "mixed precision"),
-    ("trained on the CPU", WITH_GPU, replace(ON_GPU, captures_graphs="it speaks of graphs"), "graphs"),
+    ("trained on the CPU", WITH_GPU, replace(ON_GPU, captures_graphs="it mentions graphs"), "graphs"),
     ("batched fetch", CPU, replace(SEEN, loaders=()), "no DataLoader"),
     ("batched fetch", CPU, replace(SEEN, loaders=(WORKED,)), "set by the script"),
     ("batched fetch", CPU, replace(SEEN, loaders=(replace(LOADER, fetch="", fetch_obstacle="why"),)), "why"),
@@ -171,7 +171,7 @@ REFUSED: list[tuple[str, Machine, Observed, str]] = [
     ("torch.compile", CPU, replace(SEEN, modules=()), "no module"),
     ("pinned memory", CPU, SEEN, "CPU"),
     ("overlapped copies", CPU, SEEN, "CPU"),
-    ("overlapped copies", AMPERE, replace(ON_GPU, orders_device_work="train.py speaks of Stream("), "waits for what"),
+    ("overlapped copies", AMPERE, replace(ON_GPU, orders_device_work="train.py mentions Stream("), "waits for what"),
     ("pinned memory", AMPERE, replace(ON_GPU, loaders=(replace(LOADER, pin_memory=True),)), "no loader"),
     ("allocator", AMPERE, ON_GPU, "GPU"),
 ]

@@ -106,4 +106,4 @@ def test_scripts_that_differentiate_gradients_are_not_compiled(tmp_path: Path, m
     seen = replace(observe(watch, threads_at_start=None, rows=()), compiled_in_script=False)
     verdict = Compile().applies(detect(), seen)
     assert not verdict
-    assert verdict.reason.startswith("train.py speaks of create_graph, and compiled code has no gradient")
+    assert verdict.reason.startswith("train.py mentions create_graph, and compiled code has no gradient")

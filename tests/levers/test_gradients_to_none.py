@@ -55,8 +55,8 @@ SEEN = Observed(
         (replace(SEEN, gradients_zeroed=False), "frees the gradients already"),
         (replace(SEEN, optimizers=()), "no optimizer"),
         (replace(SEEN, compiled_in_script=True), "compiles"),
-        (replace(SEEN, differentiates_twice="train.py speaks of create_graph"), "create_graph"),
-        (replace(SEEN, captures_graphs="train.py speaks of CUDAGraph"), "captured graph"),
+        (replace(SEEN, differentiates_twice="train.py mentions create_graph"), "create_graph"),
+        (replace(SEEN, captures_graphs="train.py mentions CUDAGraph"), "captured graph"),
     ],
 )
 def test_it_is_refused(seen: Observed, why: str) -> None:

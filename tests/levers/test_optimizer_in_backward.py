@@ -390,15 +390,15 @@ OPEN = replace(SEEN, gradients_zeroed=False, reads_gradients="", update_obstacle
     ("seen", "why"),
     [
         (replace(OPEN, optimizers=()), "no optimizer"),
-        (replace(OPEN, differentiates_twice="train.py speaks of create_graph"), "create_graph"),
-        (replace(OPEN, captures_graphs="train.py speaks of CUDAGraph"), "CUDAGraph"),
+        (replace(OPEN, differentiates_twice="train.py mentions create_graph"), "create_graph"),
+        (replace(OPEN, captures_graphs="train.py mentions CUDAGraph"), "CUDAGraph"),
         (replace(OPEN, compiled_in_script=True), "compiles"),
         (replace(OPEN, scaler_in_script=True), "fp16"),
         (replace(OPEN, gradients_zeroed=True), "fills gradients with zeros"),
-        (replace(OPEN, reads_gradients="train.py speaks of .grad"), ".grad"),
-        (replace(OPEN, reads_gradients=None), "nobody looked"),
+        (replace(OPEN, reads_gradients="train.py mentions .grad"), ".grad"),
+        (replace(OPEN, reads_gradients=None), "was not examined"),
         (replace(OPEN, update_obstacle="train.py:9: backward() is followed by `if x:`"), "followed by"),
-        (replace(OPEN, update_obstacle=None), "nobody looked"),
+        (replace(OPEN, update_obstacle=None), "was not examined"),
     ],
 )
 def test_it_is_refused(seen: Observed, why: str) -> None:

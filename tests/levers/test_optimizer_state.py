@@ -223,11 +223,11 @@ CLOSED = replace(OPEN.optimizers[0], low_bit_obstacle="the optimizer is SGD, not
     [
         (replace(OPEN, optimizers=()), "no optimizer"),
         (replace(OPEN, compiled_in_script=True), "compiles"),
-        (replace(OPEN, captures_graphs="train.py speaks of CUDAGraph"), "CUDAGraph"),
+        (replace(OPEN, captures_graphs="train.py mentions CUDAGraph"), "CUDAGraph"),
         (replace(OPEN, optimizers=(CLOSED,)), "the optimizer is SGD"),
-        (replace(OPEN, optimizers=SEEN.optimizers), "nobody looked"),
-        (replace(OPEN, reads_optimizer_state="train.py speaks of exp_avg"), "exp_avg"),
-        (replace(OPEN, reads_optimizer_state=None), "nobody looked"),
+        (replace(OPEN, optimizers=SEEN.optimizers), "was not examined"),
+        (replace(OPEN, reads_optimizer_state="train.py mentions exp_avg"), "exp_avg"),
+        (replace(OPEN, reads_optimizer_state=None), "was not examined"),
     ],
 )
 def test_it_is_refused(seen: Observed, why: str) -> None:

@@ -63,7 +63,7 @@ def test_a_gpu_is_described() -> None:
         (["note"], 0, "fine"),
         (["note", "warning"], 2, "usable, with 1 thing to put right"),
         (["warning", "warning"], 2, "usable, with 2 things to put right"),
-        (["warning", "unusable"], 1, "unusable until that is put right"),
+        (["warning", "unusable"], 1, "unusable until that is fixed"),
     ],
 )
 def test_the_verdict_and_the_exit_code(severities: list[Severity], code: int, words: str) -> None:

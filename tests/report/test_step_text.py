@@ -14,4 +14,4 @@ def test_small_shares_keep_a_digit(share: float, text: str) -> None:
 def test_several_optimizers_are_told() -> None:
     one = OptimizerSeen(kind="Adam", parameters=3)
     assert counted_by(None) == counted_by(Observed(optimizers=(one,))) == ""
-    assert counted_by(Observed(optimizers=(one, one))) == "2 optimizers: a step ends with that of the last"
+    assert counted_by(Observed(optimizers=(one, one))) == "2 optimizers: a step ends when the last of them steps"

@@ -150,7 +150,10 @@ def test_a_refusal_ends_the_verb_with_its_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--batch-curve", "--steps", "5"), "--steps beside --batch-curve; steps are taken until --budget is spent"),
+        (
+            ("--batch-curve", "--steps", "5"),
+            "--steps together with --batch-curve; steps are taken until --budget is spent",
+        ),
         (("--budget", "5m"), "--budget without --batch-curve; --patience bounds a watched run"),
     ],
 )

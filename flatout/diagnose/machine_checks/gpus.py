@@ -45,7 +45,7 @@ def gpu_occupied(machine: Machine, facts: Facts) -> Finding | None:
             return Finding(
                 name="gpu_occupied",
                 severity="warning",
-                title=f"others use GPU {gpu.index} ({gpu.name})",
+                title=f"other processes are using GPU {gpu.index} ({gpu.name})",
                 evidence="; ".join(map(_process_text, busy)),
                 remedy="wait for them, end them if they are yours, or take another GPU",
                 next_command=_other_gpu(machine, gpu) or f"nvidia-smi --id={gpu.index}",

@@ -21,7 +21,7 @@ def threads_too_many(machine: Machine, facts: Facts) -> Finding | None:
         severity="warning",
         title="torch runs more threads than there are cores",
         evidence=f"{threads} threads on {_cores(machine)}: they wait for one another in every operation",
-        remedy=f"run {cores}",
+        remedy=f"use {cores} threads",
         next_command=f"export OMP_NUM_THREADS={cores}",
     )
 
@@ -65,7 +65,7 @@ def memory_low(machine: Machine, facts: Facts) -> Finding | None:
         severity="warning",
         title="little memory is available",
         evidence=f"{format_bytes(available)} of {format_bytes(machine.memory_total_bytes)}{limited}",
-        remedy="end what holds it; below this, loading a model may be killed without a message",
+        remedy="end the processes that use it; with this little, loading a model may be killed without a message",
         next_command="ps aux --sort=-rss | head",
         cost_bytes=machine.memory_total_bytes - available,
     )
@@ -106,9 +106,9 @@ def machine_busy(machine: Machine, facts: Facts) -> Finding | None:
     return Finding(
         name="machine_busy",
         severity="note",
-        title="others keep the processor busy",
-        evidence=f"{facts.busy_cores:g} of {cores} cores while this was read",
-        remedy="figures measured now may be lower than the machine can do; comparisons in turns still hold",
+        title="other processes are keeping the CPU busy",
+        evidence=f"{facts.busy_cores:g} of {cores} cores were busy during the check",
+        remedy="figures measured now may be lower than the machine can do; interleaved comparisons remain valid",
         cost_share=facts.busy_cores / cores,
     )
 

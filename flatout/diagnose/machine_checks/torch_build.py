@@ -21,7 +21,7 @@ def torch_missing(machine: Machine, facts: Facts) -> Finding | None:
         severity="unusable",
         title="torch cannot be imported" if installed else "torch is not installed",
         evidence=f"`import torch` ended with {facts.torch_error}",
-        remedy="install it anew" if installed else "install it",
+        remedy="reinstall it" if installed else "install it",
         next_command="pip install --force-reinstall torch" if installed else "pip install torch",
     )
 
@@ -47,7 +47,7 @@ def torch_for_cpu_only(machine: Machine, facts: Facts) -> Finding | None:
     return Finding(
         name="torch_for_cpu_only",
         severity="warning",
-        title="torch is a build for the CPU only, beside a GPU",
+        title="torch is a CPU-only build, but there is a GPU",
         evidence=f"{machine.devices[0].name} is here, and torch {machine.versions.torch} cannot use it",
         remedy="install a build with CUDA",
         next_command=_reinstall(machine),
@@ -70,7 +70,7 @@ def driver_too_old(machine: Machine, facts: Facts) -> Finding | None:
         severity="warning",
         title="the GPU driver is too old for this torch",
         evidence=f"driver {versions.driver} serves CUDA up to {versions.driver_cuda}, torch needs {versions.cuda}",
-        remedy="upgrade the driver, or install a torch that was built for its CUDA",
+        remedy="upgrade the driver, or install a torch build made for its CUDA",
         next_command=_reinstall(machine),
     )
 
@@ -86,7 +86,7 @@ def gpu_too_old(machine: Machine, facts: Facts) -> Finding | None:
         severity="warning",
         title=f"{old[0].name} is too old for this torch",
         evidence=f"compute capability {have}; builds with CUDA {machine.versions.cuda} start at {need}",
-        remedy="install a torch that was built with an older CUDA",
+        remedy="install a torch build made with an older CUDA",
         next_command=_reinstall(machine),
     )
 

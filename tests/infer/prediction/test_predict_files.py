@@ -176,7 +176,7 @@ def test_a_killed_run_goes_on_to_the_same_results(
     process.wait()
     assert 0 < out.read_bytes().count(b"\n") < 900
     assert main([*words, "cut.jsonl"]) == 1
-    assert "more were there from before" in capsys.readouterr().out
+    assert "more from an earlier run" in capsys.readouterr().out
     results, whole = (
         [json.loads(line) for line in path.read_text().splitlines()] for path in (out, Path("whole.jsonl"))
     )
