@@ -153,7 +153,8 @@ def _evaluation(facts: RunFacts) -> Finding | None:
 
 def _python(facts: RunFacts) -> Finding | None:
     return _large_part(
-        facts, "other", OTHER_SHARE_LIMIT, "python", "much of a step is spent outside the model, data loading and optimizer",
+        facts, "other", OTHER_SHARE_LIMIT, "python",
+        "much of a step is spent outside the model, data loading and optimizer",
         "look at what the loop itself does every step",
     )  # fmt: skip
 

@@ -119,9 +119,8 @@ def fit_lines(found: Fit) -> list[str]:
     """For people: before and after, and whether that is what was asked for."""
     limit, plain = format_bytes(found.limit_bytes), format_bytes(found.plain_bytes)
     if found.planned_bytes is None:
-        return [
-            f"a step's tensors took {plain}; with the plan they were not measured: nothing shows that they stay within {limit}"
-        ]
+        unknown = f"with the plan they were not measured: nothing shows that they stay within {limit}"
+        return [f"a step's tensors took {plain}; {unknown}"]
     verdict = "within" if found.holds else "NOT within"
     return [f"a step's tensors take {plain} -> {format_bytes(found.planned_bytes)}, {verdict} {limit}"]
 
