@@ -1,4 +1,4 @@
-"""A script that was written for the CPU alone, with its model on a device: what mixes both is put right, call by call.
+"""A script that was written for the CPU alone, with its model on a device: what mixes both is fixed, call by call.
 
 A mode of torch that stands around every call from the script's thread. A call goes through as it is; where it fails
 and its tensors lie on both sides, they are brought together and it is tried again:

@@ -139,7 +139,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 fine (notes are fine), 1 unusable, 2 something should be put right."""
+    """0 fine (notes are fine), 1 unusable, 2 something should be fixed."""
     severities = {finding.severity for finding in findings}
     return 1 if "unusable" in severities else 2 if "warning" in severities else 0
 

@@ -120,7 +120,7 @@ def test_anything_else_is_named(tmp_path: Path, body: str, why: str, sites: list
 
 def test_a_step_without_its_backward_pass_before_it(tmp_path: Path, sites: list[tuple[str, FoundSite]]) -> None:
     run(tmp_path, "loss().backward()\nprint('')\noptimizer.step()\n")
-    assert "`print('')` stands before the optimizer's step" in sites[-1][1].obstacle
+    assert "`print('')` comes before the optimizer's step" in sites[-1][1].obstacle
     sites.clear()
     run(tmp_path, "optimizer.step()\n")
     assert sites[0][1].obstacle

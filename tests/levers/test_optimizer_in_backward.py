@@ -237,10 +237,10 @@ KEPT_OFF = {
     "hooks of steps": (after("optimizer.register_step_pre_hook(lambda *a: None)"), "hooks around the optimizer's"),
     "hooks of gradients": (
         after("net[1].weight.register_post_accumulate_grad_hook(lambda p: None)"),
-        "hooks on gradients that are complete",
+        "post-accumulate-grad hooks",
     ),
     "hooks of modules": (after("net[1].register_full_backward_hook(lambda *a: None)"), "Linear has a backward hook"),
-    "its own step": (after("optimizer.step = optimizer.step"), "a step of its own into the optimizer"),
+    "its own step": (after("optimizer.step = optimizer.step"), "replaced the optimizer's step"),
     "its own optimizer": (after("class Mine(torch.optim.SGD): pass\noptimizer = Mine(groups, lr=0.1)"), "Mine is not"),
     "shared by optimizers": (
         loop(ZERO, BACKWARD, STEP, "other.step()", head="other = torch.optim.SGD(net.parameters(), lr=0.1)"),
@@ -363,7 +363,7 @@ optimizer.step()
     [
         (LOOP, "update_obstacle", ""),
         (LOOP, "reads_gradients", None),
-        (loop(ZERO, BACKWARD, "print(end='')", STEP), "update_obstacle", "`print(end='')` stands before"),
+        (loop(ZERO, BACKWARD, "print(end='')", STEP), "update_obstacle", "`print(end='')` comes before"),
         (
             loop(ZERO, BACKWARD, STEP, head="net[1].register_full_backward_hook(lambda *a: None)"),
             "update_obstacle",

@@ -61,8 +61,8 @@ def test_a_gpu_is_described() -> None:
     [
         ([], 0, "fine"),
         (["note"], 0, "fine"),
-        (["note", "warning"], 2, "usable, with 1 thing to put right"),
-        (["warning", "warning"], 2, "usable, with 2 things to put right"),
+        (["note", "warning"], 2, "usable, with 1 problem to fix"),
+        (["warning", "warning"], 2, "usable, with 2 problems to fix"),
         (["warning", "unusable"], 1, "unusable until that is fixed"),
     ],
 )
@@ -74,5 +74,5 @@ def test_the_verdict_and_the_exit_code(severities: list[Severity], code: int, wo
 def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
     assert check_text(MACHINE, [finding("warning")]).endswith(
         "warning     a title\n            seen\n            do: fix it\n            next: fix -x\n"
-        "verdict     usable, with 1 thing to put right"
+        "verdict     usable, with 1 problem to fix"
     )
