@@ -22,7 +22,10 @@ import pyte
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS, ROWS = 118, 60
+COLUMNS, ROWS = 170, 60
+FIRST, LAST = 4, 14
+"""Lines that are shown of what a command printed, where it is long."""
+LONG = 40
 OUT = Path(__file__).with_name("terminal.svg")
 
 
@@ -48,17 +51,25 @@ def in_a_terminal(words: list[str]) -> list[str]:
     return [line.rstrip() for line in (*above, *screen.display)]
 
 
+def _shortened(lines: list[str]) -> list[str]:
+    shown = "\n".join(lines).strip("\n").splitlines()
+    return shown if len(shown) <= LONG else [*shown[:FIRST], "...", *shown[-LAST:]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="60", help="of flatout tune")
     parser.add_argument("--script", default="examples/digits_mlp.py")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--text", type=Path, help="also as text, here")
     arguments = parser.parse_args()
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     for words in (["tune", "--budget", arguments.budget, arguments.script], ["run", arguments.script]):
         console.print(Text(f"$ flatout {' '.join(words)}", style="bold"))
         lines = in_a_terminal([sys.executable, "-m", "flatout", *words])
-        console.print(Text("\n".join(lines).strip("\n") + "\n"))
+        console.print(Text("\n".join(_shortened(lines)) + "\n"))
+    if arguments.text:
+        arguments.text.write_text(console.export_text(clear=False))
     console.save_svg(str(arguments.out), title="flatout")
     return 0
 
