@@ -53,9 +53,10 @@ Pairs = list[tuple[float, float]]
 def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
     """Those in which steps take what they take in a user's process: new processes, never forks.
 
-    In forks of a process that has loaded torch the gain of a step of 0.4 ms came out 3 % too high (16 pairs), and two
-    of three tunes with longer steps stated 4 and 11 % too much. few: the script's length, where whole runs are
-    compared; as it is started many times, its trials stay as they are.
+    In forks of a process that has loaded torch the gain of a step of 0.4 ms came out 3 % too high (16 pairs). Two of
+    three tunes with longer steps stated 4 and 11 % too much in forks, and none of them in new processes; the machine
+    was busier during the former. few: the script's length, where whole runs are compared; as it is started many
+    times, its trials stay as they are.
     """
     return trials.in_new_processes() if few is None else trials
 
