@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
-from flatout.cli.install_option import InstallOption, TorchOption, print_install_lines
 from flatout.cli.progress_line import progress_line
 from flatout.cli.trial_options import DeviceOption
+
+InstallOption = Annotated[
+    str | None,
+    typer.Option("--install", metavar="pip|conda", help="Print the lines that install torch on this machine."),
+]
+TorchOption = Annotated[
+    str | None,
+    typer.Option("--torch", metavar="VERSION", help="With --install: this version instead of the installed one."),
+]
 
 
 def check(
@@ -42,7 +50,7 @@ def check(
         _forget_tunes()
     show_only(device)
     if install is not None:
-        return print_install_lines(install, torch, json=json)
+        return _print_install_lines(install, torch, json=json)
     with progress_line() as progress:
         found = check_here(measure=measure, quick=quick, progress=lambda what: progress(f"measuring {what}"))
     for warning in found.warnings:
@@ -56,3 +64,15 @@ def _forget_tunes() -> None:
 
     gone = forget_tunes()
     print("no earlier tunes were kept" if gone is None else f"deleted {gone}", file=sys.stderr)
+
+
+def _print_install_lines(installer: str, torch: str | None, *, json: bool) -> int:
+    """On stdout the commands alone, as comments what they are for. Exit code: 0, or 1 where they are unknown."""
+    from flatout.machine.detect import detect
+    from flatout.machine.torch_builds import install_advice
+    from flatout.report.document import document, to_text
+    from flatout.report.machine_text import install_text
+
+    advice = install_advice(detect(), installer, torch)
+    print(to_text(document("install", advice.to_json())) if json else install_text(advice))
+    return 0 if advice.lines else 1

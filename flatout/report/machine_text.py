@@ -8,6 +8,7 @@ from flatout.diagnose.finding import Finding
 from flatout.machine.bandwidth_peak import NO_GPU
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Cpu, Gpu, Machine
+from flatout.machine.torch_builds import InstallAdvice
 from flatout.units import format_bytes, format_rate
 
 _LABEL = 11
@@ -150,3 +151,12 @@ def _row(label: str, text: str) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def install_text(advice: InstallAdvice) -> str:
+    """The lines that install torch, with what they are for as comments: they can be pasted into a shell."""
+    if not advice.lines:
+        return f"# torch {advice.torch}: unknown, because {advice.reason}"
+    return "\n".join(
+        [f"# torch {advice.torch}: {advice.reason}", *advice.lines, *(f"# source: {one}" for one in advice.sources)]
+    )

@@ -1,6 +1,6 @@
 """The means of an epoch's losses and figures, each step weighted by the terms that its loss is the mean of.
 
-They are summed on the host in the order of the steps, so that a resumed epoch has the same means to the last bit.
+They are summed on the host in the order of the steps, so that a resumed epoch has bitwise the same means.
 """
 
 from __future__ import annotations
