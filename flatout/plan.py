@@ -39,6 +39,7 @@ from flatout.plan_choices import (
     declared,
 )
 from flatout.plan_document import RENAMED, SCHEMA, line, nearest, one_of, parse, short
+from flatout.private_details import LEFT_OUT, arguments_digest, without_home
 from flatout.whole_files import written_whole
 
 
@@ -54,7 +55,9 @@ class Plan(Choices):
     script: str | None = None
     """What was tuned: a path as the user gave it, or '-m package.module'."""
     argv: tuple[str, ...] = ()
-    """The script's own arguments, without its name."""
+    """The script's own arguments, without its name. write_plan leaves them out, unless it is told to include them."""
+    arguments_digest: str | None = None
+    """Of these arguments; tells whether a run has the same ones. Given by `argv`, if not here."""
     loop: str | None = None
     """What trained then, in words: models, optimizers, device. With other arguments another loop may train."""
     machine_fingerprint: str | None = None
@@ -83,6 +86,12 @@ class Plan(Choices):
         _check_contradictions(self)
         _check_reasons(self)
         _check_provenance(self)
+        if self.argv or (self.script is not None and self.arguments_digest is None):
+            digest = arguments_digest(self.argv)
+            if self.arguments_digest not in (None, digest):
+                limit = f"argv has {digest}"
+                raise PlanError(f"arguments_digest is {short(self.arguments_digest)}", limit=limit, remedy="remove it")
+            object.__setattr__(self, "arguments_digest", digest)
 
     def choices(self) -> dict[str, Any]:
         """The choices that are set, in the order of declaration."""
@@ -132,6 +141,13 @@ class Plan(Choices):
             return f"the plan was measured with torch {self.torch_version or '(unknown)'}; here is {torch_version}"
         return None
 
+    def without_private(self) -> Plan:
+        """The same plan without the script's arguments, whose digest stays, and with '~' for the home directory."""
+        script = None if self.script is None else without_home(self.script)
+        reasons = {name: without_home(reason) for name, reason in self.reasons.items()}
+        warnings = tuple(without_home(text) for text in self.warnings)
+        return replace(self, argv=(), script=script, reasons=reasons, warnings=warnings)
+
     def to_toml(self) -> str:
         """The plan as a document for people, which from_toml reads back."""
         parts = [_header(self), f"schema = {SCHEMA}\n", "[plan]"]
@@ -160,7 +176,15 @@ PROVENANCE = tuple(one.name for one in fields(Plan) if "declared" not in one.met
 """The keys of [provenance]: everything that is neither a choice nor a reason."""
 
 _LISTS = ("argv", "warnings", "proved_reduced")
-_TEXTS = ("script", "loop", "machine_fingerprint", "machine_name", "torch_version", "flatout_version")
+_TEXTS = (
+    "script",
+    "arguments_digest",
+    "loop",
+    "machine_fingerprint",
+    "machine_name",
+    "torch_version",
+    "flatout_version",
+)
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -178,9 +202,12 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     return Plan.from_toml(text, str(path))
 
 
-def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Put the plan at this path whole or not at all: a crash or a full disk leaves what was there before."""
-    text = plan.to_toml()
+def write_plan(path: str | os.PathLike[str], plan: Plan, *, include_private: bool = False) -> None:
+    """Put the plan at this path whole or not at all: a crash or a full disk leaves what was there before.
+
+    include_private: with the script's arguments, and paths in full.
+    """
+    text = (plan if include_private else plan.without_private()).to_toml()
     try:
         with written_whole(Path(os.path.realpath(path))) as temporary:  # a link stays a link
             temporary.write_text(text, encoding="utf-8")
@@ -278,7 +305,7 @@ def _keywords(document: dict[str, Any]) -> dict[str, Any]:
     for table, known in (("plan", choice_names()), ("reasons", choice_names()), ("provenance", PROVENANCE)):
         for name in document.get(table, {}):
             if name not in known:
-                limit = f"since schema {SCHEMA} it is {RENAMED[name]!r}" if name in RENAMED else ""
+                limit = f"since schema 2 it is {RENAMED[name]!r}" if name in RENAMED else ""
                 remedy = "rename it, or write schema = 1 if the file is that old" if limit else ""
                 remedy = remedy or _home(name) or nearest(name, known)
                 raise PlanError(f"unknown key {name!r} in [{table}]", limit=limit, remedy=remedy)
@@ -300,6 +327,10 @@ def _header(plan: Plan) -> str:
     script = plan.script or "SCRIPT"
     target = ["-m", script.removeprefix("-m ")] if script.startswith("-m ") else [script]
     called = shlex.join(["flatout", "run", *target, *plan.argv])
+    if script.startswith("~/"):  # a shell expands it outside quotes only
+        called = called.replace(shlex.quote(script), f"~/{shlex.quote(script[2:])}", 1)
+    if not plan.argv and plan.arguments_digest != arguments_digest(()):
+        called += f" {LEFT_OUT}"
     if not called.isprintable():  # a comment ends at the line's end
         called = "flatout run SCRIPT"
     return (

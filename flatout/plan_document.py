@@ -1,4 +1,4 @@
-"""The text of a plan: TOML in the layout of today, older layouts read as if they were written today.
+"""The text of a plan: TOML in the layout of SCHEMA; older layouts are converted when they are read.
 
 Knows tables, keys and values, and nothing of what a choice means.
 """
@@ -16,10 +16,11 @@ import tomli_w
 from flatout import __version__
 from flatout.errors import PlanError
 
-SCHEMA = 2
+SCHEMA = 3
 """The layout of the TOML document; a file with a higher number was written by a newer Flatout.
 
-In schema 1 `micro_batches` was called `accumulate`. Such files are read, and written in the layout of today.
+In schema 1 `micro_batches` was called `accumulate`; up to schema 2 the script's arguments were always there, since 3
+their digest is. Older files are read, and written in the newest layout.
 """
 
 RENAMED = {"accumulate": "micro_batches"}
@@ -68,7 +69,7 @@ def _migrated(document: dict[str, Any]) -> dict[str, Any]:
         for old, new in RENAMED.items():
             if new in document.get(table, {}):
                 limit = f"schema 1 called it {old!r}"
-                raise PlanError(f"unknown key {new!r} in [{table}]", limit=limit, remedy=f"write schema = {SCHEMA}")
+                raise PlanError(f"unknown key {new!r} in [{table}]", limit=limit, remedy="write schema = 2")
     return document | {
         table: {RENAMED.get(name, name): value for name, value in document[table].items()}
         for table in ("plan", "reasons")

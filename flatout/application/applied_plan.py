@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from flatout import environment
 from flatout.errors import FlatoutError, PlanError
+from flatout.private_details import arguments_digest, with_home
 from flatout.script.entry import Target
 
 if TYPE_CHECKING:
@@ -104,12 +105,10 @@ class AppliedPlan:
 
     def _compare_arguments(self, plan: Plan) -> None:
         """Other arguments may mean another loop: what was proved in lower precision is applied only to the same one."""
-        if plan.script is None or plan.argv == self.target.arguments:
+        if plan.script is None or plan.arguments_digest == arguments_digest(self.target.arguments):
             return
-        tuned, here = (shlex.join(arguments) or "none" for arguments in (plan.argv, self.target.arguments))
-        self.notes.append(
-            f"the plan was tuned with other arguments ({tuned}; here {here}): tune again with these to be sure"
-        )
+        tuned = f" ({shlex.join(plan.argv)})" if plan.argv else ""  # a plan may keep their digest alone
+        self.notes.append(f"the plan was tuned with other arguments{tuned}: tune again with these to be sure")
         self.proved_for = plan.loop or ""
 
     def _verify(self, plan: Plan, mismatch: str, machine: Machine) -> None:
@@ -166,6 +165,7 @@ def _for_scripts(path: str, plan: Plan) -> Plan:
 
 def _same_script(planned: str, target: Target) -> bool:
     """'train.py', './train.py' and its absolute path are one script."""
+    planned = with_home(planned)
     if planned == target.name:
         return True
     both = target.path is not None and not planned.startswith("-m ")

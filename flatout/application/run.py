@@ -117,7 +117,7 @@ def run(
         if plan is not None and not chosen.choices():
             options += ["--no-plan"]
         elif plan is not None:
-            write_plan(Path(folder) / "plan.toml", chosen)
+            write_plan(Path(folder) / "plan.toml", chosen, include_private=True)
             options += ["--plan", str(Path(folder) / "plan.toml")]
         options += ["--without", ",".join(without)] if without else []
         options += ["--device", device] if device is not None else []

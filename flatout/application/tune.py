@@ -40,9 +40,10 @@ class TuneResult(Tuned):
         """The whole result on one screen."""
         return tune_text(self)
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything, in values that JSON knows."""
-        return tune_payload(self)
+    def to_json(self, *, include_private: bool = False) -> dict[str, Any]:
+        """Everything, in values that JSON knows; the script's arguments and home directories only where they are asked
+        for."""
+        return tune_payload(self, include_private=include_private)
 
 
 @overload

@@ -40,6 +40,7 @@ def check(
     from flatout.application.check import check as check_here
     from flatout.errors import UsageError
     from flatout.machine.visible_devices import show_only
+    from flatout.private_details import without_private
     from flatout.report.document import document, to_text
 
     if quick and not measure:
@@ -55,7 +56,7 @@ def check(
         found = check_here(measure=measure, quick=quick, progress=lambda what: progress(f"measuring {what}"))
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(to_text(document("check", found.to_json())) if json else found.summary())
+    print(to_text(document("check", without_private(found.to_json()))) if json else found.summary())
     return found.exit_code
 
 

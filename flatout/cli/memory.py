@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
@@ -10,10 +11,10 @@ import typer
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IsolationOption
+from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
 
 if TYPE_CHECKING:
-    from flatout.script.entry import Target
+    from flatout.sizing.script_curve import CurveRequest
 
 STEPS = 8
 """That are watched where nobody says how many."""
@@ -38,6 +39,7 @@ def memory(
     ] = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
+    include_private: IncludePrivateOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Show what holds the memory of a script, where it peaks, and what leaks from step to step.
@@ -47,11 +49,13 @@ def memory(
     processes or compiles its model is refused. Exit code: 0 done; the script's own if it fails; 128 + the signal's
     number if a signal kills it; 1 if it takes too few steps within --patience.
     """
+    from flatout.arguments import as_seconds
     from flatout.machine.visible_devices import show_only
     from flatout.report.document import to_text
     from flatout.report.memory_text import memory_document, memory_text
     from flatout.script.entry import Target
     from flatout.script.memory_trial import MemoryRequest, watch_memory
+    from flatout.sizing.script_curve import CurveRequest
     from flatout.units import parse_seconds
 
     _check_options(steps, batch_curve, budget, isolation)
@@ -59,7 +63,14 @@ def memory(
     script, patience_seconds = Target.from_command(target), parse_seconds(patience)
     show_only(device)
     if batch_curve:
-        return _batch_curve(script, parse_seconds(budget or "60s"), patience_seconds, kept, allow_network, json)
+        curve_request = CurveRequest(
+            target=script,
+            budget_seconds=as_seconds(parse_seconds(budget or "60s"), "--budget"),
+            patience_seconds=patience_seconds,
+            isolation=kept,
+            allow_network=allow_network,
+        )
+        return _batch_curve(curve_request, json, include_private)
     request = MemoryRequest(
         target=script,
         steps=steps or STEPS,
@@ -71,7 +82,8 @@ def memory(
         watched = watch_memory(request)
     sys.stderr.write(watched.errors)
     if not watched.status or watched.steps:  # a script that fails at once has shown why: there is nothing to add
-        print(to_text(memory_document(watched)) if json else memory_text(watched))
+        document = memory_document(watched, include_private=include_private)
+        print(to_text(document) if json else memory_text(watched))
     return watched.status or 0
 
 
@@ -88,29 +100,14 @@ def _check_options(steps: int | None, batch_curve: bool, budget: str | None, iso
         raise UsageError(f"--isolation is {isolation!r}", limit="it is one of auto, overlay, guard")
 
 
-def _batch_curve(
-    script: Target,
-    budget_seconds: float,
-    patience_seconds: float,
-    isolation: Literal["auto", "overlay", "guard"],
-    allow_network: bool,
-    json: bool,
-) -> int:
-    from flatout.arguments import as_seconds
+def _batch_curve(request: CurveRequest, json: bool, include_private: bool) -> int:
+    from flatout.private_details import without_private
     from flatout.report.document import document, to_text
-    from flatout.sizing.script_curve import CurveRequest, script_batch_curve
+    from flatout.sizing.script_curve import script_batch_curve
 
-    as_seconds(budget_seconds, "--budget")
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
-        request = CurveRequest(
-            target=script,
-            budget_seconds=budget_seconds,
-            patience_seconds=patience_seconds,
-            isolation=isolation,
-            allow_network=allow_network,
-            stdin_file=stdin_file,
-        )
-        curve = script_batch_curve(request, progress)
-    named = {"script": {"name": script.name, "arguments": list(script.arguments)}}
-    print(to_text(document("batch-curve", {**named, **curve.to_json()})) if json else curve)
+        curve = script_batch_curve(replace(request, stdin_file=stdin_file), progress)
+    script = request.target
+    payload = {"script": {"name": script.name, "arguments": list(script.arguments)}, **curve.to_json()}
+    print(to_text(document("batch-curve", payload if include_private else without_private(payload))) if json else curve)
     return 0

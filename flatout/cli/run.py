@@ -49,6 +49,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="--allow-network", meaning="Let those two runs use the network; by default they have only loopback."),
     Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; default: {REPORT_NAME}."),
     Option(name="--no-report", meaning="Write no document."),
+    Option(name="--include-private", meaning="Include the script's arguments, and paths in full, in the document."),
     Option(name="--quiet", meaning="No status line and no summary."),
 )
 
@@ -215,14 +216,14 @@ class Run:
         if self.report is None and not self._show:
             return
         from flatout.report.document import write_document
-        from flatout.report.run_text import run_document, run_text
+        from flatout.report.run_text import run_text
 
         self.runner.ended()
         summary = self._summary()
         written = None
         if self.report is not None:
             with contextlib.suppress(UsageError):
-                write_document(self.report, run_document(summary))
+                write_document(self.report, self._document(summary))
                 written = str(self.report)
             if written is None:
                 self._say(f"flatout: {self.report} could not be written")
@@ -234,9 +235,13 @@ class Run:
             return
         with own_imports(), contextlib.suppress(UsageError):
             from flatout.report.document import write_document
-            from flatout.report.run_text import run_document
 
-            write_document(self.report, run_document(self._summary()))
+            write_document(self.report, self._document(self._summary()))
+
+    def _document(self, summary: RunSummary) -> dict[str, Any]:
+        from flatout.report.run_text import run_document
+
+        return run_document(summary, include_private="--include-private" in self.options)
 
     def _summary(self) -> RunSummary:
         from flatout.diagnose.run_summary import summarise

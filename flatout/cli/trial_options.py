@@ -20,6 +20,10 @@ DeviceOption = Annotated[
         "--device", metavar="NAME", help="Use only this device: cuda:1 (numbered as by flatout check) or cpu."
     ),
 ]
+IncludePrivateOption = Annotated[
+    bool,
+    typer.Option("--include-private", help="Include the script's arguments, and paths in full, in what is written."),
+]
 AllowNetworkOption = Annotated[
     bool,
     typer.Option("--allow-network", help="Let trials use the network; by default they have only loopback."),

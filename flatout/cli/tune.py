@@ -14,7 +14,7 @@ import typer
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IsolationOption
+from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
 
 if TYPE_CHECKING:
     from flatout.application.tune import TuneResult
@@ -51,6 +51,7 @@ def tune(
     device: DeviceOption = None,
     isolation: IsolationOption = "auto",
     allow_network: AllowNetworkOption = False,
+    include_private: IncludePrivateOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
     """Find the fastest way to run an unmodified script with the numbers still right; write flatout.toml and a report.
@@ -77,7 +78,7 @@ def tune(
     _prepare(request, out, device)
     with signals_as_exits(), progress_line() as progress, stdin_copy() as stdin_file:
         result = tune_requested(replace(request, stdin_file=stdin_file), progress)
-    return _told_and_saved(result, out, json, [*_seeing(device), *script.command])
+    return _told_and_saved(result, out, json, [*_seeing(device), *script.command], include_private=include_private)
 
 
 def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
@@ -91,28 +92,28 @@ def _prepare(request: TuneRequest, output: Path, device: str | None) -> None:
     show_only(device)
 
 
-def _told_and_saved(result: TuneResult, output: Path, json: bool, command: list[str]) -> int:
+def _told_and_saved(result: TuneResult, output: Path, json: bool, command: list[str], *, include_private: bool) -> int:
     """The exit code. A plan that does not fit where it was to is not written."""
     from flatout.report.document import to_text
     from flatout.report.tune_text import tune_document, tune_text
     from flatout.tuning.short_budget import budget_option
 
-    document = tune_document(result)
+    document = tune_document(result, include_private=include_private)
     print(to_text(document) if json else tune_text(result, budget_option))
-    _save(result, document, output, with_plan=result.fits)
+    _save(result, document, output, include_private=include_private)
     if not json:
         print(f"{'saved':<10}{_saved(result, output, command)}")
     return 0 if result.fits else 1
 
 
-def _save(result: TuneResult, document: dict[str, Any], output: Path, *, with_plan: bool) -> None:
+def _save(result: TuneResult, document: dict[str, Any], output: Path, *, include_private: bool) -> None:
     """Write plan and report; minutes of work must not be lost to a disk that is full by now."""
     from flatout.plan import write_plan
     from flatout.report.document import write_document
 
     try:
-        if with_plan:
-            write_plan(output / PLAN_NAME, result.plan)
+        if result.fits:
+            write_plan(output / PLAN_NAME, result.plan, include_private=include_private)
         write_document(output / REPORT_NAME, document)
     except Exception:
         sys.stderr.write(f"the results could not be saved; here is the plan:\n\n{result.plan.to_toml()}\n")

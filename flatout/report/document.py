@@ -13,7 +13,7 @@ from typing import Any
 
 from flatout import __version__
 from flatout.errors import UsageError
-from flatout.whole_files import written_whole
+from flatout.whole_files import PRIVATE, written_whole
 
 SCHEMA = 1  # raised when a reader of the old documents would misread the new ones
 
@@ -30,10 +30,11 @@ def to_text(doc: Mapping[str, Any]) -> str:
 
 
 def write_document(path: Path, doc: Mapping[str, Any]) -> None:
-    """Whole or not at all: written beside, flushed to the disk, then renamed."""
+    """Whole or not at all: written beside, flushed to the disk, then renamed. For its owner alone to read: documents
+    name lines of the user's code."""
     text = to_text(doc) + "\n"
     try:
-        with written_whole(path) as temporary:
+        with written_whole(path, mode=PRIVATE) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(

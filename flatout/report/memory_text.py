@@ -10,6 +10,7 @@ from typing import Any
 from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.savings import Saving
 from flatout.memory.use import MemoryUse
+from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.script.memory_trial import MemoryWatched
 from flatout.units import format_bytes, labelled
@@ -19,31 +20,29 @@ BARS = "▁▂▃▄▅▆▇█"
 LINES_SHOWN, TENSORS_SHOWN = 5, 5
 
 
-def memory_document(watched: MemoryWatched) -> dict[str, Any]:
+def memory_document(watched: MemoryWatched, *, include_private: bool = False) -> dict[str, Any]:
     """Bytes everywhere; a figure that is not known is null."""
-    return document(
-        KIND,
-        {
-            "script": {
-                "name": watched.target.name,
-                "arguments": list(watched.target.arguments),
-                "status": watched.status,
-            },
-            "steps": watched.steps,
-            "step_kind": watched.step_kind,
-            "use": watched.use.to_json() if watched.use is not None else None,
-            "leaks": {
-                "verdict": watched.verdict,
-                "judged_steps": watched.judged_steps,
-                "leaks": [asdict(leak) for leak in watched.leaking],
-                "bounded": [asdict(leak) for leak in watched.leaks if leak.bounded],
-                "waited_for_the_garbage_collector": list(watched.collected),
-            },
-            "resident_bytes": list(watched.resident_bytes),
-            "peak_resident_bytes": watched.peak_resident_bytes,
-            "notes": _notes(watched),
+    payload = {
+        "script": {
+            "name": watched.target.name,
+            "arguments": list(watched.target.arguments),
+            "status": watched.status,
         },
-    )
+        "steps": watched.steps,
+        "step_kind": watched.step_kind,
+        "use": watched.use.to_json() if watched.use is not None else None,
+        "leaks": {
+            "verdict": watched.verdict,
+            "judged_steps": watched.judged_steps,
+            "leaks": [asdict(leak) for leak in watched.leaking],
+            "bounded": [asdict(leak) for leak in watched.leaks if leak.bounded],
+            "waited_for_the_garbage_collector": list(watched.collected),
+        },
+        "resident_bytes": list(watched.resident_bytes),
+        "peak_resident_bytes": watched.peak_resident_bytes,
+        "notes": _notes(watched),
+    }
+    return document(KIND, payload if include_private else without_private(payload))
 
 
 def memory_text(watched: MemoryWatched) -> str:

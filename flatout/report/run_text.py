@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout.diagnose.run_summary import RunSummary
 from flatout.machine.ceilings import Ceilings
+from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
 from flatout.script.memory_death import MemoryDeath
@@ -132,7 +133,7 @@ def _cores(summary: RunSummary) -> float:
     return summary.cpu_seconds / summary.wall_seconds if summary.wall_seconds else 0.0
 
 
-def run_document(summary: RunSummary) -> dict[str, Any]:
+def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[str, Any]:
     """`measurement` holds the sampled steps, so that `flatout compare` can read it."""
     record, machine = summary.record, summary.machine
     growth = record.growth()
@@ -170,4 +171,4 @@ def run_document(summary: RunSummary) -> dict[str, Any]:
             machine_fingerprint=machine.fingerprint if machine is not None else None,
             load=summary.load,
         ).to_json()
-    return document(KIND, payload)
+    return document(KIND, payload if include_private else without_private(payload))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.report.machine_text import machine_line
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
@@ -155,12 +156,12 @@ def _floor(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1e}"
 
 
-def tune_document(result: Tuned) -> dict[str, Any]:
+def tune_document(result: Tuned, *, include_private: bool = False) -> dict[str, Any]:
     """Everything, for programs. `measurement` is the planned step, so that `flatout compare` can read it."""
-    return document(KIND, tune_payload(result))
+    return document(KIND, tune_payload(result, include_private=include_private))
 
 
-def tune_payload(result: Tuned) -> dict[str, Any]:
+def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, Any]:
     """The document without its header."""
     share_before, ceiling = ceiling_share(result, result.baseline_seconds)
     share_after, _ = ceiling_share(result, result.best_seconds)
@@ -197,7 +198,7 @@ def tune_payload(result: Tuned) -> dict[str, Any]:
             machine_fingerprint=result.machine.fingerprint,
         ).to_json()
     found: dict[str, Any] = _finite(payload)
-    return found
+    return found if include_private else without_private(found)
 
 
 def _subject_document(subject: Target | StepSubject) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory.leaks.__main__ import marked_line, scripts
+from flatout.private_details import arguments_digest
 from tests.cli.in_process import Said, said_by
 
 pytestmark = pytest.mark.usefixtures("forked_trials")
@@ -70,7 +71,8 @@ def test_the_document_is_all_there_is_on_stdout(tmp_path: Path) -> None:
     write(tmp_path, "train.py", body="print('noise')")
     result = memory(tmp_path, "--json", "--steps", "6", "train.py", "--its", "own")
     found = document(result)
-    assert found["script"] == {"name": "train.py", "arguments": ["--its", "own"], "status": None}
+    digest = arguments_digest(["--its", "own"])
+    assert found["script"] == {"name": "train.py", "arguments": None, "arguments_digest": digest, "status": None}
     assert (found["steps"], found["step_kind"], found["leaks"]["verdict"]) == (8, "optimizer", "steady")
     peak = found["use"]["peak"]
     assert sum(peak["categories"].values()) == peak["size_bytes"]

@@ -77,7 +77,7 @@ def test_a_plan_never_overrides_what_the_arguments_set(
     assert all(line.startswith("flatout: left off ") for line in told)
     seen = json.loads((tmp_path / "flatout-run.json").read_text())
     assert seen["applied"] == applied
-    assert seen["plan_notes"][0].startswith("the plan was tuned with other arguments (--epochs 3; here")
+    assert seen["plan_notes"][0].startswith("the plan was tuned with other arguments (--epochs 3): tune again")
     assert len(seen["plan_notes"]) == 3 - len(applied)
     if "--few" in arguments:
         assert " 1 [" in done.stdout

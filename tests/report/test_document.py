@@ -18,7 +18,7 @@ def test_a_document_is_written_whole_and_read_back(tmp_path: Path) -> None:
     assert read_document(path, "run") == doc
     assert doc["flatout"] == {"document": "run", "schema": 1, "version": __version__}
     assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_mode & 0o777 == 0o644
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_full_disk_leaves_the_old_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
