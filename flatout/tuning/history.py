@@ -102,6 +102,10 @@ class Earlier:
         return math.log(self.measured / self.predicted)
 
 
+class _UnknownField(ValueError):
+    """In the file."""
+
+
 class History:
     """The trials of earlier tunes, and those of this one, which change no prediction of its own."""
 
@@ -170,8 +174,9 @@ class History:
         except MachineError as newer:
             self._warn(f"is not used: {self._path} {newer}")
             self._path = None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self._warn(f"is not used: {self._path} is corrupt and will be overwritten")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = f" ({error})" if isinstance(error, _UnknownField) else ""
+            self._warn(f"is not used: {self._path} is corrupt{why} and will be overwritten")
         return []
 
     def _warn(self, why: str) -> None:
@@ -246,6 +251,10 @@ def _trials(text: str) -> list[Earlier]:
     if document["schema"] > SCHEMA:
         newer = f"was written by a newer Flatout (schema {document['schema']}; this one reads {SCHEMA})"
         raise MachineError(newer, remedy=f"upgrade Flatout, or delete it: {FORGET}")
+    for trial in document["trials"]:
+        for name in trial:
+            if name not in Earlier.__dataclass_fields__:
+                raise _UnknownField(f"unknown field {name!r}")
     return [Earlier(**trial) for trial in document["trials"]]
 
 

@@ -4,7 +4,8 @@
     a folder      files of 1024 results each, results-00000000.safetensors: tensors "3" or "3.last_hidden_state"
 
 A line that was cut off by a kill is taken away when the run goes on; a file in a folder is there whole or not at all.
-Beside them lies what the results are of (`run.json`): another model, plan or input file is never mixed in.
+Beside them lies what the results are of (`run.json`): another model, plan or input file is never mixed in. It has the
+schema of all these files.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from flatout import __version__
 from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 from flatout.infer.prediction.predicted import Failed
+from flatout.plan_document import short
 from flatout.whole_files import written_whole
 
+SCHEMA = 1
+"""Raised when an older Flatout would go on wrongly. The first files of schema 1 do not say so."""
 RESULTS_A_FILE = 1024
 LINES_A_FLUSH = 64
 
@@ -47,7 +52,7 @@ def open_results(path: Path, of: Mapping[str, Any], *, restart: bool, keep: str 
     note = path.with_name(f"{path.name}.run.json") if lines else path / "run.json"
     if restart:
         _forget(path, note, lines)
-    expected = json.loads(json.dumps(dict(of)))
+    expected = json.loads(json.dumps({"schema": SCHEMA, **of}))
     if path.exists() and (lines or not path.is_dir() or any(path.iterdir())):
         _check_same(path, note, expected)
     try:
@@ -62,11 +67,17 @@ def open_results(path: Path, of: Mapping[str, Any], *, restart: bool, keep: str 
 
 def _check_same(path: Path, note: Path, expected: dict[str, Any]) -> None:
     try:
-        known = json.loads(note.read_text())
-    except (OSError, ValueError):
+        known = {"schema": 1, **json.loads(note.read_text())}
+    except (OSError, ValueError, TypeError):
         raise UsageError(
             f"{path} is there already", limit="it holds no results of predict", remedy="name another place"
         ) from None
+    if known["schema"] != SCHEMA:
+        raise UsageError(
+            f"{path} holds results of a newer Flatout, schema {short(known['schema'])}",
+            limit=f"this is {__version__}, which goes on with schema {SCHEMA}",
+            remedy="pip install --upgrade flatout, or start anew with --restart",
+        )
     for name in sorted({*known, *expected}):
         if known.get(name) != expected.get(name):
             what = f"{path} holds results with {name} {known.get(name)!r}"
