@@ -10,6 +10,7 @@ documented or tested. Nothing is read at import; only `use_inductor_cache` and `
     OMP_NUM_THREADS        threads for the CPU work of torch
     ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
     LD_PRELOAD             whether another allocator is in place already
+    _FLATOUT_COMPLETE      a shell asks for completions of a command line
     RANK                   which of several processes this one is (set by torchrun)
 """
 
@@ -43,6 +44,11 @@ def cache_dir() -> Path:
 def keeps_history() -> bool:
     """May a tune read what earlier ones measured, and leave what it measured itself?"""
     return not os.environ.get("FLATOUT_NO_HISTORY")
+
+
+def completes_for_shell() -> bool:
+    """Does a shell want completions rather than the command itself?"""
+    return bool(os.environ.get("_FLATOUT_COMPLETE"))
 
 
 def visible_cuda_devices() -> str | None:

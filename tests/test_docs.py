@@ -14,6 +14,7 @@ import typer
 from docs.generate import anchor, pages
 from flatout.cli import main
 from flatout.cli.command_line import split_target
+from flatout.machine.detect import detect
 
 ROOT = Path(__file__).parents[1]
 TUNE_SECONDS = 15
@@ -135,6 +136,8 @@ def test_a_planted_command_is_judged(command: str, expected: str) -> None:
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "cache"))
+    # measuring them takes seconds, and more on a busy machine
+    monkeypatch.setattr("flatout.tuning.step_tuning.machine_with_ceilings", lambda progress: detect())
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}  # a later block goes on from those before
     for block in blocks:

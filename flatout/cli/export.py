@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -30,7 +30,7 @@ def export(
     ),
     name: Annotated[str, typer.Option(metavar="NAME", help="The files' name; default: the model's.")] = "",
     dynamic: Annotated[
-        str, typer.Option(metavar="SIZES", help="Sizes that may vary: batch, length (batch too) or none.")
+        Literal["batch", "length", "none"], typer.Option(help="Sizes that may vary; with length the batch may too.")
     ] = "batch",
     allow_fixed: Annotated[
         bool, typer.Option("--allow-fixed", help="Export with the example's sizes where they cannot vary.")
@@ -58,7 +58,7 @@ def export(
             example,
             _folder(out) / (name or _name(model)),
             format=formats,  # type: ignore[arg-type]
-            dynamic=dynamic,  # type: ignore[arg-type]
+            dynamic=dynamic,
             allow_fixed=allow_fixed,
             tolerance=tolerance,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -49,8 +49,8 @@ def generate(
     tokenizer: TokenizerOption = None,
     max_new_tokens: MostTokens = None,
     plan: PlanFile = None,
-    precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="BITS", help="int8 or int4.")] = None,
+    precision: Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="Of the weights.")] = None,
+    weights: Annotated[Literal["int8", "int4"] | None, typer.Option(help="Of linear layers.")] = None,
     lookup: Annotated[
         bool, typer.Option("--lookup", help="Speculate from the text so far; the text stays the same.")
     ] = False,

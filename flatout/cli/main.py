@@ -6,22 +6,33 @@ Importing this imports every verb's module, so those import their rooms (and tor
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from flatout import __version__
+from flatout import __version__, environment
 from flatout.cli.command_line import Option, asks_for_help, split_target
 
 TARGET = "SCRIPT [ARGUMENTS]..."
 """How a script and its arguments stand in the usage of a verb that runs one."""
 
 
-class ScriptCommand(TyperCommand):
+class Verb(TyperCommand):
+    """Its epilog is a list of commands, shown as they are typed."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Examples"):
+            for line in str(self.epilog).split("\n"):
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+
+class ScriptCommand(Verb):
     """A verb that takes a script: after the script (or -m MODULE) every word is the script's, '--help' too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -34,36 +45,59 @@ class ScriptCommand(TyperCommand):
 
 
 class RunCommand(ScriptCommand):
-    """`run` reads its options without typer; its help is drawn from the same table."""
+    """`run` reads its options without typer, which knows them for the help and for completion alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = ["--help"] if asks_for_help(args, _run_options()) else ["--", *args]
-        return TyperCommand.parse_args(self, ctx, words)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        rows = [(f"{option.name} {option.value}".strip(), option.meaning) for option in _run_options()]
-        with formatter.section("Options"):
-            formatter.write_dl([*rows, ("--help", "Show this message and exit.")])
+        return Verb.parse_args(self, ctx, words)
 
 
 VERBS = {
-    "check": TyperCommand,
+    "check": Verb,
     "tune": ScriptCommand,
     "run": RunCommand,
     "memory": ScriptCommand,
-    "predict": TyperCommand,
-    "generate": TyperCommand,
-    "tune-inference": TyperCommand,
-    "export": TyperCommand,
-    "compare": TyperCommand,
-    "clean": TyperCommand,
+    "predict": Verb,
+    "generate": Verb,
+    "tune-inference": Verb,
+    "export": Verb,
+    "compare": Verb,
+    "clean": Verb,
 }
 """Every verb, in the order in which a newcomer needs them; the function of that name stands in its own file."""
+
+
+EXAMPLES = {
+    "check": """flatout check
+flatout check --measure
+flatout check --install pip""",
+    "tune": """flatout tune train.py --epochs 3
+flatout tune --budget 90s --exactness rounding train.py
+flatout tune --fit 12GiB -m package.train""",
+    "run": """flatout run train.py --epochs 3
+flatout run --without compile,threads train.py
+flatout run --no-plan --report baseline.json train.py
+torchrun --nproc-per-node 2 -m flatout run train.py""",
+    "memory": """flatout memory train.py
+flatout memory --batch-curve --budget 5m train.py""",
+    "predict": """flatout predict net.py:make images.npz --out results.jsonl
+flatout predict ./bert questions.jsonl --plan serving.toml --out results""",
+    "generate": """flatout generate ./gpt2 --prompt "Once upon" --max-new-tokens 50
+flatout generate ./gpt2 --prompts prompts.jsonl --out texts.jsonl""",
+    "tune-inference": """flatout tune-inference net.py:make images.npz --out serving.toml""",
+    "export": """flatout export net.py:make --input 'float32[1,3,224,224]' --format pt2,onnx""",
+    "compare": """flatout compare baseline.json candidate.json
+flatout compare baseline.json candidate.json --fail-if-slower""",
+    "clean": """flatout clean --dry-run""",
+}
+"""Verb -> commands that its help shows."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb that the arguments name; returns its exit code. Without arguments: the help."""
     command = typer.main.get_command(application())
+    if environment.completes_for_shell():
+        return int(command.main(prog_name="flatout", standalone_mode=False) or 0)
     try:
         with command.make_context("flatout", list(arguments) or ["--help"]) as context:
             return command.invoke(context) or 0
@@ -72,30 +106,60 @@ def main(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         at = getattr(error, "ctx", None)  # where in `flatout VERB` the slip is, if the error knows
         see = f"see: {at.command_path if at else 'flatout'} --help"
-        print(f"error: {error.format_message().rstrip('.')}; {see}", file=sys.stderr)
+        what = error.format_message().rstrip(".").replace("Value error, ", "")
+        print(f"error: {what}; {see}", file=sys.stderr)
         return error.exit_code
 
 
 def application() -> typer.Typer:
     """The verbs as typer sees them."""
-    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(help="Make PyTorch scripts faster on this machine, with proof that the numbers are still right.")(
         _options
     )
     for name, kind in VERBS.items():
         function = name.replace("-", "_")
         if importlib.util.find_spec(f"flatout.cli.{function}") is not None:
-            verb = run if name == "run" else getattr(importlib.import_module(f"flatout.cli.{function}"), function)
-            app.command(name, cls=kind)(verb)
+            verb = (
+                _with_run_options(run)
+                if name == "run"
+                else getattr(importlib.import_module(f"flatout.cli.{function}"), function)
+            )
+            app.command(name, cls=kind, epilog=EXAMPLES[name])(verb)
     return app
 
 
-def run(target: Annotated[list[str], typer.Argument(metavar="SCRIPT")]) -> int:
-    """Run a script by its plan (flatout.toml); without one, run it as it is and only watch.
-
-    Also: flatout run [OPTIONS] -m MODULE [ARGUMENTS]...
-    """
+def run(
+    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+) -> int:
+    """Run a script by its plan (flatout.toml); without one, run it as it is and only watch."""
     return int(importlib.import_module("flatout.cli.run").main(target))
+
+
+def _with_run_options(verb: Callable[..., int]) -> Callable[..., int]:
+    """`run` with a parameter for each option of its table."""
+
+    @functools.wraps(verb)
+    def described(**options: Any) -> int:
+        return verb(options["target"])
+
+    own = inspect.signature(verb, eval_str=True)
+    table = [
+        inspect.Parameter(
+            one.name.removeprefix("--").replace("-", "_"),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if one.value else False,
+            annotation=Annotated[
+                str | None if one.value else bool,
+                typer.Option(one.name, metavar=one.value or None, help=one.meaning),
+            ],
+        )
+        for one in _run_options()
+    ]
+    parameters = [own.parameters["target"], *table]
+    vars(described)["__signature__"] = own.replace(parameters=parameters)
+    described.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": int}
+    return described
 
 
 def _run_options() -> Sequence[Option]:

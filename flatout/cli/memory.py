@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -58,8 +58,7 @@ def memory(
     from flatout.sizing.script_curve import CurveRequest
     from flatout.units import parse_seconds
 
-    _check_options(steps, batch_curve, budget, isolation)
-    kept = cast("Literal['auto', 'overlay', 'guard']", isolation)
+    _check_options(steps, batch_curve, budget)
     script, patience_seconds = Target.from_command(target), parse_seconds(patience)
     show_only(device)
     if batch_curve:
@@ -67,7 +66,7 @@ def memory(
             target=script,
             budget_seconds=as_seconds(parse_seconds(budget or "60s"), "--budget"),
             patience_seconds=patience_seconds,
-            isolation=kept,
+            isolation=isolation,
             allow_network=allow_network,
         )
         return _batch_curve(curve_request, json, include_private)
@@ -75,7 +74,7 @@ def memory(
         target=script,
         steps=steps or STEPS,
         patience_seconds=patience_seconds,
-        isolation=kept,
+        isolation=isolation,
         allow_network=allow_network,
     )
     with signals_as_exits():
@@ -87,7 +86,7 @@ def memory(
     return watched.status or 0
 
 
-def _check_options(steps: int | None, batch_curve: bool, budget: str | None, isolation: str) -> None:
+def _check_options(steps: int | None, batch_curve: bool, budget: str | None) -> None:
     from flatout.errors import UsageError
 
     if steps is not None and steps < 1:
@@ -96,8 +95,6 @@ def _check_options(steps: int | None, batch_curve: bool, budget: str | None, iso
         raise UsageError("--steps together with --batch-curve", limit="steps are taken until --budget is spent")
     if budget is not None and not batch_curve:
         raise UsageError("--budget without --batch-curve", limit="--patience bounds a watched run")
-    if isolation not in ("auto", "overlay", "guard"):
-        raise UsageError(f"--isolation is {isolation!r}", limit="it is one of auto, overlay, guard")
 
 
 def _batch_curve(request: CurveRequest, json: bool, include_private: bool) -> int:

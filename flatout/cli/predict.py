@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,10 +20,12 @@ def predict(
     inputs: Annotated[Path, typer.Argument(help=".npy, .npz, .safetensors or .jsonl of tokens, or .txt of texts.")],
     out: Annotated[Path, typer.Option(metavar="PLACE", help="NAME.jsonl, or a folder of safetensors.")],
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan; the options below override it.")] = None,
-    precision: Annotated[str | None, typer.Option(metavar="DTYPE", help="Of the weights: fp32, bf16, fp16.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="BITS", help="Of linear layers: int8 or int4.")] = None,
-    activations: Annotated[str | None, typer.Option(metavar="BITS", help="int8: matrix products in int8.")] = None,
-    batching: Annotated[str | None, typer.Option(metavar="HOW", help="packed, equal or padded.")] = None,
+    precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Of the weights.")] = None,
+    weights: Annotated[Literal["int8", "int4"] | None, typer.Option(help="Of linear layers.")] = None,
+    activations: Annotated[Literal["int8"] | None, typer.Option(help="int8: matrix products in int8.")] = None,
+    batching: Annotated[
+        Literal["packed", "equal", "padded"] | None, typer.Option(help="How texts of different lengths share a batch.")
+    ] = None,
     batch_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens of one batch.")] = None,
     batch_size: Annotated[int | None, typer.Option(metavar="N", help="Inputs of fixed size in one batch.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; default: the model's.")] = None,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+Isolation = Literal["auto", "overlay", "guard"]
 IsolationOption = Annotated[
-    str,
+    Isolation,
     typer.Option(
-        "--isolation",
-        metavar="MODE",
-        help="How trials are kept from your files: auto, overlay (copy-on-write), guard (read-only).",
+        "--isolation", help="How trials are kept from your files: overlay (copy-on-write), guard (read-only)."
     ),
+]
+ExactnessOption = Annotated[
+    Literal["bit-identical", "rounding", "reduced"],
+    typer.Option(help="What may change in the numbers: nothing, rounding, or precision (16 bits or fewer)."),
 ]
 DeviceOption = Annotated[
     str | None,

@@ -14,7 +14,13 @@ import typer
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.cli.progress_line import progress_line
 from flatout.cli.stdin_copy import stdin_copy
-from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
+from flatout.cli.trial_options import (
+    AllowNetworkOption,
+    DeviceOption,
+    ExactnessOption,
+    IncludePrivateOption,
+    IsolationOption,
+)
 
 if TYPE_CHECKING:
     from flatout.application.tune import TuneResult
@@ -31,13 +37,7 @@ def tune(
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Steps of the real run, to weigh start-up costs against.")
     ] = None,
-    exactness: Annotated[
-        str,
-        typer.Option(
-            metavar="LEVEL",
-            help="What may change in the numbers: bit-identical (nothing), rounding, reduced (16-bit precision).",
-        ),
-    ] = "reduced",
+    exactness: ExactnessOption = "reduced",
     fit: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Bring the memory of a step's tensors under this size: 12GiB, 900MiB."),
@@ -68,10 +68,10 @@ def tune(
     request = TuneRequest(
         target=(script := Target.from_command(target)),
         budget_seconds=parse_seconds(budget),
-        exactness=_one_of("--exactness", exactness, ("bit-identical", "rounding", "reduced")),  # type: ignore[arg-type]
+        exactness=exactness,
         total_steps=_positive("--steps", steps),
         fit_bytes=None if fit is None else as_bytes(fit, "--fit"),
-        isolation=_one_of("--isolation", isolation, ("auto", "overlay", "guard")),  # type: ignore[arg-type]
+        isolation=isolation,
         allow_network=allow_network,
         log_folder=logs,
     )
@@ -129,14 +129,6 @@ def _saved(result: TuneResult, output: Path, command: list[str]) -> str:
 
 def _seeing(device: str | None) -> list[str]:
     return [] if device is None else ["--device", device]
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    from flatout.errors import UsageError
-
-    if value not in allowed:
-        raise UsageError(f"{name} is {value!r}", limit=f"it is one of {', '.join(allowed)}")
-    return value
 
 
 def _positive(name: str, value: int | None) -> int | None:

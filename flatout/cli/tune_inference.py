@@ -7,11 +7,12 @@ import shlex
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from flatout.cli.progress_line import progress_line
+from flatout.cli.trial_options import ExactnessOption
 
 MOST_ITEMS = 4096
 
@@ -22,20 +23,14 @@ def tune_inference(
         Path, typer.Argument(help="A sample: .npy, .npz, .safetensors or .jsonl of tokens, or .txt of texts.")
     ],
     task: Annotated[
-        str | None, typer.Option(metavar="TASK", help="predict or generate; default: guessed from model and sample.")
+        Literal["predict", "generate"] | None, typer.Option(help="Default: guessed from model and sample.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("flatout-inference.toml"),
     items: Annotated[
         int | None, typer.Option(metavar="N", help="How many inputs will be served, to weigh start-up costs against.")
     ] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 5m.")] = "5m",
-    exactness: Annotated[
-        str,
-        typer.Option(
-            metavar="LEVEL",
-            help="What may change in the numbers: bit-identical (nothing), rounding, reduced (fewer bits).",
-        ),
-    ] = "reduced",
+    exactness: ExactnessOption = "reduced",
     max_error: Annotated[
         float, typer.Option(metavar="SHARE", help="Largest error against fp32, as a share of the outputs' spread.")
     ] = 0.05,

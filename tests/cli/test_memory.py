@@ -97,7 +97,7 @@ def test_nothing_of_the_users_is_touched(tmp_path: Path) -> None:
         (["missing.py"], 2, "no such script: missing.py"),
         (["-m", "no.such.module"], 1, "No module named"),
         (["--steps", "0", "train.py"], 2, "at least 1"),
-        (["--isolation", "perhaps", "train.py"], 2, "auto, overlay, guard"),
+        (["--isolation", "perhaps", "train.py"], 2, "not one of 'auto', 'overlay', 'guard'"),
         (["syntax.py"], 1, "syntax.py, line 2: SyntaxError"),
         (["raises.py"], 1, "ValueError: before any step"),
         (["usage.py"], 3, "usage: mine"),

@@ -76,7 +76,7 @@ def test_texts_and_bad_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (["net.py:none", "in.jsonl", "--out", "out"], "none"),
         (["net.py:bert", "no.jsonl", "--out", "out"], "cannot read no.jsonl"),
-        (["net.py:bert", "in.jsonl", "--out", "out", "--precision", "bf17"], "did you mean 'bf16'?"),
+        (["net.py:bert", "in.jsonl", "--out", "out", "--precision", "bf17"], "is not one of 'fp32', 'bf16', 'fp16'"),
         (["net.py:bert", "in.jsonl", "--out", "out", "--activations", "int8"], "set weights = 'int8'"),
         (
             ["net.py:bert", "in.jsonl", "--out", "out", "--keep", "nothing"],

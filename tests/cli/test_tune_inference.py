@@ -69,8 +69,8 @@ def test_one_document_and_nothing_else(place: Path, capsys: pytest.CaptureFixtur
     ("words", "said"),
     [
         (["served.py:net", "x.npy", "--out", "no/where.toml"], "there is no folder"),
-        (["served.py:net", "x.npy", "--exactness", "sloppy"], "exactness is 'sloppy'"),
-        (["served.py:net", "x.npy", "--task", "train"], "task is 'train'"),
+        (["served.py:net", "x.npy", "--exactness", "sloppy"], "'sloppy' is not one of"),
+        (["served.py:net", "x.npy", "--task", "train"], "'train' is not one of 'predict', 'generate'"),
         (["served.py:net", "nothing.npy"], "nothing.npy"),
     ],
 )
