@@ -31,6 +31,7 @@ from flatout.plan_choices import (
     SAME_PLAN,
     SCOPES,
     Choices,
+    ChoiceValue,
     Declared,
     Exactness,
     Scope,
@@ -93,22 +94,23 @@ class Plan(Choices):
                 raise PlanError(f"arguments_digest is {short(self.arguments_digest)}", limit=limit, remedy="remove it")
             object.__setattr__(self, "arguments_digest", digest)
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> dict[str, Any]:  # Any: so that Plan(**choices) may be written
         """The choices that are set, in the order of declaration."""
         return {name: value for name in choice_names() if (value := getattr(self, name)) is not None}
 
-    def with_choice(self, name: str, value: Any, reason: str) -> Plan:
+    def with_choice(self, name: str, value: ChoiceValue, reason: str) -> Plan:
         """The same plan with one choice made (or made anew), and why."""
         _check_name(name)
         if value is None:
             raise PlanError(f"{name} is None", limit="a choice has a value", remedy=f"use without({name!r})")
-        return replace(self, **{name: value, "reasons": {**self.reasons, name: reason}})
+        changed: dict[str, Any] = {name: value, "reasons": {**self.reasons, name: reason}}  # Any: as in without()
+        return replace(self, **changed)
 
     def without(self, *names: str) -> Plan:
         """The same plan with these choices left to the script again. Give choices that need each other together."""
         for name in names:
             _check_name(name)
-        unset: dict[str, Any] = dict.fromkeys(names)
+        unset: dict[str, Any] = dict.fromkeys(names)  # Any: fields of each type, checked by Plan itself
         return replace(self, **unset, reasons={name: why for name, why in self.reasons.items() if name not in names})
 
     def part_for(self, scope: Scope) -> Plan:
@@ -229,7 +231,7 @@ def _kinds() -> dict[str, type | tuple[str, ...]]:
     return kinds
 
 
-def _check_choice(name: str, value: Any) -> None:
+def _check_choice(name: str, value: object) -> None:
     kind, low, high = _kinds()[name], declared()[name].low, declared()[name].high
     if isinstance(kind, tuple):
         if not isinstance(value, str) or value not in kind:
@@ -278,12 +280,12 @@ def _check_provenance(plan: Plan) -> None:
         raise PlanError(what, limit=f"it must be {one_of(words)}", remedy=nearest(plan.exactness, words))
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if name not in choice_names():
         raise _unknown(name)
 
 
-def _unknown(name: Any) -> PlanError:
+def _unknown(name: object) -> PlanError:
     what = f"a plan has no choice {short(name)}"
     if isinstance(name, str) and name in RENAMED:
         limit = "it splits a batch, where accumulation elsewhere often multiplies it"
@@ -292,7 +294,7 @@ def _unknown(name: Any) -> PlanError:
     return PlanError(what, limit=limit, remedy=nearest(name, choice_names()))
 
 
-def _positive(name: str, value: Any) -> float:
+def _positive(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # an int past the range of float
             if 0 < float(value) < math.inf:
@@ -300,8 +302,8 @@ def _positive(name: str, value: Any) -> float:
     raise PlanError(f"{name} is {short(value)}", limit="it must be a finite number above 0")
 
 
-def _keywords(document: dict[str, Any]) -> dict[str, Any]:
-    """The tables as arguments of Plan."""
+def _keywords(document: dict[str, dict[str, object]]) -> dict[str, Any]:
+    """The tables as arguments of Plan, which checks them (so Any)."""
     for table, known in (("plan", choice_names()), ("reasons", choice_names()), ("provenance", PROVENANCE)):
         for name in document.get(table, {}):
             if name not in known:
@@ -368,7 +370,7 @@ def _document(plan: type[Plan]) -> None:
     known, initialise = {one.name for one in fields(plan)}, plan.__init__
 
     @functools.wraps(initialise)
-    def checked(self: Plan, *values: Any, **named: Any) -> None:
+    def checked(self: Plan, *values: object, **named: Any) -> None:  # Any: Plan checks them
         if values:
             remedy = "write Plan(precision='bf16'), or read a file with flatout.plan.read_plan(path)"
             raise PlanError(f"Plan got {short(values[0])}", limit="choices are given by name", remedy=remedy)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from flatout.plan_document import toml_value
 
@@ -39,12 +39,16 @@ SAME_PLAN: tuple[tuple[Scope, ...], ...] = (("step", "batches"),)
 """Scopes that share a plan: a choice that applies to only one of them is not an error in the other."""
 
 
+ChoiceValue: TypeAlias = bool | int | str
+"""Of a choice that is made."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
     """What another choice has to be where this one is made."""
 
     other: str
-    allows: Callable[[Any], bool]
+    allows: Callable[[object], bool]
     """Of the other choice's value; None: it is not made."""
     why: str
     remedy: str = "drop one of the two"
@@ -76,16 +80,16 @@ class Declared:
     """False where kernels are chosen by how fast they were this time."""
 
 
-def choice(meaning: str, **declared: Any) -> Any:
+def choice(meaning: str, **declared: Any) -> Any:  # Any: as dataclasses.field, for a field of each type
     """A field of [plan]; keywords as in Declared."""
     return field(default=None, metadata={"declared": Declared(meaning=meaning, **declared)})
 
 
-def _is_set(value: Any) -> bool:
+def _is_set(value: object) -> bool:
     return value is not None
 
 
-def _none_or_0(value: Any) -> bool:
+def _none_or_0(value: object) -> bool:
     return not value
 
 
@@ -385,7 +389,7 @@ def choice_names() -> tuple[str, ...]:
     return tuple(declared())
 
 
-def contradiction(choices: Mapping[str, Any]) -> tuple[str, str, str] | None:
+def contradiction(choices: Mapping[str, ChoiceValue]) -> tuple[str, str, str] | None:
     """(what, limit, remedy) of the first two choices that cannot stand beside each other; None: all can."""
     for name, value in choices.items():
         for rule in declared()[name].requires if value else ():
@@ -406,5 +410,5 @@ def allowed(exactness: Exactness, limit: Exactness) -> bool:
     return EXACTNESS_ORDER.index(exactness) <= EXACTNESS_ORDER.index(limit)
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     return repr(value) if isinstance(value, str) else toml_value(value)

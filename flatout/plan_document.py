@@ -9,7 +9,6 @@ import difflib
 import reprlib
 import tomllib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import tomli_w
 
@@ -32,7 +31,7 @@ EXACTNESS_ONCE = {"bit-same": "bit-identical"}
 TABLES = ("plan", "reasons", "provenance")
 
 
-def parse(text: str, home: Callable[[str], str]) -> dict[str, Any]:
+def parse(text: str, home: Callable[[str], str]) -> dict[str, dict[str, object]]:
     """The document as tables, its own shape checked; what stands in the tables is Plan's to judge.
 
     `home` says to which table a key belongs that stands at the top level, or nothing.
@@ -55,7 +54,7 @@ def parse(text: str, home: Callable[[str], str]) -> dict[str, Any]:
     return _migrated(document) if schema == 1 else document
 
 
-def _check_schema(schema: Any) -> None:
+def _check_schema(schema: object) -> None:
     if type(schema) is not int or schema < 1:
         raise PlanError(f"schema is {short(schema)}", limit=f"it must be a whole number from 1 to {SCHEMA}")
     if schema > SCHEMA:
@@ -63,7 +62,7 @@ def _check_schema(schema: Any) -> None:
         raise PlanError(f"schema is {schema}", limit=limit, remedy="update Flatout, or tune again")
 
 
-def _migrated(document: dict[str, Any]) -> dict[str, Any]:
+def _migrated(document: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
     """A document of schema 1 with the names of schema 2."""
     for table in ("plan", "reasons"):
         for old, new in RENAMED.items():
@@ -77,11 +76,11 @@ def _migrated(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def line(name: str, value: Any) -> str:
+def line(name: str, value: object) -> str:
     return f"{name} = {toml_value(value)}"
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: object) -> str:
     """One value in TOML. A name that is not Unicode (Linux allows it) keeps its readable part."""
     if isinstance(value, str):
         value = value.encode("utf-8", "replace").decode()
@@ -90,7 +89,7 @@ def toml_value(value: Any) -> str:
     return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
-def nearest(name: Any, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name if isinstance(name, str) else short(name), list(known), 1)
     return f"did you mean {close[0]!r}?" if close else "remove it"
 
@@ -100,7 +99,7 @@ def one_of(words: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A wrong value as it stands in an error: long ones cut."""
     try:
         return reprlib.repr(value)

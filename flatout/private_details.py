@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 LEFT_OUT = "ARGUMENTS"
 """Stands for the arguments in a command."""
@@ -28,7 +27,7 @@ def arguments_digest(arguments: Sequence[str]) -> str:
     return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def without_private(document: Mapping[str, Any]) -> dict[str, Any]:
+def without_private(document: Mapping[str, object]) -> dict[str, object]:
     """A document with `script.arguments` as a digest, commands without their arguments, and home directories as '~'."""
     script = document.get("script")
     if not isinstance(script, Mapping) or not script.get("arguments"):
@@ -53,7 +52,7 @@ def with_home(path: str) -> str:
     return os.path.expanduser(path) if path.startswith("~/") else path
 
 
-def _replaced(value: Any, commands: Mapping[str, str]) -> Any:
+def _replaced(value: object, commands: Mapping[str, str]) -> object:
     if isinstance(value, str):
         for command, short in commands.items():
             value = value.replace(command, short)

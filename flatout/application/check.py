@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.machine_checks import check_machine, gather_facts
@@ -51,7 +50,7 @@ class CheckResult:
         """What `flatout check` prints."""
         return check_text(self.machine, self.findings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "verdict": verdict(self.findings),
             "machine": self.machine.to_json(),

@@ -10,11 +10,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
 
 from flatout.application.target import as_target
 from flatout.arguments import as_path, as_plan, wrong
@@ -22,7 +21,7 @@ from flatout.diagnose.finding import Finding
 from flatout.errors import UsageError
 from flatout.machine.visible_devices import visible_setting
 from flatout.plan import Plan, read_plan, write_plan
-from flatout.report.document import read_document
+from flatout.report.document import Document, read_document
 from flatout.script.child_command import child_command
 from flatout.timing import Measurement
 
@@ -53,7 +52,7 @@ class RunResult:
     not_applied: tuple[NotApplied, ...] = ()
     notes: tuple[str, ...] = ()
     """What was said of the plan as a whole, such as that flatout.toml is for another script."""
-    document: Mapping[str, Any] | None = None
+    document: Document | None = None
     """All that `flatout run` writes to flatout-run.json."""
     stdout: str | None = None
     """With capture_output."""
@@ -69,7 +68,7 @@ class RunResult:
         """The median of the sampled steps."""
         return None if self.measurement is None else self.measurement.median_seconds
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The document, and the exit status as the parent saw it."""
         return {**(self.document or {}), "status": self.status}
 
@@ -138,8 +137,8 @@ def _done(words: Sequence[str], capture_output: bool) -> subprocess.CompletedPro
     )
 
 
-def _result(done: subprocess.CompletedProcess[str], document: Mapping[str, Any] | None) -> RunResult:
-    known = document or {}
+def _result(done: subprocess.CompletedProcess[str], document: Document | None) -> RunResult:
+    known: Document = document or {}
     measured = known.get("measurement")
     peak = known.get("peak_resident_bytes")
     return RunResult(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, overload
+from typing import overload
 
 from flatout.application.target import as_target
 from flatout.arguments import as_bytes, as_exactness, as_seconds, as_whole_number, wrong
@@ -40,7 +40,7 @@ class TuneResult(Tuned):
         """The whole result on one screen."""
         return tune_text(self)
 
-    def to_json(self, *, include_private: bool = False) -> dict[str, Any]:
+    def to_json(self, *, include_private: bool = False) -> dict[str, object]:
         """Everything, in values that JSON knows; the script's arguments and home directories only where they are asked
         for."""
         return tune_payload(self, include_private=include_private)
@@ -49,7 +49,7 @@ class TuneResult(Tuned):
 @overload
 def tune(
     subject: TrainStep,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     exactness: Exactness = ...,
     seconds: float = ...,
@@ -73,7 +73,7 @@ def tune(
 
 def tune(
     subject: TrainStep | str | os.PathLike[str],
-    batches: Iterable[Any] | None = None,
+    batches: Iterable[object] | None = None,
     *,
     arguments: Sequence[str] = (),
     exactness: Exactness = "reduced",

@@ -163,7 +163,8 @@ def _with_run_options(verb: Callable[..., int]) -> Callable[..., int]:
 
 
 def _run_options() -> Sequence[Option]:
-    return importlib.import_module("flatout.cli.run").OPTIONS
+    found: Sequence[Option] = importlib.import_module("flatout.cli.run").OPTIONS
+    return found
 
 
 def _version(asked: bool) -> None:

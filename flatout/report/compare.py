@@ -6,11 +6,11 @@ said beside every verdict. (`flatout tune` measures in turns for that reason.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flatout.errors import UsageError
+from flatout.report.document import Document
 from flatout.statistics import Comparison, compare_unpaired
 from flatout.timing import Measurement
 from flatout.units import format_bytes, format_seconds
@@ -28,7 +28,7 @@ class DocumentComparison:
     machine_fingerprint: str
     caveats: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "baseline": self.baseline.to_json(),
             "candidate": self.candidate.to_json(),
@@ -38,7 +38,7 @@ class DocumentComparison:
         }
 
 
-def compare_documents(a: Mapping[str, Any], b: Mapping[str, Any]) -> DocumentComparison:
+def compare_documents(a: Document, b: Document) -> DocumentComparison:
     """b against a. UsageError if a measurement is missing or the machines differ."""
     baseline, candidate = _measurement(a, "first"), _measurement(b, "second")
     machines = _machine(a, "first"), _machine(b, "second")
@@ -72,9 +72,9 @@ def compare_documents(a: Mapping[str, Any], b: Mapping[str, Any]) -> DocumentCom
     )
 
 
-def machine_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def machine_differences(a: Document, b: Document) -> list[str]:
     """In words; the fingerprints if the documents hold nothing more."""
-    aspects = {
+    aspects: dict[str, Callable[[Document], object]] = {
         "processor": lambda m: m["cpu"]["name"],
         "cores": lambda m: m["cpu"]["available_cores"],
         "memory": lambda m: format_bytes(m["memory_total_bytes"]),
@@ -87,7 +87,7 @@ def machine_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
     return found or [f"fingerprints {a['fingerprint']} and {b['fingerprint']}"]
 
 
-def _measurement(doc: Mapping[str, Any], which: str) -> Measurement:
+def _measurement(doc: Document, which: str) -> Measurement:
     data = doc.get("measurement")
     if data is None:
         kind = doc.get("flatout", {}).get("document")
@@ -100,7 +100,7 @@ def _measurement(doc: Mapping[str, Any], which: str) -> Measurement:
         raise UsageError(f"the {which} document's measurement is malformed ({error!r})") from error
 
 
-def _machine(doc: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+def _machine(doc: Document, which: str) -> Document:
     machine = doc.get("machine")
     if not isinstance(machine, dict) or not isinstance(machine.get("fingerprint"), str):
         raise UsageError(f"the {which} document does not say on which machine it was measured", remedy=_RERUN)

@@ -9,27 +9,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from flatout import __version__
 from flatout.errors import UsageError
 from flatout.whole_files import PRIVATE, written_whole
 
+Document: TypeAlias = Mapping[str, Any]
+"""As it was read: JSON, whose parts may be of any type, so each reader checks its own."""
 SCHEMA = 1  # raised when a reader of the old documents would misread the new ones
 
 
-def document(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+def document(kind: str, payload: Mapping[str, object]) -> dict[str, object]:
     """The payload under a header that says what it is."""
     assert "flatout" not in payload, "the header's key is taken"
     return {"flatout": {"document": kind, "schema": SCHEMA, "version": __version__}, **payload}
 
 
-def to_text(doc: Mapping[str, Any]) -> str:
+def to_text(doc: Mapping[str, object]) -> str:
     """As JSON that every parser takes: a NaN or an infinity is a defect of the writer, not of the reader."""
     return json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def write_document(path: Path, doc: Mapping[str, Any]) -> None:
+def write_document(path: Path, doc: Mapping[str, object]) -> None:
     """Whole or not at all: written beside, flushed to the disk, then renamed. For its owner alone to read: documents
     name lines of the user's code."""
     text = to_text(doc) + "\n"
@@ -42,7 +44,7 @@ def write_document(path: Path, doc: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_document(path: Path, kind: str | None = None) -> dict[str, Any]:
+def read_document(path: Path, kind: str | None = None) -> Document:
     """A document of that kind (of any kind, if None), or a UsageError that says what the file is instead."""
     try:
         doc = json.loads(path.read_text(encoding="utf-8"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.infer.exporting.report import ExportCheck, ExportedFile, ExportFailure, ExportReport, SizeRange
 from flatout.report.document import document
 from flatout.units import format_bytes, format_seconds, labelled
@@ -11,7 +9,7 @@ from flatout.units import format_bytes, format_seconds, labelled
 KIND = "export"
 
 
-def export_document(report: ExportReport) -> dict[str, Any]:
+def export_document(report: ExportReport) -> dict[str, object]:
     """Bytes and seconds; what is not known is null."""
     return document(KIND, report.to_json())
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flatout.errors import UsageError
 from flatout.infer.generation.generated import Generation
 from flatout.report.document import document
 
 
-def generation_document(made: Generation) -> dict[str, Any]:
+def generation_document(made: Generation) -> dict[str, object]:
     """Everything: tokens, texts, reasons, figures."""
     return document("generation", made.to_json())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.savings import Saving
@@ -20,7 +19,7 @@ BARS = "▁▂▃▄▅▆▇█"
 LINES_SHOWN, TENSORS_SHOWN = 5, 5
 
 
-def memory_document(watched: MemoryWatched, *, include_private: bool = False) -> dict[str, Any]:
+def memory_document(watched: MemoryWatched, *, include_private: bool = False) -> dict[str, object]:
     """Bytes everywhere; a figure that is not known is null."""
     payload = {
         "script": {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.infer.prediction.predicted import Figures
 from flatout.report.document import document
 from flatout.units import format_seconds
 
 
-def predict_document(figures: Figures, *, out: str, done_before: int, failed: int, first: list[str]) -> dict[str, Any]:
+def predict_document(
+    figures: Figures, *, out: str, done_before: int, failed: int, first: list[str]
+) -> dict[str, object]:
     """`done_before`: inputs of an earlier run that was gone on with; `failed`: of all, `first` of them in words."""
     payload = {"out": out, "done_before": done_before, "failed_in_all": failed, "first_failures": first}
     return document("predict", {**payload, "figures": figures.to_json()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from flatout.diagnose.run_summary import RunSummary
 from flatout.machine.ceilings import Ceilings
@@ -133,11 +132,11 @@ def _cores(summary: RunSummary) -> float:
     return summary.cpu_seconds / summary.wall_seconds if summary.wall_seconds else 0.0
 
 
-def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[str, Any]:
+def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[str, object]:
     """`measurement` holds the sampled steps, so that `flatout compare` can read it."""
     record, machine = summary.record, summary.machine
     growth = record.growth()
-    payload: dict[str, Any] = {
+    payload: dict[str, object] = {
         "machine": machine.to_json() if machine is not None else None,
         "script": {"name": summary.name, "arguments": list(summary.arguments), "status": summary.status},
         "wall_seconds": summary.wall_seconds,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from flatout.private_details import without_private
 from flatout.report.document import document
@@ -156,12 +155,12 @@ def _floor(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1e}"
 
 
-def tune_document(result: Tuned, *, include_private: bool = False) -> dict[str, Any]:
+def tune_document(result: Tuned, *, include_private: bool = False) -> dict[str, object]:
     """Everything, for programs. `measurement` is the planned step, so that `flatout compare` can read it."""
     return document(KIND, tune_payload(result, include_private=include_private))
 
 
-def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, Any]:
+def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, object]:
     """The document without its header."""
     share_before, ceiling = ceiling_share(result, result.baseline_seconds)
     share_after, _ = ceiling_share(result, result.best_seconds)
@@ -197,17 +196,17 @@ def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, A
             list(result.final.candidate_medians),
             machine_fingerprint=result.machine.fingerprint,
         ).to_json()
-    found: dict[str, Any] = _finite(payload)
+    found = {name: _finite(value) for name, value in payload.items()}
     return found if include_private else without_private(found)
 
 
-def _subject_document(subject: Target | StepSubject) -> dict[str, Any]:
+def _subject_document(subject: Target | StepSubject) -> dict[str, object]:
     if isinstance(subject, StepSubject):
         return {"step": asdict(subject)}
     return {"script": {"name": subject.name, "arguments": list(subject.arguments)}}
 
 
-def _fit(found: Fit) -> dict[str, Any]:
+def _fit(found: Fit) -> dict[str, object]:
     return {
         "limit_bytes": found.limit_bytes,
         "plain_bytes": found.plain_bytes,
@@ -217,7 +216,7 @@ def _fit(found: Fit) -> dict[str, Any]:
     }
 
 
-def _final(result: Tuned) -> dict[str, Any]:
+def _final(result: Tuned) -> dict[str, object]:
     assert result.final is not None
     return {
         "comparison": result.final.comparison.to_json(),
@@ -229,7 +228,7 @@ def _final(result: Tuned) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """JSON knows no infinity: what is not finite is written as null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
