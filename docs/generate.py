@@ -1,6 +1,7 @@
-"""The reference pages, made from the code: `python -m docs.generate` writes docs/reference/*.md.
+"""The reference pages, made from the code, and the tables of results: `python -m docs.generate` writes them.
 
-A test fails where a page is not what this makes.
+docs/reference/*.md are made here, and docs/results.py fills the tables of docs/benchmarks.md and README.md. A test
+fails where a page is not what this makes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from docs import results
 
 REFERENCE = Path(__file__).parent / "reference"
 HELP_COLUMNS = 100
@@ -203,6 +206,8 @@ def main() -> None:
     REFERENCE.mkdir(exist_ok=True)
     for name, text in pages().items():
         (REFERENCE / name).write_text(text)
+    for page in results.PAGES:
+        page.write_text(results.filled(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""README and docs/: commands and links exist, the code runs, and the reference pages are what the code says."""
+"""README and docs/: commands and links exist, the code runs, the reference pages are what the code says, and the tables
+what the results give."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from docs import results
 from docs.generate import anchor, pages
 from flatout.cli import main
 from flatout.cli.command_line import split_target
@@ -105,6 +107,44 @@ def test_reference_pages_are_generated(name: str) -> None:
 @functools.cache
 def _generated() -> dict[str, str]:
     return pages()
+
+
+@pytest.mark.parametrize("page", results.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert "<!-- table: " in text
+    assert results.filled(text) == text, "python -m docs.generate"
+
+
+def test_a_planted_figure_in_a_table_is_replaced() -> None:
+    page = results.filled("before\n<!-- table: proof proof_epyc_2_cores.json -->\n<!-- end of table -->\nafter\n")
+    assert "| 71 of 71 |" in page
+    assert (page.partition("\n")[0], page.splitlines()[-1]) == ("before", "after")
+    assert results.filled(page.replace("71 of 71", "72 of 72")) == page
+
+
+@pytest.mark.parametrize(
+    ("region", "complaint"),
+    [
+        ("<!-- table: proof proof_epyc_2_cores.json -->\n", "'<!-- end of table -->'"),
+        ("<!-- table: coffee proof_epyc_2_cores.json -->\n<!-- end of table -->", "no table 'coffee'"),
+        ("<!-- table: proof proof_of_nothing_*.json -->\n<!-- end of table -->", "no file .*proof_of_nothing"),
+    ],
+)
+def test_a_region_that_cannot_be_filled_is_refused(region: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        results.filled(region)
+
+
+def test_figures_of_tables() -> None:
+    bounds = {"ratio": 0.9913, "low": 0.9877, "high": 1.0044}
+    assert results.ratio(bounds) == "x0.99 (0.99–1.00)"
+    assert results.ratio({"ratio": 10.01, "low": 9.13, "high": 10.89}) == "x10.0 (9.1–10.9)"
+    assert "too few pairs" in results.ratio({"ratio": 2.0, "low": 0.0, "high": float("inf"), "pairs": 5})
+    assert results._cost({"comparison": bounds, "plain": [0.001, 0.002, 0.003]}) == "2 ms: +0.9 % (−0.4–1.2)"
+    assert [results.percent(share) for share in (0, 0.0028, 0.03, 0.0996, 0.74)] == [
+        *("0 %", "0.28 %", "3.0 %", "10 %", "74 %")
+    ]
 
 
 def test_commands_are_found_in_console_blocks_only() -> None:

@@ -1,0 +1,420 @@
+"""The tables of benchmarks/results/*.json in the pages: `python -m docs.generate` fills them in.
+
+In a page
+
+    <!-- table: gain gain_xeon_2_cores.json -->
+    <!-- end of table -->
+
+is a region for the table that `gain` makes of that file. A pattern such as `search_planted_*.json` takes every file
+that matches. Each function here makes one kind of table; what it leaves out of a file, such as rows that no page
+discusses, it leaves out by name. Processor, torch version and date are those that the file itself states.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flatout.units import format_bytes, format_seconds
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+COLUMNS = 120
+"""Of prose in the pages; tables may be wider."""
+REGION = re.compile(r"<!-- table: (\w+) ([^>]+?) -->\n(.*?)<!-- end of table -->", re.DOTALL)
+
+Document = dict[str, Any]
+
+
+def filled(page: str) -> str:
+    """The page with what the results give in each of its regions.
+
+    ValueError: a region has no end, its kind of table is unknown, or it names a file that does not exist.
+    """
+    regions = len(REGION.findall(page))
+    if not regions == page.count("<!-- table:") == page.count("<!-- end of table -->"):
+        raise ValueError("a region is '<!-- table: KIND FILE ... -->' up to '<!-- end of table -->'")
+    return REGION.sub(_region, page)
+
+
+def _region(found: re.Match[str]) -> str:
+    kind, names = found[1], found[2]
+    if kind not in TABLES:
+        raise ValueError(f"no table {kind!r}: there are {', '.join(TABLES)}")
+    table = TABLES[kind](*documents(names.split()))
+    return f"<!-- table: {kind} {names} -->\n\n{table}\n\n<!-- end of table -->"
+
+
+def documents(names: Iterable[str]) -> list[Document]:
+    """Of the files in benchmarks/results, those of a pattern in the order of their names."""
+    paths = []
+    for name in names:
+        matching = sorted(RESULTS.glob(name))
+        if not matching:
+            raise ValueError(f"no file benchmarks/results/{name}")
+        paths += matching
+    return [json.loads(path.read_text()) for path in paths]
+
+
+# the machine, and numbers as text
+
+ARCHITECTURES = {"AuthenticAMD-25-17": "Zen 4", "AuthenticAMD-26-2": "Zen 5"}
+"""Maker, family and model of the processors of the results."""
+UNITS = {"avx512_bf16": "AVX-512 bf16", "avx512_fp16": "AVX-512 fp16", "amx_bf16": "AMX"}
+
+
+def machine(document: Document) -> str:
+    """Processor or GPU, torch version, and when Flatout measured the machine's ceilings, as far as the file says."""
+    found = document["machine"]
+    if "processor" in found:
+        return f"{_short(found['processor'])}, torch {found['torch']}"
+    cpu = found["cpu"]
+    maker_family_model = cpu["model_id"].rpartition("-")[0]
+    details = [ARCHITECTURES.get(maker_family_model), *(UNITS[one] for one in UNITS if one in cpu["features"])]
+    processor = f"{_short(cpu['name'])} ({', '.join(filter(None, details))})"
+    words = [*(gpu["name"] for gpu in found["devices"]), processor, f"torch {found['versions']['torch']}"]
+    if found["ceilings"]:
+        words.append(f"ceilings measured on {found['ceilings']['measured_at'][:10]}")
+    return ", ".join(words)
+
+
+def _short(processor: str) -> str:
+    return processor.replace("(R)", "").removesuffix(" Processor")
+
+
+def ratio(found: Document) -> str:
+    """x2.09 (2.01–2.18): a speed-up and its interval, or its pairs where they are too few for one."""
+    decimals = 2 if found["ratio"] < 10 else 1
+    speedup, low, high = (f"{found[bound]:.{decimals}f}" for bound in ("ratio", "low", "high"))
+    if not math.isfinite(found["high"]):
+        return f"x{speedup} (too few pairs for an interval: {found['pairs']})"
+    return f"x{speedup} ({low}–{high})"
+
+
+def percent(share: float) -> str:
+    """Two figures, no more than two decimals: 74 %, 3.0 %, 0.03 %, 0 %."""
+    value = 100 * share
+    if value == 0:
+        return "0 %"
+    return f"{value:.{0 if abs(value) >= 9.95 else 1 if abs(value) >= 0.995 else 2}f} %"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (header, *rows)]
+    above = [*textwrap.wrap(caption, COLUMNS), ""] if caption else []
+    return "\n".join([*above, lines[0], "|" + "--|" * len(header), *lines[1:]])
+
+
+# training scripts
+
+SCRIPTS = {
+    "word_language_model": "pytorch/examples word_language_model",
+    "vae": "pytorch/examples vae",
+    "mnist": "pytorch/examples mnist",
+    "mingpt_adder": "karpathy/minGPT adder",
+    "nanogpt": "karpathy/nanoGPT (characters)",
+    "makemore": "karpathy/makemore",
+    "yunjey_language_model": "yunjey language_model",
+    "yunjey_resnet": "yunjey deep_residual_network",
+    "tiny_diffusion": "tanelp/tiny-diffusion",
+    "dlrm": "facebookresearch/dlrm",
+}
+"""In the order of the table; this project's own scripts are not in it."""
+SHORT_LIST = ("word_language_model", "mnist", "makemore", "mingpt_adder")
+LEVERS = {
+    ("autocast", "bf16"): "bf16",
+    ("optimizer", "fused"): "fused",
+    ("memory kept by malloc", "retain"): "malloc retains memory",
+    ("fp32 products", "medium"): "oneDNN matmul",
+    ("torch.compile", "default"): "compile",
+    ("threads", 1): "1 thread",
+}
+"""(lever, value) of the results -> the table's word, where it is not the lever's name."""
+EXACTNESS = ("bit-identical", "rounding", "reduced")
+CLAIMS = {"bit-identical": "bit-identical", "rounding": "within rounding", "reduced": "16-bit precision"}
+
+
+def scripts(tunes: Document, plans: Document) -> str:
+    """Tunes of ten minutes, and their plans beside those of an earlier version."""
+    rows = []
+    for name, title in SCRIPTS.items():
+        tune, beside = tunes["scripts"][name]["long"], plans["scripts"][name]["comparison"]
+        kept = ", ".join(LEVERS.get((lever, value), lever) for lever, value in tune["kept"])
+        step, gain = format_seconds(tune["step_seconds"]), ratio(tune["speedup"])
+        rows.append([title, step, gain, kept, _exactness(tune), ratio(beside) if beside else "the same"])
+    header = ["script", "plain step", "gain", "kept", "numbers", "beside the earlier plan"]
+    return table(header, rows, f"{machine(tunes)}:")
+
+
+def before_and_after(tunes: Document) -> str:
+    """A few of the same, for the README. The step after is the plain one over the speed-up."""
+    rows = []
+    for name in SHORT_LIST:
+        tune = tunes["scripts"][name]["long"]
+        before, after = tune["step_seconds"], tune["step_seconds"] / tune["speedup"]["ratio"]
+        numbers = CLAIMS[_exactness(tune)]
+        rows.append([SCRIPTS[name], format_seconds(before), format_seconds(after), ratio(tune["speedup"]), numbers])
+    return table(["unedited script", "step before", "after", "speed-up (95 % interval)", "numbers"], rows)
+
+
+def _exactness(tune: Document) -> str:
+    """The weakest claim of the levers that were kept."""
+    return max((one["exactness"] for one in tune["trials"] if one["outcome"] == "kept"), key=EXACTNESS.index)
+
+
+def gain(document: Document) -> str:
+    """What tune stated, beside what was measured from outside."""
+    rows = []
+    for case in document["results"]:
+        cells = [case["case"], format_seconds(case["plain_step_seconds"])]
+        stated, seen = case["stated"], case["seen"]
+        if stated is None:
+            rows.append([*cells, "nothing kept", "", ""])
+            continue
+        half = (stated["high"] - stated["low"]) / 2 / stated["ratio"]
+        inside = "yes" if stated["low"] <= seen["ratio"] <= stated["high"] else "no"
+        rows.append([*cells, f"{_thousandths(stated)}, ±{100 * half:.1f} %", _thousandths(seen), inside])
+    caption = f"{machine(document)}, {document['budget_seconds']:.0f} s of tuning each:"
+    return table(["script", "step", "stated", "seen from outside", "inside"], rows, caption)
+
+
+def _thousandths(found: Document) -> str:
+    return f"x{found['ratio']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
+
+
+def watching(*results: Document) -> str:
+    """What watching costs whole processes, a row for each machine."""
+    loops = [result["loop"] for result in results[0]["results"]]
+    rows = []
+    for document in results:
+        by_loop = {result["loop"]: result for result in document["results"]}
+        rows.append([machine(document), *(_cost(by_loop[loop]) for loop in loops)])
+    return table(["step: cost", *loops], rows)
+
+
+def _cost(result: Document) -> str:
+    found = result["comparison"]  # plain over watched
+    cost, low, high = (100 * (1 / found[bound] - 1) for bound in ("ratio", "high", "low"))
+    sign = "" if round(cost, 1) == 0 else "+" if cost > 0 else "−"
+    bounds = f"{low:.1f}–{high:.1f}".replace("-", "−")
+    return f"{format_seconds(median(result['plain']))}: {sign}{abs(cost):.1f} % ({bounds})"
+
+
+def planted(*results: Document) -> str:
+    """How often a lever of known worth was kept."""
+    rows = []
+    for document in sorted(results, key=machine):
+        for one in document["results"]:
+            lever = f"saves {one['gain']:.0%} of the work".replace("%", " %") if one["gain"] else "does nothing"
+            beside = f", {one['beside']} busy processes beside it" if one["beside"] else ""
+            kept = f"{one['kept']} of {one['comparisons']}"
+            step = f"{format_seconds(one['step_seconds'])}{beside}"
+            rows.append([machine(document), lever, step, kept, f"{one['median_pairs']:.0f}"])
+    return table(["machine", "lever", "step", "kept", "pairs of windows (median)"], rows)
+
+
+def null_tunes(*results: Document) -> str:
+    """How often a whole tune of levers that do nothing ended with a plan."""
+    rows = []
+    for document in sorted(results, key=machine):
+        tunes = document["tunes"]
+        beside = f", {document['beside']} busy processes beside it" if document["beside"] else ""
+        searched, ended = (f"{sum(one[kind] > 0 for one in tunes)}" for kind in ("kept_in_search", "kept"))
+        budget = f"{document['budget_seconds']:.0f} s{beside}"
+        rows.append([machine(document), budget, f"{len(tunes)}", searched, ended])
+    return table(["machine", "budget", "tunes", "kept something in the search", "ended with a plan"], rows)
+
+
+def proof(document: Document) -> str:
+    """How many wrong levers the proof caught, and how many right ones it accepted."""
+    rates = {name: found.rpartition(" ")[0] for name, found in document["rates"].items()}
+    rows = [
+        [
+            f"{kind} scripts",
+            rates[f"wrong, rounding, {kind}"],
+            rates[f"wrong, reduced, {kind}"],
+            rates[f"right, {kind}"],
+        ]
+        for kind in ("seeded", "unseeded")
+    ]
+    header = ["", "wrong, caught as 'within rounding'", "wrong, caught as 'reduced'", "right, accepted"]
+    return table(header, rows, f"{machine(document)}:")
+
+
+# the library
+
+TRAINING_WAYS = {
+    "flatout": "flatout, same fp32 settings",
+    "flatout, tuned": "flatout, tuned",
+    "Accelerate": "Accelerate",
+    "Fabric": "Fabric",
+    "Lightning": "Lightning",
+    "HF Trainer": "HF Trainer",
+}
+"""Without 'by hand, our batches', which is near 'flatout'."""
+
+
+def training(document: Document) -> str:
+    """A step of each way to train, against the loop by hand."""
+    workloads = document["results"]
+    by_hand = [format_seconds(one["rows"]["by hand"]["median_seconds"]) for one in workloads]
+    rows = [["by hand", *by_hand]]
+    for way, title in TRAINING_WAYS.items():
+        rows.append([title, *(ratio(one["rows"][way]["against_by_hand"]) for one in workloads)])
+    header = ["a step, against the loop by hand with a DataLoader", *(one["workload"] for one in workloads)]
+    return table(header, rows, f"{machine(document)}:")
+
+
+FORECASTERS = {
+    ("all", "flatout"): "`flatout.forecast`",
+    ("held out", "flatout"): "on models set aside while its rules were made (see below)",
+    ("all", "torch MemTracker"): "torch MemTracker",
+    ("all", "DeepSpeed ZeRO-2"): "DeepSpeed's ZeRO-2 estimator",
+    ("all", "accelerate"): "accelerate estimate-memory",
+}
+
+
+def forecast(document: Document) -> str:
+    """Errors of the forecast of a step's peak on the CPU, beside those of others."""
+    rows = []
+    for (cases, forecaster), title in FORECASTERS.items():
+        found = document["summary"][cases][forecaster]
+        rows.append([title, f"{found['answered']} of {found['rows']}", *_errors(found)])
+    header = ["forecast of a training step's peak", "cases answered", *ERRORS]
+    return table(header, rows, f"{machine(document)}:")
+
+
+ERRORS = ("median error", "95th percentile", "more than 2 % too low")
+CUDA_CASES = {
+    "without cuDNN": "without cuDNN",
+    "convolutions": "with convolutions, whose cuDNN workspaces are not known (up to 18 MiB)",
+    "recurrent layers": "with recurrent layers, from a few small real steps",
+}
+
+
+def forecast_cuda(document: Document) -> str:
+    """The same on a GPU: of what tensors hold, and of what is reserved."""
+    rows = []
+    for kind, title in CUDA_CASES.items():
+        found = document["summary"][kind]
+        both = zip(_errors(found["allocated"]), _errors(found["reserved"]), strict=True)
+        cells = [rf"{allocated} \| {reserved}" for allocated, reserved in both]
+        rows.append([f"{found['allocated']['rows']} cases {title}", *cells])
+    return table(["", *ERRORS], rows, f"{machine(document)}:")
+
+
+def _errors(found: Document) -> list[str]:
+    return [percent(found[name]) for name in ("median_error", "p95_error", "more_than_2_percent_below")]
+
+
+GENERATORS = {
+    "transformers fp32": "transformers fp32",
+    "transformers bf16": "transformers bf16",
+    "transformers bf16 compiled": "transformers bf16, static cache and compile",
+    "flatout fp32": "flatout fp32",
+    "flatout bf16": "flatout bf16",
+    "flatout int8": "flatout int8",
+    "flatout int4": "flatout int4",
+}
+
+
+def generation(document: Document) -> str:
+    """Tokens per second, Flatout's bf16 beside transformers' bf16 and the others beside its fp32."""
+    batches = [one for one in document["results"] if "batch" in one]
+    single = next(one for one in batches if one["batch"] == 1)
+    rows = []
+    for name, title in GENERATORS.items():
+        if name in single["rows"]:
+            decoding = single["rows"][name].get("decoding")
+            share = percent(decoding["median"]) if decoding else ""
+            rows.append([title, *(_tokens(name, one["rows"][name]) for one in batches), share])
+    read, new = single["prompt_tokens"], single["new_tokens"]
+    batch_titles = [f"{one['batch']} prompt{'s' if one['batch'] > 1 else ''}, tokens/s" for one in batches]
+    header = [
+        f"GPT-2 124M, {read} tokens read, {new} generated",
+        *batch_titles,
+        "decoding 1 prompt, of what memory feeds",
+    ]
+    return table(header, rows, f"{machine(document)}; x of bf16 is over theirs in bf16, of the others over fp32:")
+
+
+def _tokens(name: str, row: Document) -> str:
+    speed = f"{row['tokens_per_second']:,.0f}"
+    if not name.startswith("flatout"):
+        return speed
+    peer = "transformers bf16" if name == "flatout bf16" else "transformers fp32"
+    return f"{speed}, {ratio(row[f'against {peer}'])}"
+
+
+ENCODERS = {
+    "transformers fp32, padded to 128": ("transformers fp32, padded to 128", "fp32"),
+    "transformers bf16, longest in batch": ("transformers bf16, longest in batch", "bf16"),
+    "transformers bf16, sorted": ("transformers bf16, sorted", "bf16"),
+    "flatout bf16, transformers' model": ("flatout bf16", "bf16"),
+    "flatout int8, transformers' model": ("flatout int8", "int8"),
+}
+"""Name in the results -> its title, and the product whose share it is."""
+
+
+def encode(document: Document) -> str:
+    """Sentences per second of an encoder."""
+    rows = []
+    for name, (title, dtype) in ENCODERS.items():
+        found = document["results"][name]
+        gained = "" if name == document["baseline"] else ratio(found["against_baseline"])
+        share = f"{percent(found['share_of_product'])} of {dtype}"
+        rows.append([title, f"{found['items_per_second']:.3g}", gained, share])
+    lengths = document["lengths"]
+    title = f"BERT-Large shape, {len(lengths)} ragged sentences (mean {sum(lengths) / len(lengths):.0f} tokens)"
+    header = [title, "sentences/s", "", "of the measured product, real tokens only"]
+    return table(header, rows, f"{machine(document)}:")
+
+
+GPU_WAYS = {
+    "TrainStep, no plan": "TrainStep, no plan",
+    "TrainStep, bf16 + fused": "TrainStep, bf16, fused optimizer (ResNet: channels_last)",
+    "TrainStep, bf16 + fused + compile": "TrainStep, the same and torch.compile",
+    "by hand, bf16 + fused + compile": "by hand, the same choices",
+}
+GPU_WORKLOADS = ("ResNet-50, batch 64, 224 x 224", "GPT-2 124M, batch 8 of 1024 tokens")
+"""Without the MLP, which the page discusses in a sentence."""
+
+
+def gpu_training(document: Document) -> str:
+    """A training step on a GPU, against the plain loop, and its peak memory."""
+    by_name = {one["workload"]: one["rows"] for one in document["results"]}
+    workloads = [by_name[name] for name in GPU_WORKLOADS]
+    plain = [(format_seconds(one["by hand, fp32"]["median_seconds"]), one["by hand, fp32"]) for one in workloads]
+    rows = [["plain loop, TF32 products", *(f"{step}, {_peak(row)}" for step, row in plain)]]
+    for way, title in GPU_WAYS.items():
+        cells = [f"{ratio(one[way]['against_plain'])}, {_peak(one[way])}" for one in workloads]
+        rows.append([title, *cells])
+    return table(["a training step, batches on the GPU", *GPU_WORKLOADS], rows, f"{machine(document)}:")
+
+
+def _peak(row: Document) -> str:
+    return format_bytes(row["peak_bytes"])
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "scripts": scripts,
+    "before_and_after": before_and_after,
+    "gain": gain,
+    "watching": watching,
+    "planted": planted,
+    "null_tunes": null_tunes,
+    "proof": proof,
+    "training": training,
+    "forecast": forecast,
+    "forecast_cuda": forecast_cuda,
+    "generation": generation,
+    "encode": encode,
+    "gpu_training": gpu_training,
+}
