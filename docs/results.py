@@ -90,11 +90,11 @@ def _short(processor: str) -> str:
 
 
 def ratio(found: Document) -> str:
-    """x2.09 (2.01–2.18): a speed-up and its interval, or its pairs where they are too few for one."""
+    """x2.09 (2.01–2.18): a speed-up and its interval, or the number of pairs where they are too few for one."""
     decimals = 2 if found["ratio"] < 10 else 1
     speedup, low, high = (f"{found[bound]:.{decimals}f}" for bound in ("ratio", "low", "high"))
     if not math.isfinite(found["high"]):
-        return f"x{speedup} (too few pairs for an interval: {found['pairs']})"
+        return f"x{speedup} ({found['pairs']} pairs, no interval)"
     return f"x{speedup} ({low}–{high})"
 
 
@@ -342,7 +342,7 @@ def generation(document: Document) -> str:
         *batch_titles,
         "decoding 1 prompt, of what memory feeds",
     ]
-    return table(header, rows, f"{machine(document)}; x of bf16 is over theirs in bf16, of the others over fp32:")
+    return table(header, rows, f"{machine(document)}; flatout bf16 against transformers bf16, the others against fp32:")
 
 
 def _tokens(name: str, row: Document) -> str:
