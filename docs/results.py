@@ -85,6 +85,17 @@ def machine(document: Document) -> str:
     return ", ".join(words)
 
 
+def above(document: Document, more: str = "") -> str:
+    """The machine and the file's own note, for the line above a table."""
+    note = document.get("note")
+    return f"{machine(document)}{more}. {note}" if note else f"{machine(document)}{more}:"
+
+
+def _notes(results: Iterable[Document]) -> str:
+    """Of tables that have the machines in their rows."""
+    return " ".join(above(document) for document in results if "note" in document)
+
+
 def _short(processor: str) -> str:
     return processor.replace("(R)", "").removesuffix(" Processor")
 
@@ -108,8 +119,8 @@ def percent(share: float) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
     lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (header, *rows)]
-    above = [*textwrap.wrap(caption, COLUMNS), ""] if caption else []
-    return "\n".join([*above, lines[0], "|" + "--|" * len(header), *lines[1:]])
+    first = [*textwrap.wrap(caption, COLUMNS), ""] if caption else []
+    return "\n".join([*first, lines[0], "|" + "--|" * len(header), *lines[1:]])
 
 
 # training scripts
@@ -150,7 +161,7 @@ def scripts(tunes: Document, plans: Document) -> str:
         step, gain = format_seconds(tune["step_seconds"]), ratio(tune["speedup"])
         rows.append([title, step, gain, kept, _exactness(tune), ratio(beside) if beside else "the same"])
     header = ["script", "plain step", "gain", "kept", "numbers", "beside the earlier plan"]
-    return table(header, rows, f"{machine(tunes)}:")
+    return table(header, rows, above(tunes))
 
 
 def before_and_after(tunes: Document) -> str:
@@ -181,7 +192,7 @@ def gain(document: Document) -> str:
         half = (stated["high"] - stated["low"]) / 2 / stated["ratio"]
         inside = "yes" if stated["low"] <= seen["ratio"] <= stated["high"] else "no"
         rows.append([*cells, f"{_thousandths(stated)}, ±{100 * half:.1f} %", _thousandths(seen), inside])
-    caption = f"{machine(document)}, {document['budget_seconds']:.0f} s of tuning each:"
+    caption = above(document, f", {document['budget_seconds']:.0f} s of tuning each")
     return table(["script", "step", "stated", "seen from outside", "inside"], rows, caption)
 
 
@@ -196,7 +207,7 @@ def watching(*results: Document) -> str:
     for document in results:
         by_loop = {result["loop"]: result for result in document["results"]}
         rows.append([machine(document), *(_cost(by_loop[loop]) for loop in loops)])
-    return table(["step: cost", *loops], rows)
+    return table(["step: cost", *loops], rows, _notes(results))
 
 
 def _cost(result: Document) -> str:
@@ -217,7 +228,7 @@ def planted(*results: Document) -> str:
             kept = f"{one['kept']} of {one['comparisons']}"
             step = f"{format_seconds(one['step_seconds'])}{beside}"
             rows.append([machine(document), lever, step, kept, f"{one['median_pairs']:.0f}"])
-    return table(["machine", "lever", "step", "kept", "pairs of windows (median)"], rows)
+    return table(["machine", "lever", "step", "kept", "pairs of windows (median)"], rows, _notes(results))
 
 
 def null_tunes(*results: Document) -> str:
@@ -229,7 +240,9 @@ def null_tunes(*results: Document) -> str:
         searched, ended = (f"{sum(one[kind] > 0 for one in tunes)}" for kind in ("kept_in_search", "kept"))
         budget = f"{document['budget_seconds']:.0f} s{beside}"
         rows.append([machine(document), budget, f"{len(tunes)}", searched, ended])
-    return table(["machine", "budget", "tunes", "kept something in the search", "ended with a plan"], rows)
+    return table(
+        ["machine", "budget", "tunes", "kept something in the search", "ended with a plan"], rows, _notes(results)
+    )
 
 
 def proof(document: Document) -> str:
@@ -245,7 +258,7 @@ def proof(document: Document) -> str:
         for kind in ("seeded", "unseeded")
     ]
     header = ["", "wrong, caught as 'within rounding'", "wrong, caught as 'reduced'", "right, accepted"]
-    return table(header, rows, f"{machine(document)}:")
+    return table(header, rows, above(document))
 
 
 # the library
@@ -269,7 +282,7 @@ def training(document: Document) -> str:
     for way, title in TRAINING_WAYS.items():
         rows.append([title, *(ratio(one["rows"][way]["against_by_hand"]) for one in workloads)])
     header = ["a step, against the loop by hand with a DataLoader", *(one["workload"] for one in workloads)]
-    return table(header, rows, f"{machine(document)}:")
+    return table(header, rows, above(document))
 
 
 FORECASTERS = {
@@ -288,7 +301,7 @@ def forecast(document: Document) -> str:
         found = document["summary"][cases][forecaster]
         rows.append([title, f"{found['answered']} of {found['rows']}", *_errors(found)])
     header = ["forecast of a training step's peak", "cases answered", *ERRORS]
-    return table(header, rows, f"{machine(document)}:")
+    return table(header, rows, above(document))
 
 
 ERRORS = ("median error", "95th percentile", "more than 2 % too low")
@@ -307,7 +320,7 @@ def forecast_cuda(document: Document) -> str:
         both = zip(_errors(found["allocated"]), _errors(found["reserved"]), strict=True)
         cells = [rf"{allocated} \| {reserved}" for allocated, reserved in both]
         rows.append([f"{found['allocated']['rows']} cases {title}", *cells])
-    return table(["", *ERRORS], rows, f"{machine(document)}:")
+    return table(["", *ERRORS], rows, above(document))
 
 
 def _errors(found: Document) -> list[str]:
@@ -342,7 +355,7 @@ def generation(document: Document) -> str:
         *batch_titles,
         "decoding 1 prompt, of what memory feeds",
     ]
-    return table(header, rows, f"{machine(document)}; flatout bf16 against transformers bf16, the others against fp32:")
+    return table(header, rows, above(document, "; flatout bf16 against transformers bf16, the others against fp32"))
 
 
 def _tokens(name: str, row: Document) -> str:
@@ -374,7 +387,7 @@ def encode(document: Document) -> str:
     lengths = document["lengths"]
     title = f"BERT-Large shape, {len(lengths)} ragged sentences (mean {sum(lengths) / len(lengths):.0f} tokens)"
     header = [title, "sentences/s", "", "of the measured product, real tokens only"]
-    return table(header, rows, f"{machine(document)}:")
+    return table(header, rows, above(document))
 
 
 GPU_WAYS = {
@@ -396,7 +409,7 @@ def gpu_training(document: Document) -> str:
     for way, title in GPU_WAYS.items():
         cells = [f"{ratio(one[way]['against_plain'])}, {_peak(one[way])}" for one in workloads]
         rows.append([title, *cells])
-    return table(["a training step, batches on the GPU", *GPU_WORKLOADS], rows, f"{machine(document)}:")
+    return table(["a training step, batches on the GPU", *GPU_WORKLOADS], rows, above(document))
 
 
 def _peak(row: Document) -> str:
