@@ -52,7 +52,7 @@ def generate(
     precision: Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="Of the weights.")] = None,
     weights: Annotated[Literal["int8", "int4"] | None, typer.Option(help="Of linear layers.")] = None,
     lookup: Annotated[
-        bool, typer.Option("--lookup", help="Speculate from the text so far; the text stays the same.")
+        bool, typer.Option("--lookup", help="Speculate from the text so far; rounding aside, the text stays the same.")
     ] = False,
     draft: DraftOption = None,
     temperature: TemperatureOption = None,
