@@ -94,10 +94,10 @@ def as_metrics(value: Any, name: str = "metrics") -> Any:
 
 
 def _of_model_and_batch(value: Any, name: str, returns: str, part: str) -> Any:
-    from torch.nn.modules.loss import _Loss
+    from flatout.torch_private.modules import Loss
 
     limit = f"it is called as {name}(model, batch) and {returns}"
-    if isinstance(value, _Loss):
+    if isinstance(value, Loss):
         remedy = f"wrap it: flatout.supervised(torch.nn.{type(value).__name__}(...)){part}"
         raise wrong(name, value, limit, remedy)
     if getattr(value, "__module__", None) == "torch.nn.functional":

@@ -1,4 +1,16 @@
-"""One of torch's functions replaced for as long as a context lasts."""
+"""Everything of torch's that is changed for as long as a context lasts: its functions, its settings.
+
+    replaced            a function; what a script keeps of it calls the original afterwards
+    overlaid            an attribute that is none, such as a property of a class
+    settings_changed    values of a module of settings
+
+At the end each puts back only what it changed: what somebody else has put there meanwhile stays. Not in here:
+
+- what a whole process is given up for, and nobody puts back: seeds and the end of a trial's process (`script/seeds.py`,
+  `script/trial/isolated_child.py`);
+- the watch over a script, whose patches come and go (`script/patches.py`);
+- public switches that an object has for its user: `loader.pin_memory`, `module.training`, `cudnn.benchmark`.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +54,40 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             setattr(owner, name, _still_on(original))
 
 
+@contextlib.contextmanager
+def overlaid(owner: object, name: str, value: object) -> Iterator[None]:
+    """`owner.name` is `value` until the context ends, unless somebody has put something else there by then."""
+    own = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name, _MISSING) is not value:
+            pass
+        elif own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+@contextlib.contextmanager
+def settings_changed(owner: object, **values: object) -> Iterator[None]:
+    """Each of these attributes of `owner` has this value until the context ends; one that was set anew stays so.
+
+    Raises AttributeError where `owner` has no such setting; nothing is changed then.
+    """
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in values.items():
+            if getattr(owner, name) == value:
+                setattr(owner, name, before[name])
+
+
+_MISSING = object()
 _ENDED = "_flatout_ended_original"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-_COMPILED = "_orig_mod"
+from flatout.torch_private.attributes import ORIGINAL_MODULE
+
 _PARALLEL = "module"
 
 
@@ -33,12 +34,14 @@ def plain_names(model: torch.nn.Module) -> Callable[[str], str]:
 def _wrapped_child(module: torch.nn.Module) -> str | None:
     if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         return _PARALLEL
-    return _COMPILED if _COMPILED in module._modules else None
+    return ORIGINAL_MODULE if ORIGINAL_MODULE in module._modules else None
 
 
 def without_wrappers(saved: Mapping[str, Any], here: Set[str]) -> dict[str, Any]:
     """A saved state_dict, perhaps not of our making, under plain names; `here` are the model's own plain names."""
-    plain = {".".join(part for part in name.split(".") if part != _COMPILED): value for name, value in saved.items()}
+    plain = {
+        ".".join(part for part in name.split(".") if part != ORIGINAL_MODULE): value for name, value in saved.items()
+    }
     prefix = f"{_PARALLEL}."
     if not all(name.startswith(prefix) for name in plain):
         return plain

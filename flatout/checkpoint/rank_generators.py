@@ -100,8 +100,9 @@ def _received(store: Any, number: int, rank: int) -> dict[str, Any]:
 
 
 def _store() -> Any:
-    """The only use of this private name; torch has no public one for it."""
-    return distributed.distributed_c10d._get_default_store()
+    from flatout.torch_private.ranks import default_store
+
+    return default_store()
 
 
 def _packed(states: Mapping[str, Any]) -> bytes:

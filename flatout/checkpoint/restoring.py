@@ -26,6 +26,7 @@ from flatout.checkpoint.rank_generators import states_here
 from flatout.checkpoint.saved import Checkpoint, Loaded, open_checkpoint
 from flatout.errors import UsageError
 from flatout.generators import check_generators, generator_states, set_generators
+from flatout.torch_private.attributes import LAYOUT_VERSIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +210,7 @@ def _compare_model(path: str, model: torch.nn.Module, saved: Any, found: Finding
         if name in here and _fits(f"{path}: {name}", own[here[name]], value, found):
             fitting[here[name]] = value
     # the layout version of each layer; torch looks for it as an attribute of the dict
-    fitting._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
+    setattr(fitting, LAYOUT_VERSIONS, getattr(own, LAYOUT_VERSIONS, None))
     return _Loading(
         path=path,
         load=lambda: _load_model(model, fitting),

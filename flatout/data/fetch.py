@@ -27,6 +27,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from flatout.replaced import replaced
+from flatout.torch_private.lookup import require
 
 if TYPE_CHECKING:
     from flatout.data.indices import Indices, LoaderOrder
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
 
 DATA_SETS = "torch.utils.data.dataset"
 """Where torch's own are; looked up in every batch, which `import` takes microseconds for."""
-NAMES_IN_NEXT = (
-    *("torch", "autograd", "profiler", "record_function", "_profile_name", "_sampler_iter", "_reset", "_next_data"),
-    *("_num_yielded", "_dataset_kind", "_DatasetKind", "Iterable", "_IterableDataset_len_called", "_dataset"),
-    *("_num_workers", "warnings", "warn"),
-)
-"""What `__next__` of torch's iterators speaks of, in torch 2.11 to 2.15. Another one is called as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +168,7 @@ def batched_fetch(*, on_mismatch: Callable[[str], None] | None = None) -> Iterat
 
     `on_mismatch` is told when a batch differed from the loader's own; that data set is left alone from then on.
     """
-    from torch.utils.data import dataloader
-    from torch.utils.data._utils import fetch as torch_fetch
+    from flatout.torch_private.loading import NEXT_INDEX, MapFetcher, SingleProcessIterator
 
     patch = _Patch(on_mismatch)
 
@@ -182,11 +176,10 @@ def batched_fetch(*, on_mismatch: Callable[[str], None] | None = None) -> Iterat
         patch.original = original
         return patch.fetch
 
-    fetcher_class, iterator_class = torch_fetch._MapDatasetFetcher, dataloader._SingleProcessDataLoaderIter
     with (
-        replaced(fetcher_class, "fetch", fetching),
-        replaced(iterator_class, "_next_index", lambda _: patch.next_index),
-        replaced(iterator_class, "__next__", lambda _: patch.next_batch),
+        replaced(MapFetcher, "fetch", fetching),
+        replaced(SingleProcessIterator, NEXT_INDEX, lambda _: patch.next_index),
+        replaced(SingleProcessIterator, "__next__", lambda _: patch.next_batch),
     ):
         yield
 
@@ -197,22 +190,24 @@ class _Patch:
     original: Callable[[Any, Any], Any]
 
     def __init__(self, on_mismatch: Callable[[str], None] | None) -> None:
-        import torch
-        from torch.utils.data import Dataset, dataloader, default_collate
-        from torch.utils.data._utils import worker
-        from torch.utils.data._utils.collate import default_collate_fn_map
+        from torch.utils.data import Dataset, default_collate
 
         from flatout.data.indices import Indices, LoaderOrder, loader_order
+        from flatout.torch_private import loading
+        from flatout.torch_private.dispatch import profiler_is_on
 
-        self._collations: Any = default_collate_fn_map
+        require(loading.order_of, loading.yielded_by, loading.batch_sampler_of, loading.worker)
+        self._loading: Any = loading  # Any: its functions are asked for in every batch
+        self._collations: Any = loading.default_collations
         self._torchs_collations = dict(self._collations)
         self._whole = WholeBatches()
-        self._iterator_class: Any = dataloader._BaseDataLoaderIter
+        self._iterator_class: Any = loading.BaseIterator
         self._torchs_next: Any = None
-        self._profiler_enabled = torch.autograd._profiler_enabled
+        self._profiler_enabled = profiler_is_on
         self._indices_class, self._order_class, self._loader_order = Indices, LoaderOrder, loader_order
         self._on_mismatch = on_mismatch
-        self._dataset_class, self._default_collate, self._worker = Dataset, default_collate, worker
+        self._dataset_class, self._default_collate = Dataset, default_collate
+        self._worker, self._worker_info = loading.worker, loading.worker_info
         self._seen: dict[int, tuple[weakref.ref[Any], set[Any] | None]] = {}
         """By identity, for a data set may not be hashable: the shapes compared so far; None: it is left alone."""
         self._order: LoaderOrder | None = None
@@ -226,23 +221,25 @@ class _Patch:
         own = self._iterator_class.__next__
         if own is not self._torchs_next and not self._is_torchs_next(own):
             return own(iterator)
-        if type(iterator._sampler_iter) is not self._order_class or self._profiler_enabled():
+        loading = self._loading
+        if type(loading.order_of(iterator)) is not self._order_class or self._profiler_enabled():
             return own(iterator)
-        batch = iterator._next_data()
-        iterator._num_yielded += 1
+        batch = loading.next_data(iterator)
+        setattr(iterator, loading.YIELDED, loading.yielded_by(iterator) + 1)
         return batch
 
     def _is_torchs_next(self, function: Any) -> bool:
         """Is it the one known here?"""
-        known = isinstance(function, FunctionType) and function.__code__.co_names == NAMES_IN_NEXT
+        known = isinstance(function, FunctionType) and function.__code__.co_names == self._loading.NAMES_IN_NEXT
         if known:
             self._torchs_next = function
         return known
 
     def next_index(self, iterator: Any) -> Any:
-        if iterator._num_yielded == 0 and (order := self._loader_order(iterator)) is not None:
-            iterator._sampler_iter = order
-        order = iterator._sampler_iter
+        loading = self._loading
+        if loading.yielded_by(iterator) == 0 and (order := self._loader_order(iterator)) is not None:
+            setattr(iterator, loading.ORDER, order)
+        order = loading.order_of(iterator)
         self._order = order if type(order) is self._order_class else None
         return next(order)
 
@@ -252,7 +249,7 @@ class _Patch:
         if self._collations != self._torchs_collations:  # the script has registered one of its own
             return self.original(fetcher, wanted)
         dataset = fetcher.dataset
-        if type(wanted) not in (list, tuple) or not wanted or self._worker._worker_info is not None:
+        if type(wanted) not in (list, tuple) or not wanted or self._worker_info(self._worker) is not None:
             return self.original(fetcher, wanted)
         seen = self._shapes(dataset)
         if seen is None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import sampler as samplers
 
+from flatout.torch_private.loading import batch_sampler_of, order_of
+
 
 class NotWholeBatch(Exception):
     """The samples have to be fetched one by one; the text says why."""
@@ -123,8 +125,8 @@ class _Piece(NamedTuple):
 def loader_order(iterator: Any) -> LoaderOrder | None:
     """For torch's iterator of a DataLoader, of which no batch was asked yet; None where the order is not torch's own:
     another sampler, one with replacement, or classes that a script has changed."""
-    batches: Any = iterator._sampler_iter
-    batch_sampler: Any = iterator._index_sampler
+    batches: Any = order_of(iterator)
+    batch_sampler: Any = batch_sampler_of(iterator)
     if type(batches) is not GeneratorType or inspect.getgeneratorstate(batches) != inspect.GEN_CREATED:
         return None
     frame: Any = batches.gi_frame

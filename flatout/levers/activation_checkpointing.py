@@ -14,10 +14,11 @@ from typing import Any
 
 from flatout.levers.compile import repeated_blocks
 from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refuse
-from flatout.levers.model_call import ATTRIBUTE, set_call
+from flatout.levers.model_call import set_call
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 
 
 class ActivationCheckpointing(Lever):
@@ -53,9 +54,9 @@ def _checkpoint_blocks(module: Any, selective: bool, count: int | None) -> Undo[
     blocks = repeated_blocks(module)[:count]
     if not blocks:
         return None
-    before = [getattr(block, ATTRIBUTE) for block in blocks]
+    before = [getattr(block, COMPILED_CALL) for block in blocks]
     for block, compiled in zip(blocks, before, strict=True):
-        set_call(block, _checkpointed(compiled or block._call_impl, selective))
+        set_call(block, _checkpointed(compiled or plain_call(block), selective))
 
     def undo(module: Any) -> None:
         for block, compiled in zip(repeated_blocks(module)[:count], before, strict=True):

@@ -21,6 +21,7 @@ from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refu
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
+from flatout.torch_private.late import dispatch, tensors
 
 LEAST_BYTES = 64 * 1024
 """A copy of less takes mostly the time to start it."""
@@ -154,7 +155,7 @@ class _Away:
             return tensor
         storage = tensor.untyped_storage()
         look = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor._version
-        key = (storage._cdata, look)
+        key = (tensors().storage_identity(storage), look)
         alive, known = self._known.get(key, (None, None))
         waiting = known() if known is not None and alive is not None and alive() is not None else None
         if waiting is None:
@@ -168,9 +169,12 @@ class _Away:
 
     def _goes(self, tensor: Any) -> bool:
         import torch
-        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor) or tensor.nbytes < LEAST_BYTES:
+        if (
+            tensor.layout != torch.strided
+            or dispatch().is_traceable_wrapper_subclass(tensor)
+            or tensor.nbytes < LEAST_BYTES
+        ):
             return False
         if tensor.nbytes > tensor.untyped_storage().nbytes():  # expanded: a copy would be larger than what it frees
             return False
@@ -179,6 +183,6 @@ class _Away:
 
 def _storage_of(tensor: Any) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(tensors().storage_identity(tensor.untyped_storage()))
     except (RuntimeError, NotImplementedError):
         return 0

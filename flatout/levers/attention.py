@@ -15,10 +15,11 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
-from flatout.levers.model_call import ATTRIBUTE, set_call, set_training_call, versions_allowed
+from flatout.levers.model_call import set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 
 PRODUCTS = {"matmul", "bmm", "einsum"}
 DEPTH = 3
@@ -114,9 +115,9 @@ def _fuse(subject: Subject, model: Any, tell: Any) -> Undo[Any] | None:
         return graph_module.forward
 
     targets = attention_by_hand(model)
-    before = [getattr(target, ATTRIBUTE) for target in targets]
+    before = [getattr(target, COMPILED_CALL) for target in targets]
     for target, call in zip(targets, before, strict=True):
-        plain = call or target._call_impl
+        plain = call or plain_call(target)
         set_training_call(subject, target, torch.compile(plain, backend=backend), plain)
 
     def undo(model: Any) -> None:

@@ -63,6 +63,7 @@ def _call_around() -> Callable[[Any, Callable[[], Any]], Any]:
     def wrapper(module: Any, call: Callable[[], Any]) -> Any:
         if (functional.conv2d, functional.conv_transpose2d) != plain:  # another thread's call, or the script's own
             return call()
+        # By hand, and not with `replaced`: that would make two wrappers for each call, one around the other.
         functional.conv2d, functional.conv_transpose2d = ours
         try:
             result = call()

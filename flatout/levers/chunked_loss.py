@@ -24,6 +24,7 @@ from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 from flatout.replaced import replaced
+from flatout.torch_private.late import dispatch
 
 LEAST_CLASSES = 1024
 LEAST_SCORES_BYTES = 4 << 20
@@ -240,15 +241,14 @@ class _Layers:
 
 def _recomputed() -> bool:
     """In a checkpointed part, or in its recomputation: what is saved in the one must be what is saved in the other."""
-    import torch
 
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = dispatch().saved_tensor_hooks(True)
     checkpointed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-    return checkpointed or torch._C._current_graph_task_id() != -1
+    return checkpointed or dispatch().current_graph_task() != -1
 
 
 def _transformed() -> bool:
     """Inside torch.func, or in inference mode: there tensors are more than they seem, and gradients none of ours."""
     import torch
 
-    return torch.is_inference_mode_enabled() or torch._C._functorch.maybe_current_level() is not None
+    return torch.is_inference_mode_enabled() or dispatch().transform_level() is not None

@@ -13,10 +13,13 @@ from typing import Any
 
 from flatout.levers.first_compilation import compiler_is_there, in_our_cache, usual_compile_seconds
 from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
-from flatout.levers.model_call import ATTRIBUTE, set_call, set_training_call, versions_allowed
+from flatout.levers.model_call import set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+from flatout.replaced import settings_changed
+from flatout.torch_private.attributes import COMPILED_CALL, plain_call
+from flatout.torch_private.compiler import autograd_settings, inductor_settings, versions_tried_in_order
 
 LITTLE_LONGER_SECONDS = 8.0
 """Up to that a whole model is compiled before its blocks are tried, as it gains more: by 6 to 25 % of a step in the
@@ -76,20 +79,13 @@ def _as_eager() -> Iterator[None]:
     Equal calls also run equal graphs. By default the graph used last is tried first, so that after a batch of another
     size activation checkpointing may recompute with a graph that saves other tensors than the one in forward did.
     """
-    import torch
-    from torch._functorch import config as autograd
-    from torch._inductor import config as inductor
-
-    before = inductor.fallback_random, autograd.donated_buffer
-    inductor.fallback_random, autograd.donated_buffer = True, False
-    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
-    try:
-        with in_our_cache():
-            yield
-    finally:
-        inductor.fallback_random, autograd.donated_buffer = before
-        # True is torch's default; what it was cannot be asked for.
-        torch._C._dynamo.eval_frame._set_lru_cache(True)  # type: ignore[attr-defined]
+    with (
+        settings_changed(inductor_settings(), fallback_random=True),
+        settings_changed(autograd_settings(), donated_buffer=False),
+        versions_tried_in_order(),
+        in_our_cache(),
+    ):
+        yield
 
 
 def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
@@ -103,7 +99,7 @@ def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
             mode=None if mode in ("regional", "default") else mode,
             dynamic=False if len(shapes) > 1 else None,
         )
-        set_training_call(subject, target, getattr(target, ATTRIBUTE), target._call_impl)
+        set_training_call(subject, target, getattr(target, COMPILED_CALL), plain_call(target))
 
     def undo(module: Any) -> None:
         for target in repeated_blocks(module) if mode == "regional" else [module]:
@@ -120,12 +116,12 @@ def compile_in_place(module: Any, **options: Any) -> None:
     if not type(module).__module__.startswith("torch.nn."):
         module.compile(**options)
         return
-    inside = module._call_impl
+    inside = plain_call(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return inside(*args, **kwargs)
 
-    module._compiled_call_impl = torch.compile(call, **options)
+    set_call(module, torch.compile(call, **options))
 
 
 def repeated_blocks(module: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flatout.errors import ScriptError
+from flatout.replaced import overlaid
 
 _SLOT: Any = torch.Tensor.grad
 """torch's own attribute."""
@@ -94,12 +95,8 @@ class ConsumedGradients:
             self._forget(id(parameter))
 
         ours = property(read, write, delete)
-        torch.nn.Parameter.grad = ours  # type: ignore[assignment]
-        try:
+        with overlaid(torch.nn.Parameter, "grad", ours):
             yield
-        finally:
-            if vars(torch.nn.Parameter).get("grad") is ours:
-                del torch.nn.Parameter.grad
 
     # what becomes of them
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 from flatout.environment import compiled_headers, cpp_compiler, headers_are_compiled
 from flatout.levers.observed import Observed
-from flatout.replaced import replaced
+from flatout.replaced import replaced, settings_changed
+from flatout.torch_private.compiler import HEADER_FOLDER, HEADER_LOCKS, codecache, cpp_builder, inductor_settings
 
 COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION, HEADERS_SECONDS = 6.0, 0.012, 8.0
 """What a first compilation takes, as a rule, on two cores, and what its headers take where they were never compiled on
@@ -38,19 +39,14 @@ def in_our_cache() -> Iterator[None]:
     Inductor takes a file that is there for a whole one. A process that is killed while its compiler writes would leave
     half of one, for every later run: so each gets its name when it is whole.
     """
-    from torch._inductor import codecache, cpp_builder
-    from torch._inductor import config as inductor
-
-    folder = str(compiled_headers())
-    before = inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR
-    if before[0] is None and platform.machine() in ("x86_64", "AMD64"):
-        inductor.cpp.vec_isa_ok = True
-    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = folder, os.path.join(folder, "locks")
-    try:
-        with replaced(cpp_builder, "run_compile_cmd", _named_when_whole):
-            yield
-    finally:
-        inductor.cpp.vec_isa_ok, codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = before
+    folder, cpp = str(compiled_headers()), inductor_settings().cpp
+    known = cpp.vec_isa_ok is None and platform.machine() in ("x86_64", "AMD64")
+    with (
+        settings_changed(cpp, vec_isa_ok=True if known else cpp.vec_isa_ok),
+        settings_changed(codecache(), **{HEADER_FOLDER: folder, HEADER_LOCKS: os.path.join(folder, "locks")}),
+        replaced(cpp_builder(), "run_compile_cmd", _named_when_whole),
+    ):
+        yield
 
 
 def _named_when_whole(run: Callable[[str, str], None]) -> Callable[[str, str], None]:

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 
 from flatout.errors import MachineError
+from flatout.replaced import overlaid
+from flatout.torch_private.attributes import IS_REPLICA
+from flatout.torch_private.dispatch import without_torch_function
+from flatout.torch_private.tensors import storage_identity, storage_users, tensor_users
 
 _SLOT: Any = torch.Tensor.grad
 """torch's own attribute."""
 _get, _put, _drop = _SLOT.__get__, _SLOT.__set__, _SLOT.__delete__
 _strided, _Tensor, _Parameter = torch.strided, torch.Tensor, torch.nn.Parameter
-_count_references, _count_memory = sys.getrefcount, torch._C._storage_Use_Count
+_count_references = sys.getrefcount
 
 Owners = tuple[int, int, int, int]
 """How many hold a gradient and its memory, each in Python and in torch, who asks included."""
@@ -57,7 +61,7 @@ class FreedGradients:
 
     def of_module(self, original: Any) -> Any:
         def zero_grad(module: Any, set_to_none: bool = True) -> None:
-            if set_to_none or not _is_plain() or getattr(module, "_is_replica", False):
+            if set_to_none or not _is_plain() or getattr(module, IS_REPLICA, False):
                 original(module, set_to_none)
             else:
                 self._free(module.parameters())
@@ -94,14 +98,12 @@ class FreedGradients:
             waiting.pop(id(parameter), None)
 
         ours = property(read, write, delete)
-        torch.nn.Parameter.grad = ours  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for parameter in self._those_waiting():
-                self._settle(parameter)
-            if vars(torch.nn.Parameter).get("grad") is ours:
-                del torch.nn.Parameter.grad
+        with overlaid(torch.nn.Parameter, "grad", ours):
+            try:
+                yield
+            finally:
+                for parameter in self._those_waiting():
+                    self._settle(parameter)
 
     # what becomes of gradients
 
@@ -133,7 +135,7 @@ class FreedGradients:
             return
         if _owners(parameter) in self._alone:
             return
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             gradient = _get(parameter)
             if gradient is None:
                 _put(parameter, _zeros(parameter))
@@ -168,7 +170,7 @@ def _owners(parameter: Any) -> Owners | None:
     ):
         return None
     memory = gradient.untyped_storage()
-    in_torch = gradient._use_count(), _count_memory(memory._cdata)  # type: ignore[attr-defined]
+    in_torch = tensor_users(gradient), storage_users(storage_identity(memory))
     return _count_references(gradient), _count_references(memory), *in_torch
 
 

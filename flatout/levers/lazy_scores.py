@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatout.errors import ScriptError, UsageError
 from flatout.kernels.linear_cross_entropy import linear_cross_entropy
 from flatout.levers.score_moves import MOVING, DoesMore, log_softmax, shape_alone
 from flatout.memory.fake_run import is_fake
+from flatout.torch_private.dispatch import tree_leaves, tree_map_only, without_subclass_torch_function
+from flatout.torch_private.tensors import grad_slot, is_view, storage_identity, unsafe_view, wrapper_without_memory
 
 LINEAR = functional.linear
 """torch's own, whatever stands in its place later."""
@@ -98,7 +99,7 @@ class Source:
         with torch.no_grad(), self.precision():
             rows = LINEAR(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias)
             # Not a view to autograd: of a Function's result that is one, nothing could be changed in place.
-            shaped: Tensor = torch.ops.aten._unsafe_view.default(rows, (*self.hidden.shape[:-1], self.classes))
+            shaped: Tensor = unsafe_view(rows, (*self.hidden.shape[:-1], self.classes))
         return shaped
 
     def check(self) -> None:
@@ -112,7 +113,7 @@ class Source:
 
     def _fingerprint(self) -> tuple[Any, ...]:
         tensors = [one for one in (self.hidden, self.weight, self.bias) if one is not None]
-        return tuple((one._version, one.untyped_storage()._cdata) for one in tensors)
+        return tuple((one._version, storage_identity(one.untyped_storage())) for one in tensors)
 
 
 def is_plain(tensor: Any) -> bool:
@@ -129,7 +130,7 @@ class LazyScores(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_torch_function():
                 return func(*args, **kwargs)
         if func in _LOSSES:
             loss = _LOSSES[func](*args, **kwargs)
@@ -281,7 +282,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _without_memory(like: Tensor, device: torch.device) -> Tensor:
-    made: Tensor = torch.Tensor._make_wrapper_subclass(LazyScores, like.shape, dtype=like.dtype, device=device)
+    made: Tensor = wrapper_without_memory(LazyScores, like.shape, dtype=like.dtype, device=device)
     return made
 
 
@@ -291,7 +292,7 @@ class _Form(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, stand: Tensor, place: Place, by: str) -> Tensor:
         scores = place.plain(by)
-        return scores.clone() if scores._is_view() else scores
+        return scores.clone() if is_view(scores) else scores
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -356,7 +357,7 @@ def _by_scores(sources: list[Source], func: Any, args: Any, kwargs: Any) -> Any:
     for source in sources:
         source.by_scores = True
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_torch_function():
             return func(*args, **kwargs)
     finally:
         for source, was in zip(sources, before, strict=True):
@@ -435,7 +436,7 @@ def _detached(tensor: Tensor | None) -> Any:
 
 
 _T = torch.Tensor
-_GRADIENTS = {_T.retain_grad, _T.register_hook, vars(torch._C.TensorBase)["grad"].__get__}
+_GRADIENTS = {_T.retain_grad, _T.register_hook, grad_slot.__get__}
 """Questions about the gradient by the scores, which the script may ask once the loss has been formed. So is
 torch.autograd.grad, which names itself by what stands in its place at that moment: the watch, or the script."""
 _LOSSES = {functional.cross_entropy: _cross_entropy, functional.nll_loss: _negative_log_likelihood}

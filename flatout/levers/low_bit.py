@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flatout.errors import MachineError, UsageError
+from flatout.torch_private.compiler import compile_errors, not_counted
 
 LEAST_ELEMENTS = 4096
 BLOCK = 256
@@ -51,7 +52,7 @@ def low_bit_obstacle(optimizer: Any) -> str | None:
 
 
 def _is_large(parameter: Any) -> bool:
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from flatout.torch_private.dispatch import is_traceable_wrapper_subclass
 
     plain = parameter.dtype.is_floating_point and not is_traceable_wrapper_subclass(parameter)
     many = parameter.numel() >= LEAST_ELEMENTS and parameter.numel() % BLOCK == 0
@@ -289,24 +290,17 @@ def _as_long_as_a_kernel_holds_them(parameter: Any) -> None:
 @contextlib.contextmanager
 def _kernels_compile() -> Iterator[None]:
     """torchao's step calls torch.compile; say so where this machine cannot."""
-    import torch._dynamo.utils
-
-    frames = torch._dynamo.utils.counters["frames"]
-    before = dict(frames)
-    with warnings.catch_warnings():
+    with not_counted(), warnings.catch_warnings():  # counts tell whether a script compiles
         warnings.simplefilter("ignore")  # torch's own, of what compiling imports and caches
         try:
             yield
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+        except compile_errors() as error:
             words = " ".join(str(error).split("\n")[:2])
             raise MachineError(
                 f"optimizer_state is '8bit', and its kernel does not compile: {words}",
                 limit="torchao's step is compiled: it needs a C++ compiler on the CPU, Triton on CUDA",
                 remedy="install one, or drop optimizer_state",
             ) from error
-        finally:  # they tell whether a script compiles
-            frames.clear()
-            frames.update(before)
 
 
 @contextlib.contextmanager

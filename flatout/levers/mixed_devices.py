@@ -13,6 +13,7 @@ Copies are differentiable, so gradients cross over too. What fails on the CPU as
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from flatout.replaced import replaced
+from flatout.torch_private.attributes import PICKLED
+from flatout.torch_private.dispatch import current_function_mode, tree_leaves, tree_map_only
 
 TO_THE_HOST = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
 """What only makes sense of host memory."""
@@ -42,30 +46,29 @@ class MixedDevices(TorchFunctionMode):
         super().__init__()
         self.device, self.kind, self._tell = device, device.type, tell
         self._on = False
+        self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
         self._on = True
-        self._pickled = Tensor._reduce_ex_internal
-        Tensor._reduce_ex_internal = self._pickle_as_the_cpus  # type: ignore[method-assign]
+        self._undo.enter_context(replaced(Tensor, PICKLED, self._pickling_as_the_cpus))
         self.__enter__()
 
     def stop(self) -> None:
         """Under a mode that the script has entered since, it stays where it is and lets everything pass."""
         self._on = False
-        Tensor._reduce_ex_internal = self._pickled  # type: ignore[method-assign]
-        if torch.overrides._get_current_function_mode() is self:
+        self._undo.close()
+        if current_function_mode() is self:
             self.__exit__(None, None, None)
 
-    @property
-    def _pickle_as_the_cpus(self) -> Any:
+    def _pickling_as_the_cpus(self, pickled: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], Any]:
         """Where `torch.save` and `pickle` take a tensor apart, past all modes: a saved one is the CPU's, as the script
         would have saved it."""
-        pickled, kind = self._pickled, self.kind
+        kind = self.kind
 
-        def _reduce_ex_internal(tensor: Tensor, protocol: Any) -> Any:
+        def as_the_cpus(tensor: Tensor, protocol: Any) -> Any:
             return pickled(tensor.cpu() if tensor.device.type == kind else tensor, protocol)
 
-        return _reduce_ex_internal
+        return as_the_cpus
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,7 +2,7 @@
 
 torch keeps a module's compiled call in an attribute of the instance that its `__call__` asks for first. That is the one
 place where an instance's call can be replaced without changing its type, its state dict, or what a deep copy of it
-calls. It is private to torch; this file and `activation_checkpointing` are its only users, and tests watch it.
+calls.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flatout.levers.subject import Subject
+from flatout.replaced import settings_changed
+from flatout.torch_private.attributes import COMPILED_CALL, plain_call
+from flatout.torch_private.compiler import dynamo_settings
 
-ATTRIBUTE = "_compiled_call_impl"
 RECOMPILE_LIMIT = 64
 """Versions of one function: blocks of several shapes, last batches, evaluation. Past torch's 8 it runs untraced."""
 
@@ -22,8 +24,8 @@ RECOMPILE_LIMIT = 64
 def calls_wrapped(model: Any, wrapper: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[list[int]]:
     """Put `wrapper(model, call)` around each call of `model`; yields a list that grows by one at each."""
     calls: list[int] = []
-    before = getattr(model, ATTRIBUTE)
-    call = before or model._call_impl
+    before = getattr(model, COMPILED_CALL)
+    call = before or plain_call(model)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -52,18 +54,14 @@ def set_training_call(subject: Subject, module: Any, call: Any, plain: Any) -> N
 
 def set_call(module: Any, call: Any) -> None:
     """Have `module(...)` run `call`; None: what the module's class says."""
-    module.__dict__[ATTRIBUTE] = call
+    module.__dict__[COMPILED_CALL] = call
 
 
 @contextlib.contextmanager
 def versions_allowed() -> Iterator[None]:
     """Let torch trace a function for as many shapes and modes as a training loop may have, and anew where hooks come
     or go: its default is to ignore a hook that was not there at first."""
-    from torch._dynamo import config
-
-    before = config.recompile_limit, config.skip_nnmodule_hook_guards
-    config.recompile_limit, config.skip_nnmodule_hook_guards = max(before[0], RECOMPILE_LIMIT), False
-    try:
+    settings = dynamo_settings()
+    limit = max(settings.recompile_limit, RECOMPILE_LIMIT)
+    with settings_changed(settings, recompile_limit=limit, skip_nnmodule_hook_guards=False):
         yield
-    finally:
-        config.recompile_limit, config.skip_nnmodule_hook_guards = before

@@ -7,17 +7,17 @@ in forward.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
+
+from flatout.torch_private.compiler import fx_trace_is_under_way
+from flatout.torch_private.late import dispatch
 
 
 def is_plain_training() -> bool:
     """Is an ordinary forward under way that will be differentiated? Not inside a backward pass; not under torch.func,
     and not while the call is being traced."""
-    import torch
-
-    return torch._C._current_graph_task_id() == -1 and _is_differentiated()
+    return bool(dispatch().current_graph_task() == -1) and _is_differentiated()
 
 
 def is_recomputation() -> bool:
@@ -26,35 +26,27 @@ def is_recomputation() -> bool:
     So does `torch.utils.checkpoint` with use_reentrant=False. The other kind, and functions with a backward of their
     own, ran their forward without gradients, as plain calls, and call them again as such.
     """
-    import torch
-
-    return torch._C._current_graph_task_id() != -1 and _saves_for("_recomputation_hook") and _is_differentiated()
+    return dispatch().current_graph_task() != -1 and _saves_for("_recomputation_hook") and _is_differentiated()
 
 
 def _is_differentiated() -> bool:
     import torch
 
+    private = dispatch()
     return (
         torch.is_grad_enabled()
-        and torch._C._functorch.maybe_current_level() is None
-        and torch._C._get_tracing_state() is None
-        and not _is_fx_tracing()
+        and private.transform_level() is None
+        and private.jit_trace_under_way() is None
+        and not fx_trace_is_under_way()
     )
 
 
 def _saves_for(hook: str) -> bool:
     """Does `torch.utils.checkpoint` take what is now saved for backward, through the hook of this name?"""
-    import torch
-
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = dispatch().saved_tensor_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
         return False
     return bool(hooks[0].__qualname__.startswith(hook))
-
-
-def _is_fx_tracing() -> bool:
-    tracer = sys.modules.get("torch.fx._symbolic_trace")
-    return tracer is not None and tracer.is_fx_symbolic_tracing()
 
 
 class TrainingModes:

@@ -19,6 +19,7 @@ from flatout.levers.consumed_gradients import REMEDY, ConsumedGradients
 from flatout.levers.in_backward import UpdatesInBackward
 from flatout.levers.subject import Subject
 from flatout.signals import held_back
+from flatout.torch_private.attributes import STEP_IS_SCHEDULED
 
 _NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 BY_PARAMETER = tuple(getattr(torch.optim, name) for name in (*_NAMES, "Adafactor"))
@@ -117,7 +118,7 @@ def _optimizer_obstacle(optimizer: Any) -> str:
     if kind not in BY_PARAMETER:
         return f"{kind.__name__} is not known to update each parameter by itself"
     own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    if own is not None and not hasattr(own, STEP_IS_SCHEDULED):
         return "the script has replaced the optimizer's step"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
@@ -134,14 +135,9 @@ def _optimizer_obstacle(optimizer: Any) -> str:
 
 
 def _foreign_hooks(optimizer: Any) -> bool:
-    from torch.optim import optimizer as optimizers
+    from flatout.torch_private.modules import OPTIMIZER_POST_HOOKS, OPTIMIZER_PRE_HOOKS, step_hooks_of
 
-    hooks = (
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *optimizers._global_optimizer_pre_hooks.values(),
-        *optimizers._global_optimizer_post_hooks.values(),
-    )
+    hooks = (*step_hooks_of(optimizer), *OPTIMIZER_PRE_HOOKS.values(), *OPTIMIZER_POST_HOOKS.values())
     return any(not (getattr(one, "__module__", None) or "").startswith("flatout.") for one in hooks)
 
 

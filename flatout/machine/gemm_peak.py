@@ -51,6 +51,8 @@ def _time_product(size: int, dtype: str, device: str, seconds: float) -> Measure
 def _product(size: int, dtype: str, device: str) -> Callable[[], Any]:
     import torch
 
+    from flatout.torch_private.tensors import int_mm
+
     generator = torch.Generator(device=device).manual_seed(0)
     if dtype == "int8":
         a, b = (
@@ -58,7 +60,7 @@ def _product(size: int, dtype: str, device: str) -> Callable[[], Any]:
         )
         # A GPU multiplies integers at full speed only where both are read along their rows (cuBLASLt's "TN").
         second = b.t() if device == "cuda" else b
-        return lambda: torch._int_mm(a, second)  # torch has no public product of integers
+        return lambda: int_mm(a, second)  # torch has no public product of integers
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
     # Random values: zeros draw less power, and a GPU below its power limit is faster than in real work.
     a, b = (torch.randn(size, size, device=device, generator=generator).to(kind) for _ in "ab")

@@ -5,7 +5,7 @@ inductor's decompositions split large operations into small ones. Of a graph, wh
 results of products, reductions and everything that another kernel reads whole, and what the graph returns. Element by
 element operations are computed where they are read. Each tensor lives until the last kernel that reads it.
 
-The one adapter to torch's private compiler interfaces for memory. Fusion is inductor's own in the end: what it fuses
+Fusion is inductor's own in the end: what it fuses
 more or less than these rules is in the stated uncertainty.
 """
 
@@ -13,22 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._inductor.lowering  # some of its decompositions look there
 from torch import Tensor
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx.node import map_arg
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatout.memory.tracking import unseen
-
-Run = Callable[[list[Any]], Any]
+from flatout.replaced import settings_changed
+from flatout.torch_private.ahead_of_time import (
+    aot_function,
+    boxed,
+    min_cut_rematerialization_partition,
+    reparametrized,
+    select_decomp_table,
+)
+from flatout.torch_private.attributes import COMPILING_FLAG, plain_call
+from flatout.torch_private.dispatch import tree_leaves, tree_map_only
 
 
 def _named(words: str) -> frozenset[str]:
@@ -60,7 +62,7 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._module._call_impl(*args, **kwargs)
+            return plain_call(self._module)(*args, **kwargs)
         named = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         key = tuple((one.shape, one.dtype) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
         if key not in self._made:
@@ -77,30 +79,19 @@ class CompiledCall:
         return self._made[key](named, *args, **kwargs)
 
     def _plainly(self, named: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        with _reparametrize_module(self._module, named, tie_weights=True), _as_while_compiling():
-            return self._module._call_impl(*args, **kwargs)
+        with reparametrized(self._module, named, tie_weights=True), _as_while_compiling():
+            return plain_call(self._module)(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _as_while_compiling() -> Iterator[None]:
     """Code that asks torch.compiler.is_compiling() is to take the course that it takes under torch.compile."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
+    with settings_changed(torch.compiler, **{COMPILING_FLAG: True}):
         yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 def _compiler(gm: Any, example_inputs: Any) -> Any:
-    return _boxed(_Kernels(gm.graph).run)
-
-
-def _boxed(run: Run) -> Any:
-    """AOT autograd hands over the only reference to the inputs then, so that they can be freed one by one."""
-    run_of: Any = lambda args: run(args)  # noqa: E731
-    run_of._boxed_call = True
-    return run_of
+    return boxed(_Kernels(gm.graph).run)
 
 
 class _Kernels:

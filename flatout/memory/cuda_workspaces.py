@@ -18,6 +18,7 @@ from flatout.environment import cublas_workspace_config
 from flatout.memory.allocator_settings import MIN_BLOCK_BYTES
 from flatout.memory.cuda_reductions import reduction_buffer_bytes, threads_of_a_multiprocessor
 from flatout.memory.workspace import Workspace
+from flatout.torch_private.attributes import name_in_schema
 
 Sums = tuple[Tensor, set[int], int]
 """A tensor, the dimensions that are summed, bytes of one partial sum."""
@@ -57,7 +58,7 @@ def cuda_workspaces(
     threads_each = threads_of_a_multiprocessor(capability) if capability is not None else 0
 
     def workspace(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
-        name = operation._schema.name
+        name = name_in_schema(operation)
         if name in PRODUCTS:
             with_bias = {"cuBLASLt": WORKSPACE_WITH_BIAS_BYTES} if _with_bias(name, args) else {}
             if kept:

@@ -1,6 +1,6 @@
 """Run training steps on fake tensors: shapes, dtypes and lifetimes are real, the numbers and their memory are not.
 
-The one adapter to torch's private fake-tensor machinery. Copies of a model, its optimizer and a batch are made without
+Copies of a model, its optimizer and a batch are made without
 their memory; what a step does to the copies, it does to nothing else.
 """
 
@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn import functional
+from torch.optim import optimizer as optimizers
+
+from flatout.replaced import replaced
+from flatout.torch_private.dispatch import TorchDispatchMode
+from flatout.torch_private.fake_tensors import (
+    LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
@@ -22,10 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn import functional
-from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import TorchDispatchMode
+from flatout.torch_private.tensors import efficient_attention, read_as_number
 
 DEPENDS_ON_DATA: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -82,7 +86,7 @@ def generators_in(objects: Any) -> Iterator[torch.Generator]:
 @contextlib.contextmanager
 def torch_keeps_quiet() -> Iterator[None]:
     """Torch logs a traceback of its own for every operation that fails on fake tensors; the error says it better."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(LOGGER)
     before = logger.disabled
     logger.disabled = True
     try:
@@ -136,7 +140,7 @@ class ValuesForOptimizers(TorchDispatchMode):
         self._steps += change
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._steps and func is torch.ops.aten._local_scalar_dense.default:
+        if self._steps and func is read_as_number:
             dtype = args[0].dtype
             return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
         return func(*args, **(kwargs or {}))
@@ -148,13 +152,11 @@ def operations_as_on_cuda() -> Iterator[None]:
 
     Dropout keeps a mask of one byte an element, not of four; attention keeps one number a row, not the scores.
     """
-    before = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout = _dropout
-    functional.scaled_dot_product_attention = _attention
-    try:
+    with (
+        replaced(functional, "dropout", lambda _: _dropout),
+        replaced(functional, "scaled_dot_product_attention", lambda _: _attention),
+    ):
         yield
-    finally:
-        functional.dropout, functional.scaled_dot_product_attention = before
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -185,7 +187,5 @@ def _attention(
     query, key, value = (one.reshape(-1, *one.shape[-3:]) for one in (query, key, value))
     if query.dim() == 3:
         query, key, value = (one.unsqueeze(0) for one in (query, key, value))
-    out = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-    )[0]
+    out = efficient_attention(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
     return out.reshape(*lead, *out.shape[-3:])

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flatout.memory.tracking import identity
+from flatout.torch_private.dispatch import disable_current_modes, next_node_number, node_number
 
 MOST_NODES = 200_000
 _NO_NUMBER = 1 << 63
@@ -35,7 +34,7 @@ class Graph:
 
 def newest_number() -> int:
     """The sequence number that the next node will have."""
-    return int(torch.autograd._get_sequence_nr())
+    return next_node_number()
 
 
 def live_tensors() -> list[Tensor]:
@@ -45,7 +44,7 @@ def live_tensors() -> list[Tensor]:
 
 def graphs_of(tensors: Sequence[Tensor], since: int) -> list[Graph]:
     """The graphs of tensors that have one; nodes older than `since` are not followed."""
-    with _disable_current_modes():
+    with disable_current_modes():
         roots = [one for one in tensors if one.grad_fn is not None]
         budget = [MOST_NODES]
         return [_graph(root, since, budget) for root in roots]
@@ -53,7 +52,7 @@ def graphs_of(tensors: Sequence[Tensor], since: int) -> list[Graph]:
 
 def saved_tensors_of(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(node's kind, tensor) for what the graphs of these tensors saved and no backward pass has freed."""
-    with _disable_current_modes():
+    with disable_current_modes():
         seen: set[Any] = set()
         todo: list[Any] = [one.grad_fn for one in tensors if one.grad_fn is not None]
         while todo and len(seen) < MOST_NODES:
@@ -74,7 +73,7 @@ def _graph(root: Tensor, since: int, budget: list[int]) -> Graph:
         node = todo.pop()
         if node is None or node in seen:
             continue
-        number = node._sequence_nr()
+        number = node_number(node)
         if number < since or number >= _NO_NUMBER:
             continue
         seen[node] = None

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from flatout.memory.onednn_workspaces import (
     convolution,
@@ -26,6 +25,8 @@ from flatout.memory.onednn_workspaces import (
     product,
 )
 from flatout.memory.workspace import Workspace
+from flatout.torch_private.attributes import name_in_schema
+from flatout.torch_private.dispatch import tree_leaves
 
 Rule = Callable[[Any, Any], Workspace | None]
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -33,7 +34,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 def cpu_workspace(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
     """What `operation` (of torch.ops.aten, as a dispatch mode is given it) holds beside its results; None: nothing."""
-    rule = _RULES.get(operation._schema.name)
+    rule = _RULES.get(name_in_schema(operation))
     if rule is not None:
         return rule(args, out)
     if torch.Tag.pointwise in operation.tags:

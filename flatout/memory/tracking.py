@@ -27,15 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
-from torch.utils._pytree import tree_leaves
 
 from flatout.memory.timeline import Allocation, Category, Phase, Timeline
 from flatout.memory.workspace import Workspace
+from flatout.torch_private.dispatch import (
+    TorchDispatchMode,
+    current_graph_task,
+    current_node,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+    next_node_number,
+    node_number,
+    tree_leaves,
+)
+from flatout.torch_private.tensors import sparse_indices, sparse_values, storage_identity
 
 WorkspaceOf = Callable[[Any, Any, Any, Any], Workspace | None]
 """(operation, its arguments, its keywords, its results) -> what its kernel holds beside them."""
@@ -206,7 +211,7 @@ class Tracker:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, oneDNN's own layout: no storage to be seen
             return None
-        key, shown = storage._cdata, storage.nbytes()
+        key, shown = storage_identity(storage), storage.nbytes()
         known = self._alive.get(key)
         if known is not None:
             index = known[0]
@@ -277,18 +282,18 @@ class Tracker:
         if not operation:
             return "before", "", ""
         if self._phase == "backward":
-            return ("backward", *self._forward_origin(torch._C._current_autograd_node()))
+            return ("backward", *self._forward_origin(current_node()))
         return self._phase, self._module(), self._users_line()
 
     def operation_starts(self) -> None:
         """Note the phase, and in a forward which autograd nodes come from where."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             self._enter_phase("backward")
             return
         self._enter_phase("optimizer" if self._in_optimizer else "forward")
         if self._in_optimizer or not torch.is_grad_enabled():
             return
-        number = torch.autograd._get_sequence_nr()
+        number = next_node_number()
         if number == self._newest_number:
             return  # this operation made no node: the newest is another line's
         self._newest_number = number
@@ -300,7 +305,7 @@ class Tracker:
         """Module and line of the forward operation that this backward node belongs to."""
         if node is None or not self._origins:
             return "", ""
-        at = bisect_right(self._origins, node._sequence_nr(), key=lambda entry: entry[0]) - 1
+        at = bisect_right(self._origins, node_number(node), key=lambda entry: entry[0]) - 1
         return self._origins[at][1:] if at >= 0 else ("", "")
 
     def _module(self) -> str:
@@ -356,7 +361,7 @@ class _Mode(TorchDispatchMode):
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
     """Around code that no tracker, and no other mode of torch's dispatcher, can follow: compiled kernels."""
-    manager: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    manager: contextlib.AbstractContextManager[Any] = disable_current_modes()
     return manager
 
 
@@ -367,7 +372,7 @@ def _device_of(*values: Any) -> str:
 def identity(tensor: Tensor) -> int:
     """That of its storage; 0 where there is none to be seen."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_identity(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
         return 0
 
@@ -375,8 +380,8 @@ def identity(tensor: Tensor) -> int:
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Those that hold the memory of a sparse or a wrapping tensor; else the tensor itself."""
     if tensor.layout in (torch.sparse_coo,):
-        yield tensor._indices()
-        yield tensor._values()
+        yield sparse_indices(tensor)
+        yield sparse_values(tensor)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         yield tensor.crow_indices()
         yield tensor.col_indices()

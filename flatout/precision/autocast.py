@@ -55,6 +55,8 @@ def loss_scaled_backward(
     state = {"scale": FIRST_SCALE, "good": 0}
 
     def wrapper(tensors: Any, run: Callable[[Any], Any]) -> Any:
+        from flatout.torch_private.tensors import foreach_mul_, foreach_norm
+
         parameters = _leaves(tensors, optimizers, modules)
         held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -62,9 +64,9 @@ def loss_scaled_backward(
         scale = state["scale"]
         result = run([t * scale for t in tensors] if isinstance(tensors, (list, tuple)) else tensors * scale)
         fresh = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        finite = all(bool(torch.isfinite(norm)) for norm in torch._foreach_norm(fresh)) if fresh else True
+        finite = all(bool(torch.isfinite(norm)) for norm in foreach_norm(fresh)) if fresh else True
         if finite:
-            torch._foreach_mul_(fresh, 1.0 / scale)
+            foreach_mul_(fresh, 1.0 / scale)
         for parameter, old in zip(parameters, held, strict=True):
             if not finite:
                 parameter.grad = old

@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from flatout.torch_private.late import dispatch
+
 
 def outputs_changed(result: Any, change: Callable[[Any], Any]) -> Any:
     """`result` with `change(tensor)` for each tensor in it; everything else as it is."""
     import torch
-    from torch.utils import _pytree as pytree
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -20,7 +21,7 @@ def outputs_changed(result: Any, change: Callable[[Any], Any]) -> Any:
             return _dataclass_changed(leaf, change)
         return leaf
 
-    return pytree.tree_map(convert, result)
+    return dispatch().tree_map(convert, result)
 
 
 def _dataclass_changed(result: Any, change: Callable[[Any], Any]) -> Any:

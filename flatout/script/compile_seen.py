@@ -3,16 +3,14 @@ compiled in place of the script's functions."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
+
+from flatout.torch_private.compiler import backend_was_made, frames_traced, pass_over_frames
 
 
 def compile_was_asked_for() -> bool:
     """Has the script called torch.compile, or had it trace anything? An optimizer alone imports it too."""
-    frames = sys.modules.get("torch._dynamo.utils")
-    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
-    traced = frames is not None and frames.counters["frames"]["total"] > 0
-    return traced or any(backend is not None for backend in backends.values())
+    return frames_traced() > 0 or backend_was_made()
 
 
 def never_compiled(*functions: Any) -> None:
@@ -21,8 +19,4 @@ def never_compiled(*functions: Any) -> None:
     A wrapper around all modules would otherwise be what is compiled: all of them would share the one cache of its code
     (torch gives up on the ninth), and stand in tracebacks without their own frames.
     """
-    import torch._C._dynamo.eval_frame as frames  # the part in C, which is loaded with torch
-
-    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    for function in functions:
-        frames.set_code_exec_strategy(function.__code__, skipped)
+    pass_over_frames(*(function.__code__ for function in functions))

@@ -20,6 +20,7 @@ from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
+from flatout.torch_private.attributes import COMPILED_CALL
 
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script has set the number by a variable, before torch was there."""
@@ -156,7 +157,7 @@ def _see_module(module: Any) -> ModuleSeen:
         repeated_block=type(blocks[0]).__name__ if len(blocks) > 1 else "",
         repeated_blocks=len(blocks),
         channels_last=any(_is_channels_last(m.weight) for m in convolutions),
-        compiled=module._compiled_call_impl is not None,
+        compiled=getattr(module, COMPILED_CALL) is not None,
         widest_output=widest_output(module),
         attention_by_hand=next((type(one).__name__ for one in attention_by_hand(module)), ""),
     )

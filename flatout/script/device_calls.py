@@ -80,9 +80,9 @@ class DeviceCalls:
 
 def device_name(subject: Subject) -> str:
     """'cpu' or 'cuda:0': where the weights are."""
-    import torch
+    from flatout.torch_private.dispatch import without_torch_function
 
-    with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+    with without_torch_function():  # a mode of the script's own must not see what we ask tensors
         for module in subject.modules:
             for parameter in module.parameters():
                 return str(parameter.device)

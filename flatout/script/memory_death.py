@@ -137,12 +137,14 @@ def _advice(
 
 def _take(tensors: Iterator[Any], seen: set[int]) -> int:
     """Bytes of storages that were not counted yet."""
+    from flatout.torch_private.tensors import storage_identity
+
     total = 0
     for tensor in tensors:
         storage = _storage(tensor)
-        if storage is None or storage._cdata in seen:
+        if storage is None or (identity := storage_identity(storage)) in seen:
             continue
-        seen.add(storage._cdata)
+        seen.add(identity)
         total += storage.nbytes()
     return total
 

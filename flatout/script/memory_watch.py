@@ -46,10 +46,10 @@ class MemoryWatch:
         self._child.on_torch([self._torch_imported])
 
     def _torch_imported(self, torch: ModuleType) -> None:
-        import torch.utils.data.dataloader
         from torch.nn.modules import module as modules
 
         from flatout.memory.tracking import Tracker
+        from flatout.torch_private.loading import BaseIterator
 
         self._tracker = Tracker(prefer=self._child.target.folder)
         self._tracker.step = -1  # what a script makes before it trains belongs to no step
@@ -58,7 +58,7 @@ class MemoryWatch:
         self.watch.install(torch)
         modules.register_module_forward_pre_hook(self._module_starts)
         modules.register_module_forward_hook(self._module_ends, always_call=True)
-        self._patches.replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
+        self._patches.replace(BaseIterator, "__next__", self._wrap_next)
         os.register_at_fork(after_in_child=self._leave_child)
 
     def ended(self) -> Answer:
@@ -138,7 +138,8 @@ class MemoryWatch:
     def _name_inputs(self, values: Any) -> None:
         """What has no history of its own: a hidden state that comes back as an input is the model's."""
         from torch import Tensor
-        from torch.utils._pytree import tree_leaves
+
+        from flatout.torch_private.dispatch import tree_leaves
 
         known = self._tracker.alive_by_storage()
         for one in tree_leaves(values):

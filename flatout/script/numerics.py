@@ -160,11 +160,13 @@ class NumericsRecorder:
     def _take_gradients(self, parameters: list[Any]) -> None:
         import torch
 
+        from flatout.torch_private.tensors import foreach_norm
+
         found = [self._early.get(id(p), p.grad) for p in parameters]
         gradients = [gradient.detach() for gradient in found if gradient is not None]
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         if gradients:
-            norms = torch._foreach_norm([g.float() for g in gradients])
+            norms = foreach_norm([g.float() for g in gradients])
             self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
 
 

@@ -6,12 +6,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-
 from flatout.data.nested import tensors_in
 from flatout.memory.tracking import Tracker
 from flatout.script.step_memory import MemorySample
+from flatout.torch_private.dispatch import ListeningMode, current_dispatch_mode, without_torch_function
 from flatout.train.flops import OperationCount
 
 
@@ -28,7 +26,7 @@ class StepListener:
         return self.count.flops
 
     def others_listen(self) -> bool:
-        return _get_current_dispatch_mode() is not None
+        return current_dispatch_mode() is not None
 
     def hold(self, tensors: Iterable[Any]) -> None:
         """Count tensors that no operation made while we listened."""
@@ -62,20 +60,16 @@ class StepListener:
             yield
             return
         try:
-            with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+            with without_torch_function():  # a mode of the script's own must not see what we ask tensors
                 yield
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(ListeningMode):
     def __init__(self, listener: StepListener, backward: bool) -> None:
         super().__init__()
         self._listener, self._backward = listener, backward
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

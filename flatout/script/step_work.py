@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.levers.observed import StepWork
+from flatout.torch_private.dispatch import ListeningMode, without_torch_function
 from flatout.train.flops import count_step
 
 MOST_VALUES = 1 << 16
@@ -42,19 +42,15 @@ def follow_step() -> Callable[[], StepWork]:
     return finish
 
 
-class _WorkMode(TorchDispatchMode):
+class _WorkMode(ListeningMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.looked_at = self.denormal = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.operations += 1
-        with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+        with without_torch_function():  # a mode of the script's own must not see what we ask tensors
             for tensor in _tensors_among(args):
                 self._look_at(tensor)
             for tensor in _tensors_among(out):

@@ -38,12 +38,13 @@ from flatout.script.spans import OpenRow, Span, Spans, StepRow, Timeline
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
+from flatout.torch_private.attributes import LOADER_ITERATOR
+from flatout.torch_private.compiler import DYNAMO, frames_traced
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
     from flatout.script.step_look import Look
 
-DYNAMO = "torch._dynamo"
 STEPS_WITH_CLOSER_LOOK = 3
 OTHERS_THAT_WAKE = 64
 
@@ -115,7 +116,8 @@ class Watch:
     def install(self, torch: ModuleType) -> None:
         """Patch torch's entry points. Call it right after torch has been imported."""
         import torch.utils.data
-        from torch.optim import optimizer as optimizers
+
+        from flatout.torch_private.modules import OPTIMIZER_POST_HOOKS, OPTIMIZER_PRE_HOOKS
 
         self.enabled = True
         self._compiling = torch.compiler.is_compiling
@@ -123,8 +125,8 @@ class Watch:
         self._autocast_enabled = torch.is_autocast_enabled
         # Of torch's two questions the one that reads nothing: this is asked in every step.
         self._passing = PassedSteps(self._optimizer_ends, torch.compiler.is_dynamo_compiling)
-        self._step_ends = StepHook(optimizers._global_optimizer_post_hooks, self._passing.hook)
-        self._step_starts = StepHook(optimizers._global_optimizer_pre_hooks, self._optimizer_starts)
+        self._step_ends = StepHook(OPTIMIZER_POST_HOOKS, self._passing.hook)
+        self._step_starts = StepHook(OPTIMIZER_PRE_HOOKS, self._optimizer_starts)
         self._step_ends.add()
         os.register_at_fork(after_in_child=self.disable)
         self._lasting_patches.replace(torch.utils.data.DataLoader, "__iter__", self._wrap_loader_iter)
@@ -142,7 +144,8 @@ class Watch:
     def _patch(self) -> None:
         """Everything but the hook that counts steps and what is called once an epoch."""
         import torch
-        from torch.utils.data import dataloader
+
+        from flatout.torch_private.loading import BaseIterator
 
         assert self._step_starts is not None
         self._step_starts.add()
@@ -152,7 +155,7 @@ class Watch:
         self._patches.replace(torch.amp.grad_scaler.GradScaler, "scale", noting(self._note_scale))
         for owner in (torch.optim.Optimizer, torch.nn.Module):
             self._patches.replace(owner, "zero_grad", noting(self._note_zero_grad))
-        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
+        self._patches.replace(BaseIterator, "__next__", self._wrap_next)
 
     def uninstall(self) -> None:
         self.disable()
@@ -390,8 +393,7 @@ class Watch:
     @property
     def saw_compile(self) -> bool:
         """Has the script, or a lever, had torch.compile trace anything?"""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+        return frames_traced() > 0
 
     def _see_module(self, module: Any) -> None:
         if module in self.subject.modules or module in self._without_weights:
@@ -424,7 +426,7 @@ class Watch:
                 raise
             if not here:
                 return iterator
-            kept = getattr(loader, "_iterator", None) is iterator
+            kept = getattr(loader, LOADER_ITERATOR, None) is iterator
             self._loader_of[iterator] = (weakref.ref(loader), None if kept else loader)
             if loader in self.subject.loaders:
                 self.count_passed()
@@ -471,10 +473,10 @@ class Watch:
 
 
 def _has_weights(module: Any) -> bool:
-    import torch
+    from flatout.torch_private.dispatch import without_torch_function
 
     try:
-        with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+        with without_torch_function():  # a mode of the script's own must not see what we ask tensors
             return any(parameter.requires_grad for parameter in module.parameters())
     except Exception:  # a script's module may answer in any way, and is called all the same
         return False

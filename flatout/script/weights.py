@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from flatout.torch_private.late import dispatch
+
 WATCHED_LEAVES = 3
 WATCHED_ELEMENTS = 64
 GRAPH_LIMIT = 20_000
@@ -52,10 +54,9 @@ class WeightProbe:
 
     def _guarded(self, look: Callable[[], bool]) -> bool:
         """Out of sight of the script's own modes; what kind of tensor cannot be looked at is not looked at again."""
-        import torch
-
+        switches = dispatch()
         try:
-            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            with switches.without_torch_dispatch(), switches.without_torch_function():
                 return look()
         except Exception:  # a script's tensors may refuse anything
             self._failed = True

@@ -180,8 +180,9 @@ def _unread_kernels(training: Training) -> bool:
     import torch
 
     from flatout.memory.onednn_workspaces import rules_were_read_for
+    from flatout.torch_private.modules import Convolution
 
-    kinds = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)
+    kinds = (Convolution, torch.nn.RNNBase)
     dtypes = {p.dtype for part in training.model.modules() if isinstance(part, kinds) for p in part.parameters()}
     if training.plan.precision in ("bf16", "fp16") and dtypes:
         dtypes.add(torch.bfloat16)
@@ -189,14 +190,17 @@ def _unread_kernels(training: Training) -> bool:
 
 
 def _has_wide_depthwise(model: Any) -> bool:
-    import torch
 
-    convolutions = (one for one in model.modules() if isinstance(one, torch.nn.modules.conv._ConvNd))
+    from flatout.torch_private.modules import Convolution
+
+    convolutions = (one for one in model.modules() if isinstance(one, Convolution))
     return any(one.groups == one.in_channels > 1 and max(one.kernel_size) > 3 for one in convolutions)
 
 
 def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[str]:
     import torch
+
+    from flatout.torch_private.modules import Convolution
 
     found = []
     kinds = [type(one) for one in training.model.modules()]
@@ -208,7 +212,7 @@ def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[
         found.append("the CUDA context (some hundred MiB) and NCCL's buffers")
         if target.multiprocessors is None:
             found.append("buffers of column sums (bias gradients), up to 100 MiB: name the GPU, such as 'rtx-4090'")
-        if any(issubclass(kind, torch.nn.modules.conv._ConvNd) for kind in kinds):
+        if any(issubclass(kind, Convolution) for kind in kinds):
             found.append("cuDNN's workspaces for convolutions")
         if any(issubclass(kind, torch.nn.RNNBase) for kind in kinds):
             found.append("what cuDNN's recurrent layers keep for the backward pass")

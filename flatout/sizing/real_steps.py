@@ -22,6 +22,7 @@ from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, WorkspaceOf
 from flatout.sizing.training import Training, carried_out, follow_steps, never_captured
+from flatout.torch_private.tensors import clear_cublas_workspaces
 from flatout.train.placement import join_recurrent_weights
 
 UNCERTAINTY_EXTENDED = 0.15
@@ -129,7 +130,7 @@ class _AllocatorPeak:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Those of earlier products are taken anew, so that they are on both sides: in the timeline and in this peak.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         torch.cuda.reset_peak_memory_stats(device)
         self._before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 

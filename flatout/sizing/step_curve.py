@@ -20,11 +20,11 @@ from flatout.arguments import as_bytes, as_seconds, as_whole_number
 from flatout.data.nested import map_tensors, repeat_batch, tensors_in
 from flatout.errors import UsageError, describe_error
 from flatout.generators import generators_kept, seed_generators
-from flatout.levers.model_call import ATTRIBUTE
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.memory.real_run import LimitedRun
 from flatout.plan import Plan
+from flatout.replaced import settings_changed
 from flatout.script.device_calls import device_of
 from flatout.sizing.curve import SHARE, BatchCurve, find_knee
 from flatout.sizing.forecasting import forecast_training
@@ -32,6 +32,8 @@ from flatout.sizing.measuring import Prepared, Range, SizeFails, TooLarge, measu
 from flatout.sizing.target import available_bytes, find_target
 from flatout.sizing.training import Training, tell_terminal
 from flatout.statistics import median
+from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
+from flatout.torch_private.compiler import dynamo_settings
 from flatout.train.ranks import ranks_of
 from flatout.train.split import release
 from flatout.train.step import TrainStep
@@ -264,14 +266,8 @@ def _one_version_a_size(plan: Plan) -> Iterator[None]:
     if plan.compile is None:
         yield
         return
-    from torch._dynamo import config
-
-    before = config.automatic_dynamic_shapes
-    config.automatic_dynamic_shapes = False
-    try:
+    with settings_changed(dynamo_settings(), automatic_dynamic_shapes=False):
         yield
-    finally:
-        config.automatic_dynamic_shapes = before
 
 
 def _checked(
@@ -311,8 +307,8 @@ def _check_step(step: TrainStep) -> None:
             f"the model is on {str(device)!r}", limit="memory is known on the CPU and on CUDA", remedy="move it there"
         )
     ours = step.plan.compile is not None or step.plan.activation_checkpointing is not None
-    compiled = not ours and any(getattr(one, ATTRIBUTE) is not None for one in step.model.modules())
-    if compiled or hasattr(step.model, "_orig_mod"):
+    compiled = not ours and any(getattr(one, COMPILED_CALL) is not None for one in step.model.modules())
+    if compiled or hasattr(step.model, ORIGINAL_MODULE):
         raise UsageError(
             "the model is compiled already",
             limit="a copy of it would run uncompiled",

@@ -18,9 +18,9 @@ from flatout.arguments import as_instance, as_whole_number
 from flatout.data.nested import batch_length, tensors_in
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
-from flatout.levers.model_call import ATTRIBUTE
 from flatout.plan import Plan
 from flatout.plan_choices import declared
+from flatout.torch_private.attributes import CAPTURE_WAS_WARNED_OF, COMPILED_CALL
 from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
 
@@ -67,7 +67,7 @@ class Training:
     def on_copies(self, model: Any, optimizer: Any, loss_fn: LossFn, batch: Any, samples: int) -> Training:
         """The same of copies of its parts."""
         for module in model.modules():  # a class may copy its instances in its own way, replaced calls included
-            module.__dict__.pop(ATTRIBUTE, None)
+            module.__dict__.pop(COMPILED_CALL, None)
         return replace(self, model=model, optimizer=optimizer, loss_fn=loss_fn, batch=batch, samples=samples)
 
     def make_step(self) -> TrainStep:
@@ -120,7 +120,7 @@ def carried_out(plan: Plan) -> Plan:
 
 def never_captured(optimizer: Any) -> None:
     """Say so to a copied optimizer: torch forgets it in a copy, and asks Adafactor for a setting that it lacks."""
-    optimizer._warned_capturable_if_run_uncaptured = True
+    setattr(optimizer, CAPTURE_WAS_WARNED_OF, True)
 
 
 def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitStack) -> TrainStep:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flatout.torch_private.attributes import packet_of
+
 
 def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], float]:
     """Start counting; call the result where the step ends: it returns the operations.
@@ -42,7 +44,7 @@ class OperationCount:
 
     def add(self, operation: Any, args: Any, kwargs: Any, out: Any) -> None:
         """`operation`: an overload, as a dispatch mode is given it."""
-        formula = self._formulas.get(operation._overloadpacket)
+        formula = self._formulas.get(packet_of(operation))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
 

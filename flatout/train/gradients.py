@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any
 
 from flatout.errors import NumericsError, UsageError
+from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
 
 
 class GradientStep:
@@ -74,7 +75,7 @@ class GradientStep:
         self._skipped += bad.to(self._skipped.dtype)
         if self.nonfinite == "raise":
             self._remember(step, bad)
-        on_device = self.norm.device.type != "cpu" and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        on_device = self.norm.device.type != "cpu" and getattr(self.optimizer, TAKES_SCALE_IN_STEP, False)
         if on_device:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, bad
             try:

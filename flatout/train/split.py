@@ -14,9 +14,10 @@ from flatout.generators import set_generators, torch_generator_states
 
 def batch_coupled_layers(model: Any) -> list[str]:
     """Names of the layers in training mode whose output for one sample depends on the others of its batch."""
-    import torch
 
-    coupled = (torch.nn.modules.batchnorm._BatchNorm,)
+    from flatout.torch_private.modules import BatchNorm
+
+    coupled = (BatchNorm,)
     return [
         name or "the model" for name, layer in model.named_modules() if isinstance(layer, coupled) and layer.training
     ]

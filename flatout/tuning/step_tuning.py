@@ -25,6 +25,7 @@ from flatout.plan import Plan
 from flatout.plan_choices import Exactness
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
+from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
 from flatout.train.ranks import ranks_of
 from flatout.train.step import TrainStep
 from flatout.tuning.outcome import plan_of, search_and_prove
@@ -92,7 +93,7 @@ def _check(step: TrainStep) -> None:
             limit="each rank would search for itself, and wait for the others in every step",
             remedy="tune the model in one process, and give all ranks the plan",
         )
-    if step.model._compiled_call_impl is not None or hasattr(step.model, "_orig_mod"):
+    if getattr(step.model, COMPILED_CALL) is not None or hasattr(step.model, ORIGINAL_MODULE):
         raise UsageError(
             "the model is compiled already",
             limit="compiling is one of the things that are tried",

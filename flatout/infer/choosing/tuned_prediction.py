@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
@@ -25,6 +24,7 @@ from flatout.levers.observed import Observed
 from flatout.levers.threads import Threads
 from flatout.machine.description import Machine
 from flatout.plan import Plan
+from flatout.torch_private.modules import BatchNorm
 
 MOST_ITEMS = 4096
 """Of the sample: more are not read."""
@@ -99,7 +99,7 @@ class TunedPrediction:
         cuda = self.placed.device.type == "cuda"
         own = DTYPES.get(self.placed.result_dtype, "fp32")
         convolutions = any(isinstance(one, nn.Conv2d) for one in self.model.modules())
-        norms = any(isinstance(one, _BatchNorm) for one in self.model.modules())
+        norms = any(isinstance(one, BatchNorm) for one in self.model.modules())
         linears = any(type(one) is nn.Linear and one.weight.numel() >= LEAST_WEIGHTS for one in self.model.modules())
         found = [] if cuda else self._threads(machine)
         found += self._batches(cuda)

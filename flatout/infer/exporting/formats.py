@@ -26,6 +26,7 @@ from flatout.infer.exporting.fresh_inputs import Example
 from flatout.infer.exporting.plain_outputs import named_tensors
 from flatout.infer.exporting.report import Dynamic, Format
 from flatout.infer.exporting.trace import Traced
+from flatout.torch_private.compiler import load_aoti, write_aoti
 
 ONNX_BYTES_IN_ONE_FILE = 2**31 - 2**26
 """Weights above it stand in a second file: one ONNX file ends at 2 GiB, and the graph needs some of it."""
@@ -93,11 +94,11 @@ def _needs_compiler() -> None:
 
 
 def _write_aoti(job: Job, path: Path) -> None:
-    torch._inductor.aoti_compile_and_package(_program(job).program, package_path=str(path))
+    write_aoti(_program(job).program, str(path))
 
 
 def _load_aoti(job: Job, path: Path) -> Runner:
-    compiled = torch._inductor.aoti_load_package(str(path))
+    compiled = load_aoti(str(path))
     return lambda args, kwargs: compiled(*args, **kwargs)
 
 
@@ -208,9 +209,9 @@ def _load_executorch(job: Job, path: Path) -> Runner:
 
 
 def _write_torchscript(job: Job, path: Path) -> None:
-    from torch.utils import _pytree as pytree
+    from flatout.torch_private.dispatch import tree_leaves
 
-    constants = [leaf for leaf in pytree.tree_leaves((job.example.args, job.example.kwargs)) if not _is_tensor(leaf)]
+    constants = [leaf for leaf in tree_leaves((job.example.args, job.example.kwargs)) if not _is_tensor(leaf)]
     if any(leaf is not None for leaf in constants):
         limit = "TorchScript's trace takes tensors only"
         remedy = "use pt2, or fix the other inputs in a wrapper's forward"

@@ -17,6 +17,7 @@ from flatout.data.nested import map_tensors
 from flatout.infer.exporting.fresh_inputs import Example
 from flatout.infer.exporting.report import Dynamic, SizeRange
 from flatout.infer.exporting.trace import Traced, first_words
+from flatout.torch_private.attributes import EXPORT_GUARDS
 
 FURTHEST = 1 << 16
 """No larger size is asked for."""
@@ -56,7 +57,7 @@ class _Held(Exception):
 
 def _asks(traced: Traced, dynamic: Dynamic) -> Callable[[Mapping[str, int]], str]:
     module = traced.program.module()
-    guards: Any = getattr(module, "_guards_fn", None)  # torch's own name for them, seen in 2.13
+    guards: Any = getattr(module, EXPORT_GUARDS, None)
 
     def stop(*_: Any) -> None:
         raise _Held

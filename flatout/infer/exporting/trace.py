@@ -28,6 +28,7 @@ from flatout.errors import FlatoutError
 from flatout.infer.exporting.fresh_inputs import Example, with_sizes
 from flatout.infer.exporting.report import Dynamic, ExportFailure, NotExported
 from flatout.infer.user_lines import is_users, place, user_line
+from flatout.torch_private.compiler import export_refusal
 
 BY_DATA = "the module decides by the values of its data"
 ONE_OUTCOME = "traced with one outcome of a Python decision"
@@ -104,10 +105,11 @@ def _exported(model: nn.Module, example: Example, shapes: dict[str, Any]) -> Exp
 
 def _refined(error: Exception, shapes: dict[str, Any]) -> dict[str, Any] | None:
     """The shapes with the bounds that torch suggests; None where it suggests none."""
-    if not isinstance(error, torch._dynamo.exc.UserError):
+    refusal = export_refusal(error)
+    if refusal is None:
         return None
     try:
-        refined = refine_dynamic_shapes_from_suggested_fixes(error.msg, shapes)
+        refined = refine_dynamic_shapes_from_suggested_fixes(refusal, shapes)
     except Exception:  # a message without suggestions, or one that its own parser does not take
         return None
     assert isinstance(refined, dict)

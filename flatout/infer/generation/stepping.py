@@ -26,13 +26,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
 from flatout.infer.generation.share import Untold
 from flatout.infer.generation.whole_texts import PADDING
+from flatout.torch_private.dispatch import tree_flatten, tree_unflatten
 
 State = Any
 """Whatever a model keeps."""

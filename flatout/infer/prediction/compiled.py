@@ -19,6 +19,9 @@ from torch import nn
 
 from flatout.environment import cpp_compiler
 from flatout.levers.compile import compile_in_place, repeated_blocks
+from flatout.levers.model_call import set_call
+from flatout.replaced import settings_changed
+from flatout.torch_private.compiler import dynamo_settings, is_compile_error, options_of_mode, versions_compiled
 
 MOST_VERSIONS = 12
 """Of the whole model, graph breaks included: about as many as there are buckets up to 512 tokens."""
@@ -42,7 +45,7 @@ class CompiledModel:
                 return
         with _quiet():
             if mode in ("reduce-overhead", "max-autotune"):
-                options |= torch._inductor.list_mode_options(mode)
+                options |= options_of_mode(mode)
             if mode == "regional":
                 for target in self._targets:
                     compile_in_place(target, dynamic=False, options=options or None)
@@ -52,16 +55,16 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gave_up is not None:
             return self.model(*args, **kwargs)
-        before = _versions()
+        before = versions_compiled()
         try:
             with _allowing(self._most + 1), _quiet():
                 output = self._call(*args, **kwargs)
         except Exception as error:
-            if not _by_compiler(error):
+            if not is_compile_error(error):
                 raise
             self._give_up(f"compiling failed: {type(error).__name__}")
             return self.model(*args, **kwargs)
-        self.versions += _versions() - before
+        self.versions += versions_compiled() - before
         if self.versions > self._most:
             self._give_up(f"{self.versions} versions were compiled (the bound is {self._most})")
         return output
@@ -69,7 +72,7 @@ class CompiledModel:
     def _give_up(self, reason: str) -> None:
         self.gave_up = f"went on without torch.compile: {reason}"
         for target in self._targets:
-            target._compiled_call_impl = None
+            set_call(target, None)
 
 
 @contextlib.contextmanager
@@ -80,26 +83,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _versions() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
-def _by_compiler(error: Exception) -> bool:
-    from torch._dynamo.exc import TorchDynamoException
-
-    return isinstance(error, TorchDynamoException) or type(error).__module__.startswith("torch._inductor")
-
-
 @contextlib.contextmanager
 def _allowing(versions: int) -> Iterator[None]:
     """Our own bound counts, not torch's lower one, past which a function would silently run untraced."""
-    from torch._dynamo import config
-
-    before = config.recompile_limit
-    config.recompile_limit = max(before, versions)
-    try:
+    settings = dynamo_settings()
+    with settings_changed(settings, recompile_limit=max(settings.recompile_limit, versions)):
         yield
-    finally:
-        config.recompile_limit = before

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from flatout.data.nested import leaves_in
+from flatout.torch_private.modules import BatchNorm
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -43,7 +43,7 @@ def fold_batch_norms(model: nn.Module, run: Callable[[], Any], why_not: WhyNot |
         for known in before:
             known.put_back()
         return 0, f"folded, {reason}"
-    left = sum(isinstance(one, _BatchNorm) for one in model.modules())
+    left = sum(isinstance(one, BatchNorm) for one in model.modules())
     return len(pairs), f"{left} left, which do not follow a plain convolution alone" if left else ""
 
 

@@ -28,6 +28,7 @@ from flatout.environment import onednn_is_limited
 from flatout.kernels.token_scales import ZERO_POINT, scale_back, to_levels
 from flatout.machine.detect import detect
 from flatout.precision.quantize import INT4_GROUP, quantize_groups_int4, quantize_rows_int8
+from flatout.torch_private.tensors import int_mm, onednn_linear, onednn_packed, onednn_takes_bf16
 
 LEAST_WEIGHTS = 1 << 12
 """Smaller layers are left alone: they cost nothing."""
@@ -41,13 +42,13 @@ class PackedLinear(nn.Linear):
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)  # opaque: no buffer
+        self.weight = onednn_packed(layer.weight.detach(), None)  # opaque: no buffer
         self.dtype = layer.weight.dtype
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return onednn_linear(x, self.weight, self.bias, "none", [], "")
 
 
 class RoundedLinear(nn.Linear):
@@ -137,7 +138,7 @@ def whole_number_products(levels: Tensor, values: Tensor) -> Tensor:
     rows = len(levels)
     signed = (levels.to(torch.int16) - ZERO_POINT).to(torch.int8)
     signed = nn.functional.pad(signed, (0, 0, 0, max(0, INT_MM_ROWS - rows)))
-    return torch._int_mm(signed, values.t())[:rows]
+    return int_mm(signed, values.t())[:rows]
 
 
 def multiplies_int8() -> bool:
@@ -158,7 +159,7 @@ def packs(dtype: torch.dtype) -> bool:
     features = set(detect().cpu.features)
     # Without instructions for it oneDNN would convert at every step; and it may be told to use fewer than there are.
     fast = bool({"avx512_bf16", "amx_bf16"} & features)
-    return dtype is torch.bfloat16 and fast and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype is torch.bfloat16 and fast and onednn_takes_bf16()
 
 
 def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None], besides: Collection[str] = ()) -> int:

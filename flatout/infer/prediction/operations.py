@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from flatout.infer.prediction.samples import Sample
+from flatout.torch_private.lookup import is_missing
+from flatout.torch_private.tensors import onednn_linear
 from flatout.train.flops import count_step
 
 
@@ -60,9 +62,8 @@ def _formulas() -> dict[Any, Any]:
     def product(x: Any, weight: Any) -> int:
         return 2 * int(torch.Size(x).numel()) * (weight[0] if weight[1] == x[-1] else weight[1])
 
-    packed = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if packed is not None:
-        found[packed] = lambda x, weight, *_: product(x, weight)
+    if not is_missing(onednn_linear):
+        found[onednn_linear] = lambda x, weight, *_: product(x, weight)
     whole = getattr(torch.ops.onednn, "qlinear_pointwise", None)
     if whole is not None:
         found[whole] = lambda x, x_scale, x_zero, weight, *_: product(x, weight)

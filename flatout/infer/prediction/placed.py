@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatout.arguments import as_device, as_model
 from flatout.errors import PlanError, UsageError
@@ -28,6 +27,7 @@ from flatout.infer.prediction.linear import (
 )
 from flatout.plan import Plan
 from flatout.precision.quantize import INT4_GROUP
+from flatout.torch_private.modules import BatchNorm
 from flatout.train.placement import join_recurrent_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -175,7 +175,7 @@ def _kept_in_their_dtype(model: nn.Module) -> set[int]:
     kept: set[int] = set()
     foreign = hasattr(model, "main_input_name")
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             kept |= {id(one) for one in (*module.parameters(False), *module.buffers(False))}
         if foreign:
             names = module._non_persistent_buffers_set

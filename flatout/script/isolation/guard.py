@@ -9,6 +9,7 @@ A hook cannot be removed again; it lives as long as the trial's process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from flatout.errors import MachineError
+from flatout.replaced import replaced
 
 from .landlock import restrict_writes
 from .scratch import TEMPORARY
@@ -98,7 +100,7 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
     rules = _active
     if rules is None:
         return lambda: None
-    wrapped: list[tuple[Any, str, Any]] = []
+    wrapped = contextlib.ExitStack()
     for owner, name, position in (
         (torch, "save", 1),
         (torch.serialization, "save", 1),
@@ -106,13 +108,8 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
         (torch.jit.ScriptModule, "save", 1),
         (getattr(torch, "export", None), "save", 1),
     ):
-        original = getattr(owner, name, None)
-        if original is not None:
-            wrapped.append((owner, name, original))
-            setattr(owner, name, stream_check(original, position, rules))
-
-    def undo() -> None:
-        for owner, name, original in wrapped:
-            setattr(owner, name, original)
-
-    return undo
+        if getattr(owner, name, None) is not None:
+            wrapped.enter_context(
+                replaced(owner, name, functools.partial(stream_check, position=position, rules=rules))
+            )
+    return wrapped.close

@@ -38,8 +38,9 @@ from flatout.script.child_command import child_command
 from flatout.script.isolation import kernel
 from flatout.script.preloaded import Groups, Preloaded, load
 from flatout.script.trial import child
+from flatout.torch_private.compiler import DYNAMO
 
-MODULES = ("numpy", "torch", "torch._dynamo")
+MODULES = ("numpy", "torch", DYNAMO)
 """torch imports the last with the first optimizer."""
 LIBCUDA = re.compile(r"/\S*/libcuda\.so\S*")
 CUDA_ERROR_NOT_INITIALIZED = 3
