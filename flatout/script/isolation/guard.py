@@ -27,6 +27,7 @@ from .scratch import TEMPORARY
 from .writes import Stop, WriteRules, program_rules, stream_check
 
 _active: WriteRules | None = None  # what guard_torch asks; None before enter_guard and in overlay mode
+_checks = contextlib.ExitStack()  # of torch's writers; held here, as nobody need keep what takes them away
 
 
 def enter_guard(
@@ -100,7 +101,6 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
     rules = _active
     if rules is None:
         return lambda: None
-    wrapped = contextlib.ExitStack()
     for owner, name, position in (
         (torch, "save", 1),
         (torch.serialization, "save", 1),
@@ -109,7 +109,7 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
         (getattr(torch, "export", None), "save", 1),
     ):
         if getattr(owner, name, None) is not None:
-            wrapped.enter_context(
+            _checks.enter_context(
                 replaced(owner, name, functools.partial(stream_check, position=position, rules=rules))
             )
-    return wrapped.close
+    return _checks.close
