@@ -6,9 +6,11 @@
 
 At the end each puts back only what it changed: what somebody else has put there meanwhile stays. Not in here:
 
-- what a whole process is given up for, and nobody puts back: seeds and the end of a trial's process (`script/seeds.py`,
-  `script/trial/isolated_child.py`);
-- the watch over a script, whose patches come and go (`script/patches.py`);
+- what is changed for the rest of a trial's process: seeds (`script/seeds.py`), where it may write and what it may start
+  (`script/isolation/guard.py`), its end (`script/trial/isolated_child.py`);
+- the watch over a script, whose patches come and go many times (`script/patches.py`);
+- the call of one module, which torch has a place for (`levers/model_call.py`);
+- two functions for the length of one call of a model (`levers/channels_last.py`);
 - public switches that an object has for its user: `loader.pin_memory`, `module.training`, `cudnn.benchmark`.
 """
 
@@ -74,18 +76,36 @@ def overlaid(owner: object, name: str, value: object) -> Iterator[None]:
 def settings_changed(owner: object, **values: object) -> Iterator[None]:
     """Each of these attributes of `owner` has this value until the context ends; one that was set anew stays so.
 
-    Raises AttributeError where `owner` has no such setting; nothing is changed then.
+    Contexts may overlap and end in any order: the value is that of the newest one that has not ended. Raises
+    AttributeError where `owner` has no such setting; nothing is changed then.
     """
     before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
+    ours = {name: _Value(value) for name, value in values.items()}
+    for name, one in ours.items():
+        _values.setdefault((id(owner), name), [_Value(before[name])]).append(one)
+        setattr(owner, name, one.value)
     try:
         yield
     finally:
-        for name, value in values.items():
-            if getattr(owner, name) == value:
-                setattr(owner, name, before[name])
+        for name, one in ours.items():
+            known = _values[id(owner), name]
+            is_ours = getattr(owner, name) == known[-1].value
+            known.remove(one)
+            if is_ours:
+                setattr(owner, name, known[-1].value)
+            if len(known) == 1:
+                del _values[id(owner), name]
 
+
+class _Value:
+    """Of a setting; equal only to itself."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+_values: dict[tuple[int, str], list[_Value]] = {}
+"""By owner and name, while such a context lasts: what was there before, then what each context has set."""
 
 _MISSING = object()
 _ENDED = "_flatout_ended_original"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.replaced import replaced
+from flatout.replaced import overlaid, replaced, settings_changed
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -37,3 +37,54 @@ def test_what_somebody_else_put_over_it_stays() -> None:
         assert owner.call() == "t1o"
     assert owner.call is theirs
     assert owner.call() == "to"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_setting_is_that_of_the_newest_context_left(order: tuple[int, ...]) -> None:
+    settings = SimpleNamespace(limit=8, other=True)
+    stacks = [contextlib.ExitStack() for _ in range(3)]
+    values = [64, 64, 128]
+    for stack, value in zip(stacks, values, strict=True):
+        stack.enter_context(settings_changed(settings, limit=value, other=False))
+    on = {0, 1, 2}
+    for number in order:
+        stacks[number].close()
+        on.remove(number)
+        assert settings.limit == (values[max(on)] if on else 8)
+        assert settings.other is not bool(on)
+
+
+def test_a_setting_that_a_script_sets_meanwhile_stays() -> None:
+    settings = SimpleNamespace(limit=8)
+    with settings_changed(settings, limit=64), settings_changed(settings, limit=128):
+        settings.limit = 16
+    assert settings.limit == 16
+    with settings_changed(settings, limit=64):
+        assert settings.limit == 64
+    assert settings.limit == 16
+
+
+def test_a_setting_that_is_not_there_is_not_made() -> None:
+    settings = SimpleNamespace(limit=8)
+    with pytest.raises(AttributeError, match="gone"), settings_changed(settings, limit=64, gone=1):
+        pass
+    assert vars(settings) == {"limit": 8}
+
+
+def test_what_is_laid_over_an_attribute_of_a_base_is_taken_away() -> None:
+    class Base:
+        value = "theirs"
+
+    class Kind(Base):
+        pass
+
+    with overlaid(Kind, "value", property(lambda _: "ours")):
+        assert Kind().value == "ours"
+    assert Kind().value == "theirs"
+    assert "value" not in vars(Kind)
+    with overlaid(Base, "value", "ours"):
+        assert Kind().value == "ours"
+    assert Kind().value == "theirs"
+    with overlaid(Kind, "value", "ours"):
+        Kind.value = "a script's"
+    assert Kind().value == "a script's"

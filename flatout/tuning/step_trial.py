@@ -32,6 +32,7 @@ from flatout.levers.subject import Subject
 from flatout.machine.process_memory import minor_faults, peak_resident_bytes, resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
+from flatout.replaced import overlaid
 from flatout.script.describe import observe
 from flatout.script.device_calls import device_name, device_of
 from flatout.script.numerics import NumericsRecorder, NumericsRequest
@@ -261,8 +262,7 @@ class StepTrial:
                 step = original.for_copies(plan, model, optimizer, timed("forward", loss_fn) if timed else loss_fn)
                 closing.callback(step.close)
                 if timed is not None:
-                    optimizer.step = timed("optimizer", optimizer.step)
-                    closing.callback(vars(optimizer).pop, "step")
+                    closing.enter_context(overlaid(optimizer, "step", timed("optimizer", optimizer.step)))
 
                 def take() -> Any:
                     if self.broken_off and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
