@@ -1,17 +1,17 @@
-"""Everything of torch's that is changed for as long as a context lasts: its functions, its settings.
+"""Temporary changes to torch: functions, attributes and settings that are restored when a context ends.
 
-    replaced            a function; what a script keeps of it calls the original afterwards
-    overlaid            an attribute that is none, such as a property of a class
-    settings_changed    values of a module of settings
+    replaced            a function; a reference that a script keeps to ours calls the original afterwards
+    overlaid            an attribute that is not a function, such as a property of a class
+    settings_changed    values in a module of settings
 
-At the end each puts back only what it changed: what somebody else has put there meanwhile stays. Not in here:
+Each restores only what it changed itself: what somebody else has set meanwhile stays. Not changed through these:
 
-- what is changed for the rest of a trial's process: seeds (`script/seeds.py`), where it may write and what it may start
-  (`script/isolation/guard.py`), its end (`script/trial/isolated_child.py`);
-- the watch over a script, whose patches come and go many times (`script/patches.py`);
-- the call of one module, which torch has a place for (`levers/model_call.py`);
-- two functions for the length of one call of a model (`levers/channels_last.py`);
-- public switches that an object has for its user: `loader.pin_memory`, `module.training`, `cudnn.benchmark`.
+- what is never restored, in the process of a trial: seeds (`script/seeds.py`), file access and child processes
+  (`script/isolation/guard.py`), process exit (`script/trial/isolated_child.py`);
+- the patches of the watch, which are removed and reapplied many times in one run (`script/patches.py`);
+- the call of one module, for which torch has an attribute (`levers/model_call.py`);
+- two functions for the duration of one model call (`levers/channels_last.py`);
+- public settings of an object: `loader.pin_memory`, `module.training`, `cudnn.benchmark`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 @contextlib.contextmanager
 def overlaid(owner: object, name: str, value: object) -> Iterator[None]:
-    """`owner.name` is `value` until the context ends, unless somebody has put something else there by then."""
+    """`owner.name` is `value` until the context ends; something else that was set there meanwhile stays."""
     own = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
@@ -74,10 +74,10 @@ def overlaid(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def settings_changed(owner: object, **values: object) -> Iterator[None]:
-    """Each of these attributes of `owner` has this value until the context ends; one that was set anew stays so.
+    """Each of these attributes of `owner` has the given value until the context ends.
 
-    Contexts may overlap and end in any order: the value is that of the newest one that has not ended. Raises
-    AttributeError where `owner` has no such setting; nothing is changed then.
+    Contexts may overlap and end in any order: the value is that of the most recent one that is still open. A value that
+    somebody else has set meanwhile stays. Raises AttributeError, and changes nothing, if `owner` has no such setting.
     """
     before = {name: getattr(owner, name) for name in values}
     ours = {name: _Value(value) for name, value in values.items()}
@@ -98,14 +98,14 @@ def settings_changed(owner: object, **values: object) -> Iterator[None]:
 
 
 class _Value:
-    """Of a setting; equal only to itself."""
+    """A value of a setting, compared by identity."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
 
 _values: dict[tuple[int, str], list[_Value]] = {}
-"""By owner and name, while such a context lasts: what was there before, then what each context has set."""
+"""By owner and name while contexts are open: the original value, then the value of each context."""
 
 _MISSING = object()
 _ENDED = "_flatout_ended_original"

@@ -272,7 +272,7 @@ def test_a_missing_attribute_names_its_class() -> None:
 
 
 def test_a_missing_import_names_the_version() -> None:
-    with pytest.raises(MachineError, match=re.escape(f"torch {torch.__version__} has not the private")):  # noqa: SIM117
+    with pytest.raises(MachineError, match=re.escape(f"torch {torch.__version__} has changed a private API")):  # noqa: SIM117
         with lookup.imported_from_torch():
             from torch._C import _no_such_name  # type: ignore[attr-defined]  # noqa: F401
 

@@ -1,7 +1,6 @@
 """Names of private attributes of torch's objects. Importing this imports nothing, torch included.
 
-Each is read where torch offers no question with the same answer; where torch lacks one, the reader takes the answer
-that is given here as its default.
+None of them has a public equivalent. Where a default is given, code falls back to it if the attribute is missing.
 """
 
 from __future__ import annotations
@@ -9,45 +8,44 @@ from __future__ import annotations
 from operator import attrgetter
 
 COMPILED_CALL = "_compiled_call_impl"
-"""nn.Module: what its `__call__` calls first; None by default. There is no other place where an instance's call can be
-replaced without changing its type, its state dict, or what a deep copy of it calls."""
+"""nn.Module: what its `__call__` calls first; None by default. It is the only way to replace the call of one instance
+without changing its type, its state dict, or what a deep copy of it calls."""
 
 plain_call = attrgetter("_call_impl")
-"""nn.Module: its call with hooks, past `COMPILED_CALL`; `forward` has no hooks."""
+"""nn.Module: its call with hooks, bypassing `COMPILED_CALL`. The public `forward` runs no hooks."""
 
 ORIGINAL_MODULE = "_orig_mod"
-"""torch.compile's wrapper: the module inside, and so the prefix in the keys of its state dict."""
+"""wrapper made by torch.compile: the wrapped module. It is also the prefix of the keys of its state dict."""
 
 LAYOUT_VERSIONS = "_metadata"
-"""State dict: the layout version of each layer; `load_state_dict` looks for it as an attribute of the dict."""
+"""State dict: the layout version of each layer; `load_state_dict` reads it from the dict's attribute."""
 
 IS_REPLICA = "_is_replica"
-"""nn.Module: a copy that DataParallel made; False by default."""
+"""nn.Module: True for a copy made by DataParallel; False by default."""
 
 EXPORT_GUARDS = "_guards_fn"
-"""Module of an exported program: the module that checks the sizes of its inputs; absent by default. Seen in 2.13."""
+"""Module of an exported program: the submodule that checks input sizes; None by default. Seen in torch 2.13."""
 
 STEP_IS_SCHEDULED = "_wrapped_by_lr_sched"
-"""Optimizer's `step`: put there by a learning rate scheduler, and not by the script; absent by default."""
+"""Optimizer's `step`: present if a learning rate scheduler wrapped it, so not the script did; absent by default."""
 
 TAKES_SCALE_IN_STEP = "_step_supports_amp_scaling"
-"""Optimizer: its kernel skips the update itself where a gradient is inf or NaN; False by default."""
+"""Optimizer: its kernel skips the update by itself if a gradient is inf or NaN; False by default."""
 
 CAPTURE_WAS_WARNED_OF = "_warned_capturable_if_run_uncaptured"
-"""Optimizer: True keeps its step from asking whether a CUDA graph could capture it."""
+"""Optimizer: True disables the check whether a CUDA graph could capture its step."""
 
 LOADER_ITERATOR = "_iterator"
-"""DataLoader with persistent workers: the iterator that it keeps; None by default."""
+"""DataLoader with persistent workers: the iterator it reuses; None by default."""
 
 PICKLED = "_reduce_ex_internal"
-"""Tensor: how pickle and `torch.save` take one apart; `__reduce_ex__` is not asked past a mode."""
+"""Tensor: how pickle and `torch.save` serialize one. A mode is not active there."""
 
 COMPILING_FLAG = "_is_compiling_flag"
-"""torch.compiler: True makes `torch.compiler.is_compiling()` True; torch sets it while it exports."""
+"""torch.compiler: the value of `torch.compiler.is_compiling()` outside of tracing; torch.export sets it to True."""
 
 name_in_schema = attrgetter("_schema.name")
-"""Operator overload: "aten::mm". The public `name()` is Python, has the overload behind it, and this is asked for every
-operation."""
+"""Operator overload: "aten::mm", without the name of the overload, which the public `name()` appends."""
 
 packet_of = attrgetter("_overloadpacket")
-"""Operator overload: the operator. The public `overloadpacket` is Python, and this is asked for every operation."""
+"""Operator overload: its operator. The public `overloadpacket` adds a Python call for every operation."""

@@ -1,6 +1,6 @@
 """torch.compile from inside: TorchDynamo, Inductor and their settings. Importing this imports nothing of torch.
 
-The functions that import the compiler say so; the others look only at what has been imported already.
+Functions that import the compiler say so; the others only inspect what is already imported.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import Any
 from flatout.torch_private.lookup import required
 
 DYNAMO = "torch._dynamo"
-"""The module that keeps torch's functions to know them again: what it must not take for torch's goes before."""
+"""On import it records torch's functions in order to recognize them later, so patches must be removed before."""
 
-# what is and was traced in this process
+# what is being traced, and what was traced so far
 
 
 def frames_traced() -> int:
-    """Calls that torch.compile has looked at so far. `torch.compiler` has no counters."""
+    """Frames that torch.compile has seen so far; no public equivalent."""
     known = sys.modules.get("torch._dynamo.utils")
     return 0 if known is None else int(known.counters["frames"]["total"])
 
 
 def fx_trace_is_under_way() -> bool:
-    """Is torch.fx tracing symbolically? `torch.compiler.is_compiling()` is False then."""
+    """True while torch.fx traces symbolically, where the public `torch.compiler.is_compiling()` is False."""
     tracer = sys.modules.get("torch.fx._symbolic_trace")
     return tracer is not None and bool(tracer.is_fx_symbolic_tracing())
 
 
 def backend_was_made() -> bool:
-    """Was torch.compile called, even if nothing has been traced yet? Only what it caches tells."""
+    """True if torch.compile was called, even if nothing has been traced yet; no public equivalent."""
     known = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
     return any(backend is not None for backend in known.values())
 
 
 def versions_compiled() -> int:
-    """Graphs compiled so far. Imports the compiler."""
-    counters: dict[str, Counter[str]] = required("torch._dynamo.utils.counters")
-    return int(counters["stats"]["unique_graphs"])
+    """Graphs compiled so far; no public equivalent."""
+    known = sys.modules.get("torch._dynamo.utils")
+    return 0 if known is None else int(known.counters["stats"]["unique_graphs"])
 
 
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
-    """What is compiled meanwhile does not count in `frames_traced`. Imports the compiler."""
+    """Excludes what is compiled in this context from `frames_traced`. Imports the compiler."""
     counters: dict[str, Counter[str]] = required("torch._dynamo.utils.counters")
     frames = counters["frames"]
     before = dict(frames)
@@ -58,33 +58,33 @@ def not_counted() -> Iterator[None]:
         frames.update(before)
 
 
-# its errors: torch.compiler has no public ones
+# errors, none of which is public
 
 
 def compile_errors() -> tuple[type[BaseException], ...]:
-    """What fails while compiling raises one of these. Imports the compiler."""
+    """The errors that compiling raises. Imports the compiler."""
     return required("torch._dynamo.exc.TorchDynamoException"), required("torch._inductor.exc.InductorError")
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Does it come from the compiler, and not from the program? Imports the compiler."""
+    """True if the compiler raised it, not the program. Imports the compiler."""
     dynamo: type[BaseException] = required("torch._dynamo.exc.TorchDynamoException")
     return isinstance(error, dynamo) or type(error).__module__.startswith("torch._inductor")
 
 
 def export_refusal(error: BaseException) -> str | None:
-    """Why torch.export refuses the program as it is written; None where that is not what failed. Imports the compiler,
-    which an export has imported."""
+    """Why torch.export rejects the program; None for any other error. Imports the compiler, which an export has done
+    already."""
     refusal = required("torch._dynamo.exc.UserError")
     return str(error.msg) if isinstance(error, refusal) else None
 
 
-# its settings: there is no public way to set one for a time
+# settings, which have no public API
 
 
 def dynamo_settings() -> ModuleType:
     """Imports the compiler."""
-    settings: ModuleType = required("torch._dynamo.config")
+    settings: ModuleType = sys.modules.get("torch._dynamo.config") or required("torch._dynamo.config")
     return settings
 
 
@@ -101,7 +101,7 @@ def autograd_settings() -> ModuleType:
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:  # Any: as torch.compile takes them
-    """Options that a mode of torch.compile stands for; it takes a mode or options, not both. Imports the compiler."""
+    """The options of a mode of torch.compile, which accepts either a mode or options. Imports the compiler."""
     options: dict[str, Any] = required("torch._inductor.list_mode_options")(mode)
     return options
 
@@ -112,10 +112,10 @@ _in_order = 0
 
 @contextlib.contextmanager
 def versions_tried_in_order() -> Iterator[None]:
-    """A call runs the first compiled version that fits, not the one that ran last: equal calls run equal graphs.
+    """A call runs the first compiled version that fits, not the most recently used one: equal calls run equal graphs.
 
-    Contexts may overlap; the last that ends sets torch's default again. What was set before the first cannot be asked
-    for: torch has a function that sets this and none that reads it, so a script that set it itself before loses that.
+    Contexts may overlap; the last one to end sets torch's default. The value from before cannot be restored, because
+    torch has a function that sets it but none that reads it: a script that has set it to False itself gets True.
     """
     global _in_order
     set_newest_first: Callable[[bool], None] = required("torch._C._dynamo.eval_frame._set_lru_cache")  # in C
@@ -132,8 +132,8 @@ def versions_tried_in_order() -> Iterator[None]:
 
 
 def pass_over_frames(*codes: CodeType) -> None:
-    """torch.compile does not trace these, and starts with what they call; `torch.compiler.disable` also wraps the
-    function, and what it calls."""
+    """torch.compile does not trace these, but does trace what they call; the public `torch.compiler.disable` wraps the
+    function, too."""
     strategy = required("torch._C._dynamo.eval_frame._FrameExecStrategy")  # in C, and loaded with torch
     action = required("torch._C._dynamo.eval_frame._FrameAction")
     set_strategy = required("torch._C._dynamo.eval_frame.set_code_exec_strategy")
@@ -146,7 +146,7 @@ def pass_over_frames(*codes: CodeType) -> None:
 
 
 def cpp_builder() -> ModuleType:
-    """Its `run_compile_cmd` starts the C++ compiler. Imports the compiler."""
+    """Its `run_compile_cmd` runs the C++ compiler. Imports torch's compiler."""
     module: ModuleType = required("torch._inductor.cpp_builder")
     return module
 
@@ -158,10 +158,10 @@ def codecache() -> ModuleType:
 
 
 HEADER_FOLDER, HEADER_LOCKS = "_HEADER_DIR", "_HEADER_LOCK_DIR"
-"""Of `codecache`: where precompiled headers lie, which no setting says."""
+"""Of `codecache`: the folder of the precompiled headers; no setting changes it."""
 
 
-# AOTInductor, which has no public name yet
+# AOTInductor, which is not public yet
 
 
 def write_aoti(program: Any, path: str) -> None:  # Any: an ExportedProgram, whose import takes the compiler
@@ -170,6 +170,6 @@ def write_aoti(program: Any, path: str) -> None:  # Any: an ExportedProgram, who
 
 
 def load_aoti(path: str) -> Callable[..., Any]:  # Any: what the program returns
-    """The program of a package. Imports the compiler."""
+    """The program in a package. Imports the compiler."""
     loaded: Callable[..., Any] = required("torch._inductor.aoti_load_package")(path)
     return loaded

@@ -1,4 +1,4 @@
-"""Modes of torch's dispatcher, autograd's state in this thread, and nests of tensors. Importing this imports torch."""
+"""Dispatcher modes, the state of autograd in this thread, and pytrees. Importing this imports torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from operator import methodcaller
 from flatout.torch_private.lookup import imported_from_torch, private
 
 with imported_from_torch():
-    # torch.utils.flop_counter is built on them, but nothing public lets one see every operation of a step.
+    # No public API observes every operation of a step; torch.utils.flop_counter is built on these.
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
-    # Nothing public walks through nests as torch itself does, with the types that a program registers.
+    # No public API flattens nested containers as torch does, including types that a program registered.
     from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
@@ -22,7 +22,7 @@ with imported_from_torch():
 
 
 class ListeningMode(TorchDispatchMode):
-    """A mode that is never where torch.compile traces: to be skipped by it, all of the compiler would be imported."""
+    """A mode that is never active while torch.compile traces. Opting out of tracing would import the whole compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -34,45 +34,46 @@ Switch = Callable[[], AbstractContextManager[object]]
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = private(
     "torch.utils._python_dispatch._get_current_dispatch_mode"
 )
-"""The innermost mode; nothing public names it."""
+"""The innermost dispatch mode; no public equivalent."""
 
 disable_current_modes: Switch = private("torch.utils._python_dispatch._disable_current_modes")
-"""Outside of all modes for a time; the public switches reach only those that were entered by the caller."""
+"""Disables all dispatch modes; a caller can only exit those it entered itself."""
 
 without_torch_function: Switch = private("torch._C.DisableTorchFunction")
-"""Tensors answer past every `__torch_function__`, a mode's too; the public one of this kind leaves modes on."""
+"""Disables every `__torch_function__`, including those of modes; no public equivalent."""
 
 without_subclass_torch_function: Switch = private("torch._C.DisableTorchFunctionSubclass")
-"""Only past that of their own class; the public `Tensor.__torch_function__` also wraps the results."""
+"""Disables `__torch_function__` of subclasses only; the public `Tensor.__torch_function__` also wraps the results."""
 
 without_torch_dispatch: Switch = private("torch._C._DisableTorchDispatch")
-"""Past every `__torch_dispatch__`; nothing public does that."""
+"""Disables every `__torch_dispatch__`; no public equivalent."""
 
 current_function_mode: Callable[[], object] = private("torch.overrides._get_current_function_mode")
-"""The innermost function mode, without which a mode cannot be left out of turn; nothing public names it."""
+"""The innermost function mode; only that one can be exited. No public equivalent."""
 
 current_graph_task: Callable[[], int] = private("torch._C._current_graph_task_id")
-"""The backward pass under way in this thread, -1 outside of one; nothing public tells."""
+"""Identifies the backward pass running in this thread; -1 outside of one. No public equivalent."""
 
 current_node: Callable[[], object] = private("torch._C._current_autograd_node")
-"""The node of the graph that a backward pass is running; nothing public tells."""
+"""The node that the backward pass is executing; no public equivalent."""
 
 next_node_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
-"""The number that the next node of a graph in this thread gets, which dates it; nothing public tells."""
+"""The sequence number of the next autograd node of this thread; no public equivalent."""
 
 node_number = methodcaller("_sequence_nr")
-"""That of a node."""
+"""The sequence number of an autograd node; no public equivalent."""
 
 saved_tensor_hooks: Callable[[bool], tuple[Callable[..., object], Callable[..., object]] | None] = private(
     "torch._C._autograd._top_saved_tensors_default_hooks"
 )
-"""The hooks that `torch.autograd.graph.saved_tensors_hooks` has put on last: by them checkpointing is known."""
+"""The innermost hooks set by `torch.autograd.graph.saved_tensors_hooks`, which can only be set in public. They identify
+activation checkpointing."""
 
 transform_level: Callable[[], int | None] = private("torch._C._functorch.maybe_current_level")
-"""How deep inside torch.func's transforms; None outside. Nothing public tells."""
+"""The nesting level of torch.func transforms; None outside. No public equivalent."""
 
 jit_trace_under_way: Callable[[], object] = private("torch._C._get_tracing_state")
-"""None outside of torch.jit.trace; `torch.jit.is_tracing` is Python on top of it and is not asked for every call."""
+"""None outside of torch.jit.trace; the public `torch.jit.is_tracing` adds a Python call."""
 
 profiler_is_on: Callable[[], bool] = private("torch.autograd._profiler_enabled")
-"""Is any profiler recording, of whichever kind? Nothing public tells."""
+"""True while any kind of profiler records; no public equivalent."""

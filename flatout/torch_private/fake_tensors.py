@@ -1,6 +1,6 @@
-"""Tensors that have shape, dtype and lifetime but no memory. Importing this imports torch.
+"""Tensors with shape, dtype and lifetime but no memory. Importing this imports torch.
 
-Public is the device `meta` only, which forgets on which device a tensor is, and so what its kernels would keep.
+The public `meta` device does not record which device a tensor is for, which decides what its kernels save.
 """
 
 from __future__ import annotations
@@ -16,4 +16,4 @@ with imported_from_torch():
     from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
 
 LOGGER = "torch._subclasses.fake_tensor"
-"""Its logger, which prints a traceback for every operation that fails on fake tensors."""
+"""The logger that prints a traceback for every operation that fails on fake tensors."""

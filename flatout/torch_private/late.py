@@ -1,5 +1,5 @@
-"""`dispatch` and `tensors` for code that is imported before torch and runs often: there, an import statement takes as
-long as what it imports for. Importing this imports nothing of torch; the first call does."""
+"""Access to `dispatch` and `tensors` from code that is imported before torch and runs often, where an import statement
+would cost more than the call it is for. Importing this imports nothing of torch; the first call does."""
 
 from __future__ import annotations
 

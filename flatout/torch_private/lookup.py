@@ -1,4 +1,4 @@
-"""Private names of torch, looked up once; one that this torch lacks raises an error that says so when it is used."""
+"""Resolves private names of torch. One that this torch lacks raises a clear error where it is used."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import importlib
 import operator
 from collections.abc import Iterator
-from typing import Any, NoReturn  # Any: what a name stands for is declared by the entry that looks it up
+from typing import Any, NoReturn  # Any: the entry that looks a name up declares its type
 
 from flatout.errors import MachineError
 
 
 def private(name: str) -> Any:  # Any: see above
-    """What torch keeps under this dotted name, or a `Missing` in its place."""
+    """The object with this dotted name, or a `Missing` in its place."""
     first, *parts = name.split(".")
     place: object = importlib.import_module(first)
     for index, part in enumerate(parts):
@@ -24,32 +24,32 @@ def private(name: str) -> Any:  # Any: see above
                 place = importlib.import_module(module)
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                    raise  # there it is, and it lacks a module itself
+                    raise  # the module exists, but fails to import another one
                 return Missing(name)
     return place
 
 
 def required(name: str) -> Any:  # Any: see above
-    """The same; raises MachineError where this torch has none. For code that looks a name up when it needs it."""
+    """The object with this dotted name. Raises MachineError if this torch has none."""
     found = private(name)
     require(found)
     return found
 
 
 def attribute(owner: str, name: str) -> Any:  # Any: see above
-    """Reads the attribute `name` of an object of torch's class `owner`; `Missing` where its objects have none.
+    """A function that returns the attribute `name` of an instance of torch's class `owner`; `Missing` if it has none.
 
-    A class sets an attribute of its instances in `__init__`, where that is written in Python.
+    An attribute of instances counts if `__init__` mentions it.
     """
     kind = private(owner)
     if isinstance(kind, Missing):
         return kind
-    set_at_first = getattr(getattr(kind.__init__, "__code__", None), "co_names", ())
-    return operator.attrgetter(name) if hasattr(kind, name) or name in set_at_first else Missing(f"{owner}.{name}")
+    mentioned = getattr(getattr(kind.__init__, "__code__", None), "co_names", ())
+    return operator.attrgetter(name) if hasattr(kind, name) or name in mentioned else Missing(f"{owner}.{name}")
 
 
 class Missing:
-    """A private name that this torch lacks; calling it, reading from it or comparing types with it: MachineError."""
+    """Stands for a private name that this torch lacks. Any use of it raises MachineError."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -61,8 +61,11 @@ class Missing:
         raise self.error()
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what Python itself asks an object
+        if name.startswith("__"):  # Python itself looks for these
             raise AttributeError(name)
+        raise self.error()
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
         raise self.error()
 
     def __instancecheck__(self, instance: object) -> NoReturn:
@@ -77,7 +80,7 @@ def is_missing(entry: object) -> bool:
 
 
 def require(*entries: object) -> None:
-    """Raises MachineError for the first that this torch lacks: to be called before anything is changed."""
+    """Raises MachineError for the first entry that this torch lacks. Call it before changing anything."""
     for entry in entries:
         if isinstance(entry, Missing):
             raise entry.error()
@@ -85,18 +88,18 @@ def require(*entries: object) -> None:
 
 @contextlib.contextmanager
 def imported_from_torch() -> Iterator[None]:
-    """Around imports of private names: one that this torch lacks raises MachineError."""
+    """For imports of private names: raises MachineError for one that this torch lacks."""
     try:
         yield
     except ImportError as error:
-        raise _error(f"not the private names that are needed: {error}") from error
+        raise _error(f"changed a private API: {error}") from error
 
 
-def _error(lacking: str) -> MachineError:
+def _error(problem: str) -> MachineError:
     import torch
 
     return MachineError(
-        f"torch {torch.__version__} has {lacking}",
-        limit="this uses a private API of torch, seen in torch 2.13 and 2.15",
-        remedy="install one of these versions, or a newer Flatout",
+        f"torch {torch.__version__} has {problem}",
+        limit="Flatout uses this private API, which it was tested with in torch 2.13 and 2.15",
+        remedy="install one of these versions of torch, or a newer Flatout",
     )

@@ -1,6 +1,6 @@
-"""The store that the ranks of torch.distributed share. Importing this imports torch.distributed.
+"""The store shared by all ranks of torch.distributed. Importing this imports torch.distributed.
 
-`init_process_group` makes it and keeps it to itself; a second store would need an address of its own.
+`init_process_group` creates it without exposing it; a second store would need its own address.
 """
 
 from __future__ import annotations
