@@ -13,18 +13,33 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatout.errors import UsageError
 
-Encode = Callable[[str], Any]
+Encode = Callable[[str], object]
 SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".txt")
 LENGTHS = "lengths"
+
+
+class Array(Protocol):
+    """An array of numpy, or a tensor."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int | slice, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,7 @@ class InputFile:
     """How many inputs there are, and an iterator over them that begins anywhere."""
 
     count: int
-    begin: Callable[[int], Iterator[Any]]
+    begin: Callable[[int], Iterator[object]]
 
 
 def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
@@ -57,7 +72,7 @@ def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
         raise UsageError(f"cannot read {path}: {error}", remedy="name a file of inputs") from error
 
 
-def _of_arrays(arrays: dict[str, Any], path: Path) -> InputFile:
+def _of_arrays(arrays: Mapping[str, Array], path: Path) -> InputFile:
     names = [name for name in arrays if name != LENGTHS]
     if not names:
         raise UsageError(f"{path} holds no inputs", limit=f"it holds {', '.join(arrays) or 'nothing'}")
@@ -69,7 +84,7 @@ def _of_arrays(arrays: dict[str, Any], path: Path) -> InputFile:
         limit = "an array has one row an input"
         raise UsageError(f"{path}: {shapes}", limit=limit, remedy=f"give a flat array of tokens {LENGTHS!r} beside it")
 
-    def begin(start: int) -> Iterator[Any]:
+    def begin(start: int) -> Iterator[object]:
         for place in range(start, counts[names[0]]):
             row = {name: _copied(arrays[name][place]) for name in names}
             yield row[names[0]] if len(names) == 1 else row
@@ -77,14 +92,14 @@ def _of_arrays(arrays: dict[str, Any], path: Path) -> InputFile:
     return InputFile(counts[names[0]], begin)
 
 
-def _ragged(arrays: dict[str, Any], lengths: Any, path: Path) -> InputFile:
+def _ragged(arrays: Mapping[str, Array], lengths: NDArray[np.int64], path: Path) -> InputFile:
     total = int(lengths.sum())
     for name, array in arrays.items():
         if len(array) != total:
             raise UsageError(f"{path}: {name} holds {len(array)} tokens", limit=f"{LENGTHS} add up to {total}")
     ends = np.cumsum(lengths, dtype=np.int64)
 
-    def begin(start: int) -> Iterator[Any]:
+    def begin(start: int) -> Iterator[object]:
         for place in range(start, len(lengths)):
             part = slice(int(ends[place] - lengths[place]), int(ends[place]))
             row = {name: _copied(array[part]) for name, array in arrays.items()}
@@ -93,7 +108,7 @@ def _ragged(arrays: dict[str, Any], lengths: Any, path: Path) -> InputFile:
     return InputFile(len(lengths), begin)
 
 
-def _copied(row: Any) -> Any:
+def _copied(row: object) -> object:
     """Out of the mapped file: torch warns of memory that may not be written to."""
     return np.array(row) if isinstance(row, np.ndarray | np.generic) else row
 
@@ -103,7 +118,7 @@ def _lines(path: Path, encode: Encode | None) -> InputFile:
         count = sum(1 for line in file)
     read = _json_line if path.suffix == ".jsonl" else _text
 
-    def begin(start: int) -> Iterator[Any]:
+    def begin(start: int) -> Iterator[object]:
         with open(path, "rb") as file:
             for line in itertools.islice(file, start, None):
                 try:
@@ -116,7 +131,7 @@ def _lines(path: Path, encode: Encode | None) -> InputFile:
     return InputFile(count, begin)
 
 
-def _json_line(line: str, encode: Encode | None) -> Any:
+def _json_line(line: str, encode: Encode | None) -> object:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -128,7 +143,7 @@ def _json_line(line: str, encode: Encode | None) -> Any:
     return value
 
 
-def _text(line: str, encode: Encode | None) -> Any:
+def _text(line: str, encode: Encode | None) -> object:
     if encode is None:
         limit = "the model takes token ids"
         raise UsageError("the input is a text", limit=limit, remedy="name a tokenizer with --tokenizer")

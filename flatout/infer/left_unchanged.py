@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,19 +58,27 @@ def weight_sizes(model: nn.Module) -> tuple[int, int]:
     return sum(one.numel() for one in model.parameters()), sum(one.numel() * one.element_size() for one in tensors)
 
 
-def _is_container(value: Any) -> bool:
+Container = dict[object, object] | list[object] | set[object]
+
+
+def _is_container(value: object) -> bool:
     return isinstance(value, dict | list | set)
 
 
-def _refill(container: Any, content: Any) -> None:
+def _refill(container: Container, content: Container) -> None:
     if container == content if isinstance(container, set) else _same_items(container, content):
         return
     container.clear()
-    container.extend(content) if isinstance(container, list) else container.update(content)
+    if isinstance(container, list):
+        container.extend(content)
+    elif isinstance(container, set):
+        container.update(content)
+    elif isinstance(content, dict):
+        container.update(content)
 
 
-def _same_items(a: Any, b: Any) -> bool:
+def _same_items(a: Container, b: Container) -> bool:
     """By identity: comparing tensors by value would compare numbers, and raise for shapes that differ."""
-    if isinstance(a, dict):
+    if isinstance(a, dict) and isinstance(b, dict):
         return len(a) == len(b) and all(x is y and a[x] is b[y] for x, y in zip(a, b, strict=True))
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from torch import nn
 
@@ -35,9 +35,10 @@ from flatout.infer.user_lines import user_line
 
 FORMS = "a model is named file.py:name, package.module:name or a folder with a Hugging Face config.json"
 NAMES_LISTED = 6
+T = TypeVar("T")
 
 
-def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, Any | None]:
+def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, object]:
     """The module that `spec` names, in the mode in which its maker left it, on `device`, and example inputs.
 
     device: 'cpu', 'cuda:1'; None: the one on which its maker left it. Example inputs are not moved.
@@ -52,7 +53,7 @@ def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, Any | N
     return (model if target is None else model.to(target)), inputs
 
 
-def load_object(spec: str, noun: str) -> Any:
+def load_object(spec: str, noun: str) -> object:
     """What `file.py:name` or `package.module:name` names, as it stands there; `noun` says what was asked for."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
@@ -136,7 +137,7 @@ def _let_import_from(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _run(function: Callable[[], Any], doing: str) -> Any:
+def _run(function: Callable[[], T], doing: str) -> T:
     """Call the user's code; whatever it raises becomes one sentence with the user's line."""
     try:
         return function()
@@ -152,8 +153,8 @@ def _run(function: Callable[[], Any], doing: str) -> Any:
         raise UsageError(f"{doing} failed{at}: {said}", remedy="make it run in Python first") from error
 
 
-def _attribute(module: ModuleType, name: str, source: str) -> Any:
-    value: Any = module
+def _attribute(module: ModuleType, name: str, source: str) -> object:
+    value: object = module
     for part in name.split("."):
         if not hasattr(value, part):
             names = [one for one in vars(value) if not one.startswith("_")] if hasattr(value, "__dict__") else []
@@ -165,13 +166,13 @@ def _attribute(module: ModuleType, name: str, source: str) -> Any:
     return value
 
 
-def _could_be_a_model(value: Any, module: ModuleType) -> bool:
+def _could_be_a_model(value: object, module: ModuleType) -> bool:
     if isinstance(value, nn.Module):
         return True
     return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
-def _made(value: Any, spec: str) -> tuple[nn.Module, Any | None]:
+def _made(value: object, spec: str) -> tuple[nn.Module, object]:
     """The model that this value is or makes."""
     if not isinstance(value, nn.Module) and callable(value):
         needed = _required_arguments(value)
@@ -180,7 +181,7 @@ def _made(value: Any, spec: str) -> tuple[nn.Module, Any | None]:
             remedy = "name a function that makes the model, as in: def model(): return Net(width=64)"
             raise UsageError(f"{spec} needs {_listed(needed)}", limit=limit, remedy=remedy)
         value = _run(value, f"calling {spec}")
-    example = None
+    example: object = None
     if isinstance(value, tuple) and len(value) == 2:
         value, example = value
     if not isinstance(value, nn.Module):
@@ -189,7 +190,7 @@ def _made(value: Any, spec: str) -> tuple[nn.Module, Any | None]:
     return value, example
 
 
-def _required_arguments(function: Any) -> list[str]:
+def _required_arguments(function: Callable[..., object]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C: calling it will tell
@@ -198,7 +199,7 @@ def _required_arguments(function: Any) -> list[str]:
     return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]
 
 
-def _from_hugging_face(folder: Path) -> tuple[nn.Module, Any | None]:
+def _from_hugging_face(folder: Path) -> tuple[nn.Module, object]:
     config = folder / "config.json"
     if not config.is_file():
         raise UsageError(f"{folder} is a folder without config.json", limit=FORMS, remedy="name the file and the model")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ MOST_ELEMENTS, MOST_SECONDS = 1 << 25, 5.0
 """Of a call that is only made to test a size."""
 
 Kind = Literal["example", "fresh", "resampled"]
-Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Runner = Callable[[tuple[object, ...], dict[str, object]], object]
 """The file, loaded: called with the module's inputs, gives its plain outputs."""
 
 

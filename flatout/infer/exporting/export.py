@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ FEWER: dict[Dynamic, tuple[Dynamic, ...]] = {"length": ("batch", "none"), "batch
 
 def export(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
     *,
     format: Format | Sequence[Format] = "pt2",
@@ -117,7 +117,7 @@ def export(
 
 
 def _formats(given: Format | Sequence[Format]) -> tuple[Format, ...]:
-    names: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(given)
+    names = (given,) if isinstance(given, str) else tuple(given)
     wrong = [name for name in names if name not in EXPORTERS]
     if wrong or not names:
         limit = f"formats are {', '.join(EXPORTERS)}"
@@ -141,7 +141,7 @@ def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
     return {name: path.with_name(path.name + EXPORTERS[name].suffix) for name in formats}
 
 
-def _check_choices(model: Any, dynamic: Any, tolerance: float | None) -> None:
+def _check_choices(model: nn.Module, dynamic: Dynamic, tolerance: float | None) -> None:
     as_model(model)
     if isinstance(model, torch.jit.ScriptModule):
         remedy = "export the module that it was made from"

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +164,7 @@ def _load_onnx(job: Job, path: Path) -> Runner:
     if len(taken) == len(names):  # the order is that of the call; a name changes where an input is an output too
         names = taken
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def run(args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
         call = Example(args=args, kwargs=kwargs, batch=None, length=None)
         arrays = [tensor.detach().cpu().numpy() for tensor in call.tensors.values()]
         fed = {name: array for name, array in zip(names, arrays, strict=True) if name in taken}
@@ -198,7 +197,7 @@ def _load_executorch(job: Job, path: Path) -> Runner:
     program = Runtime.get().load_program(path)  # the method refers to its memory
     method = program.load_method("forward")
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def run(args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
         assert program is not None
         call = Example(args=args, kwargs=kwargs, batch=None, length=None)
         fed = [tensor.detach().cpu().contiguous() for tensor in call.tensors.values()]
@@ -215,7 +214,7 @@ def _write_torchscript(job: Job, path: Path) -> None:
         limit = "TorchScript's trace takes tensors only"
         remedy = "use pt2, or fix the other inputs in a wrapper's forward"
         raise UsageError(f"an input is {constants[0]!r}", limit=limit, remedy=remedy)
-    call: dict[str, Any] = {"example_inputs": job.example.args}
+    call: dict[str, object] = {"example_inputs": job.example.args}
     if job.example.kwargs:
         call = {"example_kwarg_inputs": job.example.kwargs}
     handle = job.model.register_forward_hook(lambda _module, _inputs, output: _one_level(output))
@@ -226,12 +225,12 @@ def _write_torchscript(job: Job, path: Path) -> None:
     torch.jit.save(traced, str(path))
 
 
-def _one_level(output: Any) -> Any:
+def _one_level(output: object) -> object:
     """TorchScript's dicts hold tensors alone: what is nested gets a longer name."""
     return dict(named_tensors(output)) if isinstance(output, dict) else output
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ def with_plain_outputs(model: nn.Module, notes: list[str]) -> nn.Module:
     return shallow
 
 
-def plain(output: Any, notes: list[str]) -> Any:
+def plain(output: object, notes: list[str]) -> object:
     """The outputs without classes. NotExported where no tensor is left."""
     kept = _plain(output, "output", notes)
     if not any(True for _ in named_tensors(kept)):
@@ -39,7 +38,7 @@ def plain(output: Any, notes: list[str]) -> Any:
     return kept
 
 
-def _plain(value: Any, path: str, notes: list[str]) -> Any:
+def _plain(value: object, path: str, notes: list[str]) -> object:
     if isinstance(value, Tensor) or value is None:
         return value
     fields = _fields(value)
@@ -55,7 +54,7 @@ def _plain(value: Any, path: str, notes: list[str]) -> Any:
     return None
 
 
-def _fields(value: Any) -> Mapping[Any, Any] | None:
+def _fields(value: object) -> Mapping[object, object] | None:
     """Name -> value of what has named parts; None for anything else."""
     if isinstance(value, Mapping):
         return value
@@ -71,7 +70,7 @@ def _note(notes: list[str], text: str) -> None:
         notes.append(text)
 
 
-def named_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: object, name: str = "output") -> Iterator[tuple[str, Tensor]]:
     """The tensors of plain outputs in their order, each with a name: 'logits', 'output_1'."""
     if isinstance(value, Tensor):
         yield name, value

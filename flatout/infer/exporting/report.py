@@ -8,7 +8,7 @@ True
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Format = Literal["pt2", "aoti", "onnx", "executorch", "torchscript"]
 Dynamic = Literal["none", "batch", "length"]
@@ -120,7 +120,7 @@ class ExportReport:
         """Every format that was asked for has a verified file."""
         return all(file.failure is None for file in self.files)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Bytes and seconds; unknown is None."""
         files = []
         for file in self.files:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.data.nested import map_tensors
 from flatout.infer.exporting.fresh_inputs import Example
@@ -56,9 +55,9 @@ class _Held(Exception):
 
 def _asks(traced: Traced, dynamic: Dynamic) -> Callable[[Mapping[str, int]], str]:
     module = traced.program.module()
-    guards: Any = getattr(module, "_guards_fn", None)  # torch's own name for them, seen in 2.13
+    guards: nn.Module | None = getattr(module, "_guards_fn", None)  # torch's own name for them, seen in 2.13
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         raise _Held
 
     if guards is not None:
@@ -79,7 +78,7 @@ def _asks(traced: Traced, dynamic: Dynamic) -> Callable[[Mapping[str, int]], str
     return why_not
 
 
-def _views(example: Example, sizes: Mapping[str, int], dynamic: Dynamic) -> Any:
+def _views(example: Example, sizes: Mapping[str, int], dynamic: Dynamic) -> tuple[tuple[object, ...], dict[str, object]]:
     """The call with these sizes, each tensor a view of its first row."""
 
     def viewed(tensor: Tensor) -> Tensor:
@@ -90,7 +89,8 @@ def _views(example: Example, sizes: Mapping[str, int], dynamic: Dynamic) -> Any:
         shape = [sizes.get(named.get(number, ""), size) for number, size in enumerate(tensor.shape)]
         return tensor.expand(shape)
 
-    return map_tensors(viewed, (example.args, example.kwargs))
+    args, kwargs = map_tensors(viewed, (example.args, example.kwargs))
+    return args, kwargs
 
 
 def _largest(allows: Callable[[int], bool], known: int) -> int | None:

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -76,11 +75,11 @@ def traceable_example(example: Example, dynamic: Dynamic) -> Example:
     return with_sizes(example, sizes, dynamic if sizes else "none", "resampled", seed=0)
 
 
-def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], Any]) -> dict[str, Any]:
+def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], object]) -> dict[str, object]:
     """Argument of `forward` -> the same nest with, for each tensor, dimension -> what `make` gives for its name."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
 
-    def dimensions(tensor: torch.Tensor) -> dict[int, Any] | None:
+    def dimensions(tensor: torch.Tensor) -> dict[int, object] | None:
         sizes = example.sizes_named(tensor, dynamic)
         return {number: named.setdefault(name, make(name)) for number, name in sizes.items()} or None
 
@@ -88,7 +87,7 @@ def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: C
     return {name: _nothing_but(map_tensors(dimensions, value)) for name, value in bound.items()}
 
 
-def _nothing_but(shapes: Any) -> Any:
+def _nothing_but(shapes: object) -> object:
     """None for everything that is no tensor's dimensions: numbers and texts are constants of the file."""
     if isinstance(shapes, dict):
         return {key: value if isinstance(key, int) else _nothing_but(value) for key, value in shapes.items()}
@@ -97,12 +96,12 @@ def _nothing_but(shapes: Any) -> Any:
     return None
 
 
-def _exported(model: nn.Module, example: Example, shapes: dict[str, Any]) -> ExportedProgram:
+def _exported(model: nn.Module, example: Example, shapes: dict[str, object]) -> ExportedProgram:
     with contextlib.redirect_stderr(io.StringIO()):  # there torch prints its graph where it fails
         return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes)
 
 
-def _refined(error: Exception, shapes: dict[str, Any]) -> dict[str, Any] | None:
+def _refined(error: Exception, shapes: dict[str, object]) -> dict[str, object] | None:
     """The shapes with the bounds that torch suggests; None where it suggests none."""
     if not isinstance(error, torch._dynamo.exc.UserError):
         return None
@@ -114,11 +113,11 @@ def _refined(error: Exception, shapes: dict[str, Any]) -> dict[str, Any] | None:
     return None if repr(refined) == repr(shapes) else refined
 
 
-def _held_sizes(before: Any, after: Any) -> dict[str, int]:
+def _held_sizes(before: object, after: object) -> dict[str, int]:
     """Names of the sizes that are one number after refinement."""
-    if isinstance(before, dict):
+    if isinstance(before, dict) and isinstance(after, dict):
         pairs = [(one, after[key]) for key, one in before.items()]
-    elif isinstance(before, tuple | list):
+    elif isinstance(before, tuple | list) and isinstance(after, tuple | list):
         pairs = list(zip(before, after, strict=True))
     else:
         name = getattr(before, "__name__", "")
