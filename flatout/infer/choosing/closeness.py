@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ class Accuracy:
             parts.append(f"divergence {self.divergence:.1e}")
         return ", ".join(parts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """What is not finite is None: JSON knows no infinity."""
         known = asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -46,7 +46,7 @@ class Option:
     """One change that may help: the fields of the plan that it sets, and those that it takes the place of."""
 
     label: str
-    choices: Mapping[str, Any]
+    choices: Mapping[str, object]
     replaces: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     """Fields of the plan that, once kept, make it pointless."""
@@ -60,9 +60,10 @@ class Option:
 
     def on(self, plan: Plan) -> Plan:
         """The plan with this change."""
+        make: Callable[..., Plan] = Plan  # which checks its choices itself
         chosen = {name: value for name, value in plan.choices().items() if name not in self.replaces}
         chosen |= self.choices
-        return Plan(**chosen, reasons={name: why for name, why in plan.reasons.items() if name in chosen})
+        return make(**chosen, reasons={name: why for name, why in plan.reasons.items() if name in chosen})
 
 
 class Runner(Protocol):

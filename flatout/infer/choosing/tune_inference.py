@@ -13,8 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
+import torch
 from torch import nn
 
 from flatout.arguments import as_exactness, as_model, as_plan, as_seconds, as_whole_number
@@ -27,6 +28,7 @@ from flatout.infer.choosing.tuning import InferenceTuning, Task
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.left_unchanged import left_unchanged
+from flatout.infer.tokenizer_source import Tokenizer
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.plan import Plan
@@ -35,11 +37,12 @@ from flatout.search.search import stopped_by_interrupt
 from flatout.timing import LoadWatch
 
 FEW_ANSWERS = 100
+_Tuned = TunedGeneration | TunedPrediction
 
 
 def tune_inference(
     model: nn.Module,
-    sample_inputs: Any,
+    sample_inputs: object,
     *,
     task: Task | None = None,
     plan: Plan | None = None,
@@ -49,10 +52,10 @@ def tune_inference(
     min_agreement: float = Tolerance.min_agreement,
     max_divergence: float = Tolerance.max_divergence,
     seconds: float = 300.0,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     max_new_tokens: int = 64,
     batch_size: int | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
     scores: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> InferenceTuning:
@@ -82,13 +85,25 @@ def tune_inference(
     say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
     with left_unchanged(model):
         say("running the model as it is, and in fp32")
-        subject: Any
         if task == "generate":
-            options: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": max_new_tokens}
-            subject = TunedGeneration(model, sample_inputs, base=base, budget_seconds=seconds, **options)
+            subject: _Tuned = TunedGeneration(
+                model,
+                sample_inputs,
+                base=base,
+                budget_seconds=seconds,
+                tokenizer=tokenizer,
+                max_new_tokens=max_new_tokens,
+            )
         else:
-            options = {"batch_size": batch_size, "device": device, "scores": scores}
-            subject = TunedPrediction(model, sample_inputs, base=base, budget_seconds=seconds, **options)
+            subject = TunedPrediction(
+                model,
+                sample_inputs,
+                base=base,
+                budget_seconds=seconds,
+                batch_size=batch_size,
+                device=device,
+                scores=scores,
+            )
         left = seconds - (time.perf_counter() - began)
         limits = Limits(seconds=left, exactness=exactness, tolerance=tolerance, items=items)
         search = InferenceSearch(subject, base, subject.options(machine), limits, say)
@@ -99,7 +114,7 @@ def tune_inference(
     return replace(found, notes=(*subject.notes, *doubts), plan=_with_reasons(found, doubts))
 
 
-def _guess(model: nn.Module, inputs: Any, tokenizer: Any) -> tuple[Task, str, Any]:
+def _guess(model: nn.Module, inputs: object, tokenizer: Tokenizer | None) -> tuple[Task, str, object]:
     """What the sample is for, why, and the sample (an iterator can be read only once)."""
     if not hasattr(inputs, "__len__") and hasattr(inputs, "__iter__"):
         inputs = list(inputs)
@@ -114,7 +129,9 @@ def _guess(model: nn.Module, inputs: Any, tokenizer: Any) -> tuple[Task, str, An
     return "generate", f'guessed from {decoder.family} and prompts (task="predict" for its outputs)', inputs
 
 
-def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, seconds: Any) -> None:
+def _check(
+    model: nn.Module, task: Task | None, plan: Plan | None, items: int | None, exactness: Exactness, seconds: float
+) -> None:
     as_model(model)
     as_plan(plan)
     if task not in (None, *get_args(Task)):
@@ -141,7 +158,7 @@ def _doubts(search: InferenceSearch, load: LoadWatch) -> list[str]:
 
 def _tuning(
     search: InferenceSearch,
-    subject: Any,
+    subject: _Tuned,
     model: nn.Module,
     task: tuple[Task, str],
     machine: Machine,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.infer.generation.torch_decoder import TorchDecoder
+from flatout.infer.tokenizer_source import Tokenizer
 from flatout.levers.observed import Observed
 from flatout.levers.threads import Threads
 from flatout.machine.description import Machine
@@ -41,7 +41,7 @@ class TunedGeneration:
     unit = "prompt"
 
     def __init__(
-        self, model: nn.Module, prompts: Any, *, tokenizer: Any, max_new_tokens: int, budget_seconds: float, base: Plan
+        self, model: nn.Module, prompts: object, *, tokenizer: Tokenizer | None, max_new_tokens: int, budget_seconds: float, base: Plan
     ) -> None:
         self.model, self.base = model, base
         plain = TokenGenerator(model, base, tokenizer=tokenizer)

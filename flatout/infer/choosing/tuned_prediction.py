@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Accuracy, Closeness, scores_of
 from flatout.infer.choosing.search import Option
@@ -46,12 +44,12 @@ class TunedPrediction:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Iterable[Any],
+        inputs: Iterable[object],
         *,
         budget_seconds: float,
         base: Plan,
         batch_size: int | None = None,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         scores: bool | None = None,
     ) -> None:
         self.model, self.base = model, base
@@ -133,7 +131,7 @@ class TunedPrediction:
                 continue
             if isinstance(output, Failed):
                 raise UsageError(f"it fails on an input that fp32 takes: {output}")
-            found = dict(_leaves(output))
+            found = dict(output_tensors(output))
             for path, leaf in reference.items():
                 closeness.add(path, leaf, found[path], scores=self.scores and _holds_scores(path, reference))
         return closeness.found()
@@ -161,13 +159,13 @@ class TunedPrediction:
     def _compiled(self, cuda: bool) -> list[Option]:
         modes = ["regional"] if repeated_blocks(self.model) else []
         modes += ["default", "reduce-overhead", "max-autotune"] if cuda else ["default"]
-        either: dict[str, Any] = {"instead_of": ("weights", "activations")}
-        return [Option(label=f"compile {mode}", choices={"compile": mode}, **either) for mode in modes]
+        either = ("weights", "activations")
+        return [Option(label=f"compile {mode}", choices={"compile": mode}, instead_of=either) for mode in modes]
 
     def _exact(self) -> list[dict[str, Tensor] | Failed]:
         """The outputs of the model in fp32, run as it stands otherwise."""
         exact = Predictor(self.model, Plan(precision="fp32"), **self._options)
-        return [one if isinstance(one, Failed) else dict(_leaves(one)) for one in exact(self._judged)]
+        return [one if isinstance(one, Failed) else dict(output_tensors(one)) for one in exact(self._judged)]
 
     def _scores(self, asked: bool | None) -> tuple[bool, str]:
         first = next(one for one in self._reference if not isinstance(one, Failed))
@@ -216,7 +214,7 @@ class PredictingRunner:
         return f"{figures.share_of_ceiling:.0%} of matrix products in {figures.ceiling_dtype}"
 
 
-def _listed(inputs: Any) -> list[Any]:
+def _listed(inputs: object) -> list[object]:
     if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not hasattr(inputs, "__iter__"):
         inputs = [inputs[place] for place in range(min(len(inputs), MOST_ITEMS))]  # a map-style dataset
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__iter__"):
@@ -228,7 +226,7 @@ def _listed(inputs: Any) -> list[Any]:
     return given
 
 
-def _measured(plain: Predictor, given: list[Any]) -> tuple[list[Any], float, float]:
+def _measured(plain: Predictor, given: list[object]) -> tuple[list[object], float, float]:
     """(inputs that can be used, seconds of one, bytes of its output), from a few of them."""
     few = _spread(given, FIRST_ITEMS)
     results = plain(few).collect()
@@ -240,11 +238,11 @@ def _measured(plain: Predictor, given: list[Any]) -> tuple[list[Any], float, flo
     start = time.perf_counter()
     plain(few).collect()
     seconds = (time.perf_counter() - start) / len(few)
-    sizes = [sum(leaf.nbytes for _, leaf in _leaves(one)) for one in results if not isinstance(one, Failed)]
+    sizes = [sum(leaf.nbytes for _, leaf in output_tensors(one)) for one in results if not isinstance(one, Failed)]
     return given, max(seconds, 1e-9), max(sizes)
 
 
-def _lengths(plain: Predictor, inputs: list[Any]) -> list[int]:
+def _lengths(plain: Predictor, inputs: list[object]) -> list[int]:
     """Tokens of each; [] where they are of fixed size."""
     calling, found = plain.run.runner.calling, []
     for index, value in enumerate(inputs):
@@ -257,15 +255,11 @@ def _lengths(plain: Predictor, inputs: list[Any]) -> list[int]:
     return found
 
 
-def _spread(values: list[Any], most: int) -> list[Any]:
+def _spread(values: list[object], most: int) -> list[object]:
     """At most so many of them, from all over the list."""
     if len(values) <= most:
         return values
     return [values[place * len(values) // most] for place in range(most)]
-
-
-def _leaves(output: Any) -> Iterable[tuple[str, Tensor]]:
-    return leaves_in(output, "output", lambda leaf: isinstance(leaf, Tensor))
 
 
 def _holds_scores(path: str, outputs: dict[str, Tensor]) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
+from flatout.infer.choosing.search import Option
 from flatout.plan import Plan
 from flatout.search.lines import (
     BudgetOption,
@@ -37,7 +38,7 @@ class InferenceTuning:
     """What seconds are counted by: "item" or "prompt"."""
     sample: str
     """What was measured, in words."""
-    state: Record[Any]
+    state: Record[Option]
     """What was tried, and what was not and why."""
     tolerance: Tolerance
     items: int | None
@@ -88,7 +89,7 @@ class InferenceTuning:
         speed = f"{ratio_text(self.comparison)} ({times}, {self.comparison.pairs} pairs of windows)"
         return [chosen, speed, self.share, f"against fp32: {self.accuracy}"]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Everything but the plan's reasons, which are the trials'."""
         return {
             "task": self.task,

@@ -16,12 +16,11 @@ import math
 import random
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.data.nested import leaves_in
+from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.model_batch import Batching, Runner
 from flatout.infer.prediction.samples import Sample
 
@@ -140,7 +139,7 @@ class Audit:
         self._seconds = self._last_seconds = 0.0
 
     def check(
-        self, batch: Sequence[Sample], how: Batching, outputs: Sequence[Any], agreement: Agreement, *, compiled: bool
+        self, batch: Sequence[Sample], how: Batching, outputs: Sequence[object], agreement: Agreement, *, compiled: bool
     ) -> None:
         """Raises Mismatch. A sample that the model does not take alone is passed over."""
         if how == "alone" or (len(batch) == 1 and not compiled):
@@ -149,7 +148,7 @@ class Audit:
         if not places:
             return
         start = time.perf_counter()
-        found = [dict(leaves_in(one, "output", lambda leaf: isinstance(leaf, Tensor))) for one in outputs]
+        found = [dict(output_tensors(one)) for one in outputs]
         agreement.learn(found)
         for place in places:
             try:

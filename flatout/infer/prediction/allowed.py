@@ -14,10 +14,9 @@ it is tried again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor
 
@@ -232,7 +231,7 @@ class Trial:
 
 def _with_a_neighbour(samples: Sequence[Sample]) -> list[tuple[Sample, Sample | None]]:
     """(sample, another of its shape or None): short ones first, those that have another before those that have none."""
-    by_shape: dict[Any, list[Sample]] = {}
+    by_shape: dict[Hashable, list[Sample]] = {}
     for sample in samples:
         by_shape.setdefault(sample.shape, []).append(sample)
     groups = sorted(by_shape.values(), key=lambda group: (len(group) == 1, group[0].tokens))

@@ -7,9 +7,9 @@ checked against it: the model's own error says what was wrong, and `predict` fin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Calling:
     """Tokens of the longest input that the model has positions for."""
     padding_id: int = 0
     """What stands in padding."""
-    constants: tuple[tuple[str, Any], ...] = ()
+    constants: tuple[tuple[str, object], ...] = ()
     """Further keywords of every call."""
 
     def mask(self, lengths: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,10 +85,11 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _vocabulary(model: nn.Module, config: Any) -> tuple[int | None, bool]:
+def _vocabulary(model: nn.Module, config: object) -> tuple[int | None, bool]:
     """Its size, and whether it is surely that of the first input."""
-    if hasattr(model, "get_input_embeddings"):
-        size = getattr(_embedding(model), "num_embeddings", None)
+    find = getattr(model, "get_input_embeddings", None)
+    if find is not None:
+        size = getattr(_embedding(find), "num_embeddings", None)
         return (size, True) if isinstance(size, int) else (None, True)
     size = getattr(config, "vocab_size", None)
     if isinstance(size, int):
@@ -97,14 +98,14 @@ def _vocabulary(model: nn.Module, config: Any) -> tuple[int | None, bool]:
     return (embeddings[0].num_embeddings, False) if len(embeddings) == 1 else (None, True)
 
 
-def _embedding(model: Any) -> Any:
+def _embedding(find: Callable[[], object]) -> object:
     try:
-        return model.get_input_embeddings()
+        return find()
     except (NotImplementedError, AttributeError):
         return None
 
 
-def _longest(model: nn.Module, config: Any) -> int | None:
+def _longest(model: nn.Module, config: object) -> int | None:
     size = getattr(config, "max_tokens", None)
     if isinstance(size, int):
         return size

@@ -19,7 +19,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +176,7 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
             if not _plain(child) or id(child) in stay:
                 continue
             if id(child) not in made:
-                replacement = make(child)  # type: ignore[arg-type]
+                replacement = make(child)
                 if replacement is None:
                     continue
                 made[id(child)] = replacement.eval()
@@ -185,7 +185,7 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
     return swapped
 
 
-def _plain(module: Any) -> bool:
+def _plain(module: object) -> TypeGuard[nn.Linear]:
     """A Linear itself, no kind of it, that nobody hooked into or gave a parametrisation."""
     if type(module) is not nn.Linear or "forward" in vars(module) or module._parameters.get("weight") is None:
         return False
@@ -196,7 +196,7 @@ def _plain(module: Any) -> bool:
 class _Watched(nn.Linear):
     """A Linear that remembers whether its weight was read by anything but its own call."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         if name in ("weight", "bias") and not self.__dict__.get("_in_call"):
             self.__dict__["_read"] = True
         return super().__getattr__(name)
@@ -209,7 +209,7 @@ class _Watched(nn.Linear):
             self.__dict__["_in_call"] = False
 
 
-def read_by_others(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+def read_by_others(model: nn.Module, run: Callable[[], object]) -> list[str]:
     """Names of the plain linear layers whose weights the model reads itself while it runs."""
     watched = {name: layer for name, layer in model.named_modules() if _plain(layer)}
     for layer in watched.values():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from flatout.infer.prediction.samples import Sample
 from flatout.train.flops import count_step
+
+
+T = TypeVar("T")
 
 
 class Operations:
@@ -17,14 +20,14 @@ class Operations:
     def __init__(self) -> None:
         self._known: dict[Hashable, dict[int, float]] = {}
 
-    def learn(self, samples: Sequence[Sample], run: Callable[[Sample], Any]) -> None:
+    def learn(self, samples: Sequence[Sample], run: Callable[[Sample], object]) -> None:
         """From the shortest and the longest of these, of one kind; `run` calls the model on one."""
         known = self._known.setdefault(samples[0].kind, {})
         lengths = {sample.tokens: sample for sample in samples}
         for length in sorted({min(lengths), max(lengths)} - set(known))[: 2 - len(known)]:
             self.counted(lengths[length], run)
 
-    def counted(self, sample: Sample, run: Callable[[Sample], Any]) -> Any:
+    def counted(self, sample: Sample, run: Callable[[Sample], T]) -> T:
         """What `run` gives; its operations are counted where two lengths are not yet known."""
         known = self._known.setdefault(sample.kind, {})
         if len(known) >= 2 or sample.tokens in known:
@@ -53,11 +56,11 @@ class Operations:
         return (of_short / short - b * short + b * sample.tokens) * sample.tokens
 
 
-def _formulas() -> dict[Any, Any]:
+def _formulas() -> dict[object, Callable[..., int]]:
     """Operations of oneDNN's products, which torch's counter does not know."""
-    found: dict[Any, Any] = {}
+    found: dict[object, Callable[..., int]] = {}
 
-    def product(x: Any, weight: Any) -> int:
+    def product(x: Sequence[int], weight: Sequence[int]) -> int:
         return 2 * int(torch.Size(x).numel()) * (weight[0] if weight[1] == x[-1] else weight[1])
 
     packed = getattr(torch.ops.mkldnn, "_linear_pointwise", None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +51,12 @@ class Placed:
     """What was done, and what could not be done and why."""
 
 
-def place(model: nn.Module, plan: Plan, device: Any = None) -> Placed:
+def place(model: nn.Module, plan: Plan, device: torch.device | str | int | None = None) -> Placed:
     """The copy in evaluation mode on `device` (None: where the model is), without gradients.
 
     Raises PlanError for choices that contradict one another, UsageError for what is no module.
     """
-    _check(model, plan)
+    as_model(model)
     first = next((one for one in model.parameters() if one.is_floating_point()), None)
     result_dtype = torch.float32 if first is None else first.dtype
     dtype = DTYPES[plan.precision] if plan.precision else result_dtype
@@ -130,11 +129,7 @@ def _packable(layer: nn.Linear, placed: Placed) -> bool:
     return layer.weight.dtype is placed.dtype
 
 
-def _check(model: Any, plan: Plan) -> None:
-    as_model(model)
-
-
-def _device(asked: Any, here: torch.device) -> torch.device:
+def _device(asked: torch.device | str | int | None, here: torch.device) -> torch.device:
     if asked is None:
         return here
     return as_device(asked)
@@ -142,7 +137,7 @@ def _device(asked: Any, here: torch.device) -> torch.device:
 
 def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A deep copy whose tensors are already in their new dtype and place when they are made."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     kept = _kept_in_their_dtype(model)
     copies: dict[int, Tensor] = {}
 

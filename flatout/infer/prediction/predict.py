@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -51,12 +51,12 @@ RESULTS_PER_LOOK = 64
 
 def predict(
     model: nn.Module,
-    inputs: Iterable[Any],
+    inputs: Iterable[object],
     plan: Plan | None = None,
     *,
     batch_size: int | None = None,
     look_ahead: int | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
     check_finite: bool = False,
     on_error: str = "mark",
     progress: bool = False,
@@ -92,7 +92,7 @@ class Predictor:
         *,
         batch_size: int | None = None,
         look_ahead: int | None = None,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         check_finite: bool = False,
     ) -> None:
         self.plan = as_plan(plan, "predict")
@@ -114,7 +114,7 @@ class Predictor:
 
     def __call__(
         self,
-        inputs: Iterable[Any],
+        inputs: Iterable[object],
         *,
         on_error: str = "mark",
         first_index: int = 0,
@@ -143,7 +143,7 @@ class Predictor:
 class Predictions:
     """Outputs in the order of the inputs; an iterator, so each is given once. `figures` says how far it is."""
 
-    def __init__(self, predictor: Predictor, inputs: Iterable[Any], *, on_error: str, first_index: int) -> None:
+    def __init__(self, predictor: Predictor, inputs: Iterable[object], *, on_error: str, first_index: int) -> None:
         self._predictor, self._run = predictor, predictor.run
         self._on_error, self._next = on_error, first_index
         self._source = iter(inputs)
@@ -152,7 +152,7 @@ class Predictions:
         self._begun = _Counts.of(self._run)
         self._ready = self._in_order()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # Any here and below: what the model returns, for the caller to know
         return self
 
     def __next__(self) -> Any:
@@ -188,7 +188,7 @@ class Predictions:
             notes=tuple(run.notes),
         )
 
-    def _in_order(self) -> Iterator[Any]:
+    def _in_order(self) -> Iterator[object]:
         bounds = self._predictor.bounds
         for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
             start = time.perf_counter()
@@ -207,7 +207,7 @@ class Predictions:
                         raise UsageError(what, limit=result.limit, remedy=result.remedy)
                 yield result
 
-    def _with_bar(self, results: Iterator[Any], total: int | None) -> Iterator[Any]:
+    def _with_bar(self, results: Iterator[object], total: int | None) -> Iterator[object]:
         with progress_bar(total) as show:
             for number, result in enumerate(results):
                 if number % RESULTS_PER_LOOK == 0:
@@ -254,7 +254,7 @@ class _Counts:
         return cls(run)
 
 
-def _check_inputs(inputs: Any) -> None:
+def _check_inputs(inputs: object) -> None:
     """What is iterable, but not over inputs."""
     if isinstance(inputs, Mapping):
         what = f"inputs is a {type(inputs).__name__} of {', '.join(map(repr, list(inputs)[:3]))}"
@@ -265,7 +265,13 @@ def _check_inputs(inputs: Any) -> None:
         raise UsageError("inputs is a DataLoader, which gives batches", limit=limit, remedy="pass its dataset")
 
 
-def _of_dataset(dataset: Any) -> Iterator[Any]:
+class _MapStyle(Protocol):
+    def __getitem__(self, place: int, /) -> object: ...
+
+    def __len__(self) -> int: ...
+
+
+def _of_dataset(dataset: _MapStyle) -> Iterator[object]:
     """A map-style dataset, which has a length and no iterator of its own."""
     return (dataset[place] for place in range(len(dataset)))
 

@@ -7,7 +7,6 @@ copy that fails, or differs by more than rounding, is made anew with those layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -87,7 +86,7 @@ def _fold(runner: Runner, samples: Sequence[Sample]) -> None:
         return
     agreement = Agreement(placed.rate)
 
-    def why_not(after: Any, before: Any) -> str:
+    def why_not(after: object, before: object) -> str:
         return agreement.why_not(runner.leaves(after), runner.leaves(before))
 
     try:
@@ -101,7 +100,7 @@ def _fold(runner: Runner, samples: Sequence[Sample]) -> None:
 
 def _round_and_pack(runner: Runner, plan: Plan, samples: Sequence[Sample]) -> None:
     placed = runner.placed
-    plain: list[Any] = []
+    plain: list[nn.Linear] = []
     swap_linears(placed.model, plain.append)
     if not plain:
         return

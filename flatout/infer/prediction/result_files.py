@@ -16,7 +16,9 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 from flatout import __version__
 from flatout.data.nested import leaves_in
@@ -39,14 +41,14 @@ class Results(Protocol):
     failed: int
     """How many of all are failures, earlier runs included."""
 
-    def add(self, index: int, result: Any) -> None:
+    def add(self, index: int, result: object) -> None:
         """The result of input `index`; they come in order."""
 
     def close(self) -> None:
         """Everything that was added is on the disk."""
 
 
-def open_results(path: Path, of: Mapping[str, Any], *, restart: bool, keep: str = "") -> Results:
+def open_results(path: Path, of: Mapping[str, object], *, restart: bool, keep: str = "") -> Results:
     """`of` says what the results are of. UsageError where the place holds other results, or anything else."""
     lines = path.suffix == ".jsonl"
     note = path.with_name(f"{path.name}.run.json") if lines else path / "run.json"
@@ -65,7 +67,7 @@ def open_results(path: Path, of: Mapping[str, Any], *, restart: bool, keep: str 
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
 
 
-def _check_same(path: Path, note: Path, expected: dict[str, Any]) -> None:
+def _check_same(path: Path, note: Path, expected: dict[str, object]) -> None:
     try:
         known = {"schema": 1, **json.loads(note.read_text())}
     except (OSError, ValueError, TypeError):
@@ -115,8 +117,8 @@ class _Lines:
         self._file.truncate()
         self._unsaved = 0
 
-    def add(self, index: int, result: Any) -> None:
-        line: dict[str, Any] = {"index": index}
+    def add(self, index: int, result: object) -> None:
+        line: dict[str, object] = {"index": index}
         if isinstance(result, Failed):
             self.failed += 1
             line["failed"] = str(result).partition(": ")[2]
@@ -143,7 +145,7 @@ class _Folder:
 
         self.done = self.failed = 0
         self._path, self._keep = path, keep
-        self._tensors: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._failures: dict[int, str] = {}
         self._added = 0
         while (file := self._name()).exists():
@@ -154,7 +156,7 @@ class _Folder:
         for left in path.glob("*.tmp"):
             left.unlink()
 
-    def add(self, index: int, result: Any) -> None:
+    def add(self, index: int, result: object) -> None:
         if isinstance(result, Failed):
             self.failed += 1
             self._failures[index] = str(result).partition(": ")[2]
@@ -182,7 +184,7 @@ class _Folder:
         self._tensors, self._failures = {}, {}
 
 
-def kept(result: Any, name: str) -> Any:
+def kept(result: object, name: str) -> object:
     """The part of a result with this name (a key, an attribute or a place); all of it for ''."""
     if not name:
         return result
@@ -196,7 +198,7 @@ def kept(result: Any, name: str) -> Any:
     raise UsageError(f"the output has no {name!r}", limit=f"it has {there}", remedy="name another with --keep")
 
 
-def named_tensors(result: Any) -> dict[str, Any]:
+def named_tensors(result: object) -> dict[str, Tensor]:
     """The tensors of a result by name: '' for a single one, else 'pooled', '0', 'a.b'."""
     found = {}
     if hasattr(result, "_asdict"):  # a named tuple
@@ -207,21 +209,21 @@ def named_tensors(result: Any) -> dict[str, Any]:
     return found
 
 
-def _plain(result: Any) -> Any:
+def _plain(result: object) -> object:
     tensors = named_tensors(result)
     if set(tensors) == {""}:
         return _numbers(tensors[""].tolist())
     return {name: _numbers(tensor.tolist()) for name, tensor in tensors.items()}
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> object:
     """JSON has no NaN and no infinity: null."""
     if isinstance(value, list):
         return [_numbers(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     try:
         with written_whole(path) as temporary:
             write(temporary)

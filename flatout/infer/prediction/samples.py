@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Sample:
         return 1 if self.length is None else self.length
 
 
-def read_sample(index: int, value: Any, calling: Calling) -> Sample:
+def read_sample(index: int, value: object, calling: Calling) -> Sample:
     """The sample; UsageError says what is wrong with the input."""
     if isinstance(value, UsageError):  # whoever made the inputs could not read this one
         raise value
@@ -70,7 +69,7 @@ def read_sample(index: int, value: Any, calling: Calling) -> Sample:
     return Sample(index, tensors, length, kind if mask_dtype is None else (*kind, mask_dtype), mask_dtype)
 
 
-def _named(value: Any, calling: Calling) -> dict[str | int, Any]:
+def _named(value: object, calling: Calling) -> dict[str | int, object]:
     if isinstance(value, Mapping):
         return {str(name): part for name, part in value.items() if part is not None}
     if isinstance(value, tuple):
@@ -80,7 +79,7 @@ def _named(value: Any, calling: Calling) -> dict[str | int, Any]:
     return {0 if calling.input_name is None else calling.input_name: value}
 
 
-def _tensor(name: str | int, part: Any) -> Tensor:
+def _tensor(name: str | int, part: object) -> Tensor:
     try:
         tensor = part.detach() if isinstance(part, Tensor) else torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -92,7 +91,7 @@ def _tensor(name: str | int, part: Any) -> Tensor:
     return tensor
 
 
-def _shown(part: Any) -> str:
+def _shown(part: object) -> str:
     text = repr(part)
     return f"{type(part).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +57,10 @@ class Kind:
     """Results of batches were handed out."""
 
 
+_Counts = tuple[Counter[str], int, int, float | None]
+"""Batches by how they were run, tokens, computed tokens, flops."""
+
+
 class WindowRun:
     """Runs windows of one model, and remembers what it learnt about it on the way."""
 
@@ -77,10 +80,10 @@ class WindowRun:
         self._kinds: dict[Hashable, Kind] = {}
         self._operations = Operations()
 
-    def run(self, samples: Sequence[Sample]) -> dict[int, Any]:
+    def run(self, samples: Sequence[Sample]) -> dict[int, object]:
         """Results or `Failed` by index. Raises UsageError or the model's own error where no sample ever worked, and
         UsageError where results that were handed out before are in doubt."""
-        results: dict[int, Any] = {}
+        results: dict[int, object] = {}
         if not samples:
             return results
         self._prepare(samples)
@@ -96,7 +99,7 @@ class WindowRun:
             self._run_kind(self._kind(members[0]), members, results)
         return results
 
-    def _run_kind(self, kind: Kind, members: list[Sample], results: dict[int, Any]) -> None:
+    def _run_kind(self, kind: Kind, members: list[Sample], results: dict[int, object]) -> None:
         self._start(kind)
         how = self._choose(kind, members)
         before = self._counts()
@@ -133,10 +136,10 @@ class WindowRun:
         kind.allowed = kind.allowed.only_alone(str(found))
         self._say_alone(kind.allowed.reasons["equal"])
 
-    def _counts(self) -> tuple[Any, ...]:
+    def _counts(self) -> _Counts:
         return copy.copy(self.batches), self.tokens, self.computed_tokens, self.flops
 
-    def _put_back(self, counts: tuple[Any, ...]) -> None:
+    def _put_back(self, counts: _Counts) -> None:
         """What is done again counts once."""
         self.batches, self.tokens, self.computed_tokens, self.flops = counts
 
@@ -254,7 +257,7 @@ class WindowRun:
         tokens = self._bucket(longest) if how == "padded" else longest
         return max(len(batch), self.batch_tokens // tokens), tokens if how == "padded" else None
 
-    def _run_batch(self, batch: list[Sample], how: Batching, results: dict[int, Any]) -> None:
+    def _run_batch(self, batch: list[Sample], how: Batching, results: dict[int, object]) -> None:
         half = len(batch) // 2
         if half and self._exceeds(batch):  # memory ended at such a size before
             self._run_batch(batch[:half], how, results)
@@ -282,7 +285,7 @@ class WindowRun:
         shrunk = self.batch_tokens < self.bounds.batch_tokens and batch[0].length is not None
         return shrunk and sum(sample.tokens for sample in batch) > self.batch_tokens
 
-    def _outputs(self, batch: list[Sample], how: Batching) -> list[Any]:
+    def _outputs(self, batch: list[Sample], how: Batching) -> list[object]:
         rows, tokens = (None, None) if how == "alone" else self._filled_shape(batch, how)
         with torch.no_grad():
             if how == "alone":
@@ -308,7 +311,7 @@ class WindowRun:
             self.notes.append(self.compiled.gave_up)
         return found
 
-    def _after(self, error: Exception, batch: list[Sample], how: Batching, results: dict[int, Any]) -> None:
+    def _after(self, error: Exception, batch: list[Sample], how: Batching, results: dict[int, object]) -> None:
         """Two halves again; a single sample is given up."""
         no_memory = is_out_of_memory(error)
         if no_memory:
@@ -350,10 +353,10 @@ class WindowRun:
                 return plainer
         return error
 
-    def _checked(self, sample: Sample, output: Any) -> Any:
+    def _checked(self, sample: Sample, output: object) -> object:
         if not self.check_finite:
             return output
-        for path, leaf in leaves_in(output, "output", lambda leaf: isinstance(leaf, Tensor)):
+        for path, leaf in output_tensors(output):
             if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 count = int((~leaf.isfinite()).sum())
                 what = f"{path} has {count} of {leaf.numel()} values that are inf or NaN"
@@ -369,7 +372,7 @@ def _computed(lengths: Sequence[int], how: Batching, rows: int | None, tokens: i
     return (rows or len(lengths)) * (tokens or max(lengths))
 
 
-def _grouped(samples: Sequence[Sample], key: Any) -> list[list[Sample]]:
+def _grouped(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> list[list[Sample]]:
     groups: dict[Hashable, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(key(sample), []).append(sample)
