@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
-import torch
 from torch import nn
+from torch.types import Device
 
 from flatout.arguments import as_exactness, as_model, as_plan, as_seconds, as_whole_number
 from flatout.errors import UsageError
@@ -55,7 +55,7 @@ def tune_inference(
     tokenizer: Tokenizer | None = None,
     max_new_tokens: int = 64,
     batch_size: int | None = None,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
     scores: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> InferenceTuning:

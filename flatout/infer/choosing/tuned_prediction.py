@@ -9,10 +9,12 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.types import Device
 
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Accuracy, Closeness, scores_of
 from flatout.infer.choosing.search import Option
+from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.calling import calling_of
 from flatout.infer.prediction.linear import LEAST_WEIGHTS
 from flatout.infer.prediction.predict import Predictor
@@ -49,14 +51,14 @@ class TunedPrediction:
         budget_seconds: float,
         base: Plan,
         batch_size: int | None = None,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         scores: bool | None = None,
     ) -> None:
         self.model, self.base = model, base
-        self._options = {"batch_size": batch_size, "device": device}
+        self._batch_size, self._device = batch_size, device
         self.notes: list[str] = []
         given = _listed(inputs)
-        plain = Predictor(model, base, **self._options)
+        plain = self._predictor(base)
         usable, seconds_each, output_bytes = _measured(plain, given)
         self.inputs = _spread(usable, max(1, int(budget_seconds * TIMED_SHARE / seconds_each)))
         judged = min(budget_seconds * JUDGED_SHARE / seconds_each, OUTPUT_BYTES / max(output_bytes, 1))
@@ -90,7 +92,7 @@ class TunedPrediction:
         return f"{self.count} items of {ragged} tokens"
 
     def make(self, plan: Plan) -> PredictingRunner:
-        return PredictingRunner(Predictor(self.model, plan, **self._options), plan, self)
+        return PredictingRunner(self._predictor(plan), plan, self)
 
     def options(self, machine: Machine) -> list[Option]:
         """First what leaves the products as they are, then fewer bits; what has to be compiled comes last."""
@@ -138,6 +140,9 @@ class TunedPrediction:
 
     # inside
 
+    def _predictor(self, plan: Plan) -> Predictor:
+        return Predictor(self.model, plan, batch_size=self._batch_size, device=self._device)
+
     def _threads(self, machine: Machine) -> list[Option]:
         seen = Observed(device="cpu", threads=torch.get_num_threads())
         values = Threads().applies(machine, seen).values
@@ -164,7 +169,7 @@ class TunedPrediction:
 
     def _exact(self) -> list[dict[str, Tensor] | Failed]:
         """The outputs of the model in fp32, run as it stands otherwise."""
-        exact = Predictor(self.model, Plan(precision="fp32"), **self._options)
+        exact = self._predictor(Plan(precision="fp32"))
         return [one if isinstance(one, Failed) else dict(output_tensors(one)) for one in exact(self._judged)]
 
     def _scores(self, asked: bool | None) -> tuple[bool, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(model, "generation_config")
 
 
+class _Cache(Protocol):
+    def batch_select_indices(self, indices: Tensor) -> None: ...
+
+
 @dataclass
 class _Read:
     """Sources that were encoded, and what the decoder keeps of the texts so far."""
@@ -33,7 +37,7 @@ class _Read:
     """[texts, source tokens, width]"""
     mask: Tensor
     """int64 [texts, source tokens], 1 = a real token."""
-    cache: Any = None
+    cache: _Cache | None = None
     """transformers' own; None before the first token."""
 
 

@@ -7,7 +7,7 @@ without effect on the text, or refused with its value. What the caller gives goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ _RULES = (
     *("min_new_tokens", "min_length", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
 )
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
     "min_length": (0,),
@@ -66,15 +66,19 @@ _DEFAULT_TOP_K = 50
 """What transformers keeps where do_sample is set and top_k is not."""
 
 
+_Read = Callable[[str], Any]  # Any: a config of transformers holds what its author wrote; who uses it checks it
+"""Name -> value, None where it is not set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Of a model's generation_config; empty for a model without one."""
 
     end_tokens: tuple[int, ...] = ()
     pad_token: int | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, object] = field(default_factory=dict)
     """Fields of Sampling."""
-    rules: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, object] = field(default_factory=dict)
     """Fields of TokenRules."""
     max_new_tokens: int | None = None
     max_length: int | None = None
@@ -84,14 +88,14 @@ class ModelSettings:
     """What an encoder-decoder's text begins with, before the first generated token."""
 
     @property
-    def taken(self) -> dict[str, Any]:
+    def taken(self) -> dict[str, object]:
         """Everything that changes texts, by name, for the result to say."""
         limits = {"max_new_tokens": self.max_new_tokens, "max_length": self.max_length}
         found = {**self.sampling, **self.rules, **limits, "stop_strings": self.stop_strings or None}
         return {name: value for name, value in found.items() if value is not None}
 
 
-def read_settings(model: Any, given: Mapping[str, Any], *, encodes: bool = False) -> ModelSettings:
+def read_settings(model: object, given: Mapping[str, object], *, encodes: bool = False) -> ModelSettings:
     """`given`: what the caller set, which goes before. encodes: whether the model is an encoder-decoder.
 
     UsageError for a setting that cannot be carried out here.
@@ -122,7 +126,7 @@ def read_settings(model: Any, given: Mapping[str, Any], *, encodes: bool = False
     )
 
 
-def _drawing(value: Callable[[str], Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _drawing(value: _Read, given: Mapping[str, object]) -> dict[str, object]:
     """As transformers draws. Its own default of top_k belongs to do_sample, not to a temperature of the caller's."""
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
     if given.get("temperature") is None and top_k is None:
@@ -135,7 +139,7 @@ def _drawing(value: Callable[[str], Any], given: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool, encodes: bool) -> None:
+def _refuse_others(config: object, value: _Read, sampled: bool, encodes: bool) -> None:
     """Whatever transformers knows and would carry out, and nothing here does. Entries unknown to it have no effect."""
     known = set(vars(type(config)())) | {"num_beams", "penalty_alpha", "guidance_scale"}
     for name in sorted(set(vars(config)) & known):
@@ -153,21 +157,21 @@ def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool, enco
         raise UsageError(what, limit=limit, remedy=remedy)
 
 
-def _reader(config: Any) -> Callable[[str], Any]:
+def _reader(config: object) -> _Read:
     """name -> value; None where it is not set, or means the same as not being set."""
 
-    def value(name: str) -> Any:
+    def value(name: str) -> object:
         found = getattr(config, name, None)
         return None if found is None or any(found is one or found == one for one in _NEUTRAL.get(name, ())) else found
 
     return value
 
 
-def _start(value: Callable[[str], Any]) -> int | None:
+def _start(value: _Read) -> int | None:
     """As transformers finds it."""
     start = value("decoder_start_token_id")
     return value("bos_token_id") if start is None else start
 
 
-def _tokens(found: Any) -> tuple[int, ...]:
+def _tokens(found: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)

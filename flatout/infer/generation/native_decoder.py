@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class NativeDecoder:
     def __init__(self, decoder: Decoder, *, storage: Storage, threads: int | None = None) -> None:
         self.decoder, self.storage, self.threads = decoder, storage, threads
         self.device = torch.device("cpu")
-        self._kept: list[Any] = []
+        self._kept: list[object] = []
         """What C points into."""
         self.weight_bytes = 0
         """Read in every pass: the matrices with their scales."""

@@ -62,12 +62,12 @@ class OwnForward:
         return FULL_CLOSENESS if exact and not rounded else HALF_CLOSENESS
 
     @property
-    def model(self) -> Any:
+    def model(self) -> nn.Module:
         found = self._model()
         assert found is not None, "whoever generates holds the model"
         return found
 
-    def __call__(self, *given: Any, method: str = "forward", **named: Any) -> Any:
+    def __call__(self, *given: object, method: str = "forward", **named: object) -> Any:  # Any: a model of any kind
         """What the model, or one of its methods, gives; of "get_encoder()" what that module gives.
 
         UsageError where it fails on this text.
@@ -87,7 +87,7 @@ class OwnForward:
                 remedy = "if the text became too long for it, pass a smaller max_new_tokens"
                 raise UsageError(what, limit=limit, remedy=remedy) from error
 
-    def _numbers(self) -> Any:
+    def _numbers(self) -> torch.autocast:
         """The plan's precision, and not that of an autocast around the call."""
         kind = self.device.type
         return torch.autocast(kind, dtype=self._autocast, enabled=self._autocast is not None)
@@ -105,7 +105,7 @@ class OwnForward:
             raise PlanError(f"the plan's precision is {plan.precision!r}", limit=limit, remedy=remedy)
 
 
-def longest_text(model: Any) -> int | None:
+def longest_text(model: object) -> int | None:
     """What the model, or its config, says under one of the usual names; None if there is none."""
     config = getattr(model, "config", None)
     found = (
@@ -119,14 +119,14 @@ def longest_text(model: Any) -> int | None:
     return None
 
 
-def logits_of(found: Any, tokens: Tensor, model: Any, places: int | None = None) -> Tensor:
+def logits_of(found: object, tokens: Tensor, model: object, places: int | None = None) -> Tensor:
     """The logits [batch, tokens, vocabulary] of what a model gave for tokens [batch, tokens].
 
     They may be all that it gave, its `logits`, or the first of several things; of the last token alone, [batch, 1,
     vocabulary], if it gives no others. places: of how many tokens they were asked for, if not of all. UsageError for
     anything else.
     """
-    logits = found
+    logits: object = found
     if isinstance(found, Mapping) and "logits" in found:
         logits = found["logits"]
     elif not isinstance(found, Tensor) and hasattr(found, "logits"):

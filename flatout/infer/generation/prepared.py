@@ -39,7 +39,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Prepared:
-    """Of one model under one plan. Any number of runs may use it at once: each has a cache of its own for its time."""
+    """Of one model under one plan. Several runs may use it at once: each has a cache of its own for its time."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         _check_device(model)

@@ -7,26 +7,27 @@ mask can tell.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import torch
 
 from flatout.errors import UsageError
+from flatout.infer.generation.token_ids import whole_number
+from flatout.infer.tokenizer_source import Tokenizer
 
 _OF_A_TOKENIZER = frozenset({"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "length"})
 """What a tokenizer of transformers returns; only the first two say anything about a text."""
 
 
 def read_prompts(
-    prompts: Any,
+    prompts: object,
     *,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     vocabulary: int,
     max_tokens: int | None,
     leave: int = 1,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     pad_token: int | None = None,
     end_tokens: Sequence[int] = (),
 ) -> list[list[int]]:
@@ -54,7 +55,7 @@ def read_prompts(
     return [_checked(index, one, vocabulary, most) for index, one in enumerate(ids)]
 
 
-def _of_tokenizer(found: Mapping[str, Any], mask: Any) -> tuple[Any, Any]:
+def _of_tokenizer(found: Mapping[str, object], mask: object) -> tuple[object, object]:
     if "input_ids" not in found:
         what = f"the prompts are a mapping with {', '.join(map(repr, found)) or 'nothing'}"
         raise UsageError(what, limit="it needs input_ids, as a tokenizer returns them")
@@ -66,7 +67,7 @@ def _of_tokenizer(found: Mapping[str, Any], mask: Any) -> tuple[Any, Any]:
     return found["input_ids"], found.get("attention_mask") if mask is None else mask
 
 
-def _several(prompts: Any) -> list[Any]:
+def _several(prompts: object) -> list[object]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, torch.Tensor):
@@ -78,15 +79,11 @@ def _several(prompts: Any) -> list[Any]:
     return [held] if alone else held
 
 
-def _is_id(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, torch.Tensor) or value.dim() == 0
+def _is_id(value: object) -> bool:
+    return whole_number(value) is not None and (not isinstance(value, torch.Tensor) or value.dim() == 0)
 
 
-def _ids(index: int, prompt: Any, tokenizer: Any) -> list[int]:
+def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             limit = "without a tokenizer a prompt is a list of token ids"
@@ -100,15 +97,15 @@ def _ids(index: int, prompt: Any, tokenizer: Any) -> list[int]:
         return [int(one) for one in prompt.tolist()]
     if not _is_row(prompt) or not all(_is_id(one) for one in prompt):
         raise _wrong_type(f"prompt {index} is", prompt)
-    return [operator.index(one) for one in prompt]
+    return [number for one in prompt if (number := whole_number(one)) is not None]
 
 
-def _is_row(prompt: Any) -> bool:
+def _is_row(prompt: object) -> TypeGuard[Sequence[object]]:
     """A list, a tuple, or an array of numpy."""
     return isinstance(prompt, Sequence) or (hasattr(prompt, "__array__") and getattr(prompt, "ndim", 0) == 1)
 
 
-def _unmasked(ids: list[list[int]], mask: Any) -> list[list[int]]:
+def _unmasked(ids: list[list[int]], mask: object) -> list[list[int]]:
     rows = mask.tolist() if hasattr(mask, "tolist") else mask
     if isinstance(rows, Sequence) and rows and all(_is_id(one) for one in rows):
         rows = [rows]
@@ -123,7 +120,7 @@ def _unmasked(ids: list[list[int]], mask: Any) -> list[list[int]]:
     return [_kept(index, one, row) for index, (one, row) in enumerate(zip(ids, rows, strict=True))]
 
 
-def _kept(index: int, ids: list[int], mask: Sequence[Any]) -> list[int]:
+def _kept(index: int, ids: list[int], mask: Sequence[int]) -> list[int]:
     places = [place for place, one in enumerate(mask) if one == 1]
     if any(one not in (0, 1) for one in mask):
         raise UsageError(
@@ -138,7 +135,7 @@ def _kept(index: int, ids: list[int], mask: Sequence[Any]) -> list[int]:
     return ids[places[0] : places[-1] + 1]
 
 
-def _may_be_padded(prompts: Any, ids: list[list[int]], pad_token: int | None) -> bool:
+def _may_be_padded(prompts: object, ids: list[list[int]], pad_token: int | None) -> bool:
     """Ids of equal lengths: ragged ones, and texts, were not padded by anybody."""
     if pad_token is None or len({len(one) for one in ids}) != 1 or isinstance(prompts, str):
         return False
@@ -183,6 +180,6 @@ def _checked(index: int, ids: list[int], vocabulary: int, most: int | None) -> l
     return ids
 
 
-def _wrong_type(subject: str, value: Any) -> UsageError:
+def _wrong_type(subject: str, value: object) -> UsageError:
     kinds = "a text, a list of token ids or a whole-number tensor"
     return UsageError(f"{subject} of type {type(value).__name__}", limit=f"a prompt is {kinds}")

@@ -21,10 +21,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flatout.errors import NumericsError, UsageError
@@ -86,7 +86,7 @@ class Sampling:
 
 def _check(
     name: str,
-    value: Any,
+    value: object,
     *,
     low: int,
     high: int | None = None,
@@ -95,14 +95,19 @@ def _check(
     remedy: str,
 ) -> None:
     """UsageError unless None or a number of the interval; `above` excludes `low` itself."""
-    kinds = int if whole else int | float
     if value is None and name not in ("temperature", "repetition_penalty"):
         return
     noun = "a whole number" if whole else "a number"
     bounds = f"above {low}" if above else f"of at least {low}"
     bounds += f" and at most {high}" if high is not None else ""
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value < low or (above and value == low) or (high is not None and value > high):
+    if (
+        not isinstance(value, int if whole else int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value < low
+        or (above and value == low)
+        or (high is not None and value > high)
+    ):
         raise UsageError(f"{name} is {value!r}", limit=f"it must be {noun} {bounds}", remedy=remedy)
 
 
@@ -265,7 +270,7 @@ class Uniforms:
         return torch.from_numpy(table).to(self._device)
 
 
-def uniform_row(seed: int, use: int, prompt: int, length: int) -> Any:
+def uniform_row(seed: int, use: int, prompt: int, length: int) -> NDArray[np.float64]:
     """fp64 [length]: 53 random bits each. Another `length` gives the same numbers, more or fewer of them."""
     # One counter gives 4 numbers, and words 0 and 1 count them; prompts differ in word 2, so no two ever overlap.
     bits = np.random.Philox(

@@ -20,7 +20,7 @@ torch.Size([1, 1, 11])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,8 +34,7 @@ from flatout.infer.generation.own_forward import OwnForward, difference, logits_
 from flatout.infer.generation.share import Untold
 from flatout.infer.generation.whole_texts import PADDING
 
-State = Any
-"""Whatever a model keeps."""
+State = Any  # each model has its own kind, and only its stepper looks into it
 TOKENS, CUT = 6, 4
 """Of the texts that a model is tried on, and where they are cut in two."""
 
@@ -146,7 +145,7 @@ class StatePasses:
         ended = set(slots)
         self._keep_only([slot for group in self._groups for slot in group.slots if slot not in ended])
 
-    def _keep_only(self, slots: Any) -> None:
+    def _keep_only(self, slots: Container[int]) -> None:
         groups = []
         for group in self._groups:
             rows = [row for row, slot in enumerate(group.slots) if slot in slots]

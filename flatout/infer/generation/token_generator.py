@@ -14,7 +14,6 @@ import difflib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from torch import nn
 
@@ -35,7 +34,7 @@ from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.torch_decoder import TorchPasses
-from flatout.infer.tokenizer_source import decode_of
+from flatout.infer.tokenizer_source import Tokenizer, decode_of
 from flatout.plan import Plan
 
 DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
@@ -68,7 +67,7 @@ class TokenGenerator:
     """What generating with one model needs, prepared once.
 
     Models whose layout is known (GPT-2 and TransformerLM of flatout.models; GPT-2, Llama, Mistral, Qwen2 and Qwen3 of
-    transformers) have their weights read, in the form in which they are read fastest. Any other model is run by its own
+    transformers) have their weights read, in the form in which they are read fastest. A model of another kind is run by its own
     forward pass, and the result's `engine` says how and why:
 
     - with a state, where it keeps one (CharacterGenerator, any recurrent model: see stepping.py for the protocol);
@@ -98,7 +97,7 @@ class TokenGenerator:
         model: nn.Module,
         plan: Plan | None = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         draft: nn.Module | None = None,
         slots: int | None = None,
     ) -> None:
@@ -139,16 +138,16 @@ class TokenGenerator:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: object,
         *,
         max_new_tokens: int | None = None,
-        attention_mask: Any = None,
-        stop: Any = None,
+        attention_mask: object = None,
+        stop: object = None,
         ignore_end: bool = False,
         decoder_start_token_id: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         pieces: Callable[[Piece], None] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Generation:
         """New tokens for every prompt, in the order of the prompts.
 
@@ -186,14 +185,14 @@ class TokenGenerator:
 
     def stream(
         self,
-        prompts: Any,
+        prompts: object,
         *,
         max_new_tokens: int | None = None,
-        attention_mask: Any = None,
-        stop: Any = None,
+        attention_mask: object = None,
+        stop: object = None,
         ignore_end: bool = False,
         decoder_start_token_id: int | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Iterator[Piece]:
         """The same as pieces, as they come; those of several prompts take turns."""
         start = decoder_start_token_id
@@ -204,11 +203,11 @@ class TokenGenerator:
 
     def _request(
         self,
-        prompts: Any,
-        max_new_tokens: Any,
-        attention_mask: Any,
-        settings: dict[str, Any],
-        stop: Any,
+        prompts: object,
+        max_new_tokens: int | None,
+        attention_mask: object,
+        settings: dict[str, object],
+        stop: object,
         no_end: bool,
         start: int | None,
     ) -> _Request:
@@ -366,17 +365,17 @@ class _Run:
 
 def generate(
     model: nn.Module,
-    prompts: Any,
+    prompts: object,
     *,
     max_new_tokens: int | None = None,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     plan: Plan | None = None,
-    stop: Any = None,
-    tokenizer: Any = None,
+    stop: object = None,
+    tokenizer: Tokenizer | None = None,
     draft: nn.Module | None = None,
     ignore_end: bool = False,
     decoder_start_token_id: int | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Generation:
     """New tokens for every prompt: see TokenGenerator and its `generate`.
 
@@ -407,12 +406,12 @@ class _OfKept(TokenGenerator):
 class _OneAtATime:
     """A tokenizer that several threads use: those of transformers fail where two encode at once."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
         self._decode = decode_of(tokenizer)
         self.pad_token_id: int | None = getattr(tokenizer, "pad_token_id", None)
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str) -> object:
         with self._lock:
             return self._tokenizer.encode(text)
 
@@ -421,7 +420,7 @@ class _OneAtATime:
             return self._decode(tokens)
 
 
-def _one_at_a_time(tokenizer: Any) -> tuple[_OneAtATime | None, Decode | None]:
+def _one_at_a_time(tokenizer: Tokenizer | None) -> tuple[_OneAtATime | None, Decode | None]:
     if tokenizer is None:
         return None, None
     shared = _OneAtATime(tokenizer)
@@ -443,12 +442,12 @@ def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -
     return own.max_length - len(prompt)
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 1")
 
 
-def _choice(settings: dict[str, Any], own: ModelSettings, ends: Sequence[int]) -> Choice:
+def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int]) -> Choice:
     """What the caller set, and else the model."""
     of_sampling = [one.name for one in fields(Sampling)]
     of_rules = [one.name for one in fields(TokenRules) if one.init]
@@ -463,7 +462,9 @@ def _choice(settings: dict[str, Any], own: ModelSettings, ends: Sequence[int]) -
     given = {name: value for name, value in settings.items() if value is not None}
     sampling = {**own.sampling, **{name: value for name, value in given.items() if name in of_sampling}}
     rules = {**own.rules, **{name: value for name, value in given.items() if name in of_rules}}
-    return Choice(sampling=Sampling(**sampling), rules=TokenRules(**rules).with_ends(ends))
+    make_sampling: Callable[..., Sampling] = Sampling  # both check their fields themselves
+    make_rules: Callable[..., TokenRules] = TokenRules
+    return Choice(sampling=make_sampling(**sampling), rules=make_rules(**rules).with_ends(ends))
 
 
 def _start_token(given: int | None, own: ModelSettings, vocabulary: int, encodes: bool) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from flatout.infer.generation.share import Untold
 LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""
 PADDING = 0
-"""Any id that the model has: what stands there is not read."""
+"""An id that the model has: what stands there is not read."""
 
 
 class WholeTexts:
@@ -47,7 +46,7 @@ class WholeTexts:
         places: int64, the tokens whose logits are asked for, of a model that `takes_places`. mask: int64 [batch,
         tokens], 0 = padding, for one that `takes_mask`.
         """
-        named: dict[str, Any] = {**self._no_cache, "logits_to_keep": places, "attention_mask": mask}
+        named: dict[str, object] = {**self._no_cache, "logits_to_keep": places, "attention_mask": mask}
         found = self.run(tokens, **{name: one for name, one in named.items() if one is not None})
         return logits_of(found, tokens, self.run.model, None if places is None else len(places))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.types import Device
 
 from flatout.arguments import as_device, as_model
 from flatout.errors import PlanError, UsageError
@@ -51,7 +52,7 @@ class Placed:
     """What was done, and what could not be done and why."""
 
 
-def place(model: nn.Module, plan: Plan, device: torch.device | str | int | None = None) -> Placed:
+def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
     """The copy in evaluation mode on `device` (None: where the model is), without gradients.
 
     Raises PlanError for choices that contradict one another, UsageError for what is no module.
@@ -129,7 +130,7 @@ def _packable(layer: nn.Linear, placed: Placed) -> bool:
     return layer.weight.dtype is placed.dtype
 
 
-def _device(asked: torch.device | str | int | None, here: torch.device) -> torch.device:
+def _device(asked: Device, here: torch.device) -> torch.device:
     if asked is None:
         return here
     return as_device(asked)

@@ -1,4 +1,4 @@
-"""Any number of inputs through a model: ragged, streamed, in order, near what the machine can do.
+"""Run a model on many inputs: ragged, streamed, in order, close to what the machine can do.
 
     for output in flatout.predict(model, inputs, flatout.Plan(precision="bf16")):
         ...                                               # in the order of the inputs, as they are ready
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.types import Device
 from torch.utils.data import DataLoader
 
 from flatout.arguments import as_plan, as_whole_number
@@ -56,7 +57,7 @@ def predict(
     *,
     batch_size: int | None = None,
     look_ahead: int | None = None,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
     check_finite: bool = False,
     on_error: str = "mark",
     progress: bool = False,
@@ -92,7 +93,7 @@ class Predictor:
         *,
         batch_size: int | None = None,
         look_ahead: int | None = None,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         check_finite: bool = False,
     ) -> None:
         self.plan = as_plan(plan, "predict")

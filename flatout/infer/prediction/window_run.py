@@ -13,15 +13,14 @@ import copy
 import gc
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 from flatout.infer.left_unchanged import left_unchanged
+from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.agreement import Agreement, Audit, Mismatch
 from flatout.infer.prediction.allowed import Allowed, Trial
 from flatout.infer.prediction.batching import Bounds, batches_of, bucket_length
