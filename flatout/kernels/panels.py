@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,7 +162,7 @@ def product(panels: Panels, x: Tensor, threads: int | None = None) -> Tensor:
     return y
 
 
-def library_or_error() -> Any:
+def library_or_error() -> ctypes.CDLL:
     """The native library; MachineError with the reason where there is none."""
     found = native()
     if found.library is None:

@@ -41,7 +41,14 @@ class TunedGeneration:
     unit = "prompt"
 
     def __init__(
-        self, model: nn.Module, prompts: object, *, tokenizer: Tokenizer | None, max_new_tokens: int, budget_seconds: float, base: Plan
+        self,
+        model: nn.Module,
+        prompts: object,
+        *,
+        tokenizer: Tokenizer | None,
+        max_new_tokens: int,
+        budget_seconds: float,
+        base: Plan,
     ) -> None:
         self.model, self.base = model, base
         plain = TokenGenerator(model, base, tokenizer=tokenizer)

@@ -78,7 +78,9 @@ def _asks(traced: Traced, dynamic: Dynamic) -> Callable[[Mapping[str, int]], str
     return why_not
 
 
-def _views(example: Example, sizes: Mapping[str, int], dynamic: Dynamic) -> tuple[tuple[object, ...], dict[str, object]]:
+def _views(
+    example: Example, sizes: Mapping[str, int], dynamic: Dynamic
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The call with these sizes, each tensor a view of its first row."""
 
     def viewed(tensor: Tensor) -> Tensor:

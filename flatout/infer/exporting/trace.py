@@ -75,7 +75,9 @@ def traceable_example(example: Example, dynamic: Dynamic) -> Example:
     return with_sizes(example, sizes, dynamic if sizes else "none", "resampled", seed=0)
 
 
-def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], object]) -> dict[str, object]:
+def dynamic_shapes(
+    model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], object]
+) -> dict[str, object]:
     """Argument of `forward` -> the same nest with, for each tensor, dimension -> what `make` gives for its name."""
     named: dict[str, object] = {}
 

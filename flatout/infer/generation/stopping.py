@@ -27,6 +27,7 @@ from flatout.infer.generation.token_ids import whole_number
 from flatout.infer.tokenizer_source import Tokenizer
 
 Reason = Literal["eos", "stop", "length"]
+S = TypeVar("S", bound=Sized)
 
 
 class Automaton:
@@ -125,9 +126,6 @@ def stops_from(
         texts=tuple(dict.fromkeys(texts)),
         decode=tokenizer.decode if hasattr(tokenizer, "decode") else tokenizer,
     )
-
-
-S = TypeVar("S", bound=Sized)
 
 
 def _not_empty(one: S, stop: object) -> S:
