@@ -71,9 +71,7 @@ def _refill(container: Container, content: Container) -> None:
     container.clear()
     if isinstance(container, list):
         container.extend(content)
-    elif isinstance(container, set):
-        container.update(content)
-    elif isinstance(content, dict):
+    elif isinstance(container, set) or isinstance(content, dict):
         container.update(content)
 
 

@@ -75,8 +75,9 @@ def _from_folder(folder: Path) -> Tokenizer:
         what = f"{folder} is a Hugging Face tokenizer and transformers is not installed"
         raise UsageError(what, remedy="pip install transformers") from None
     try:
-        found: Tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        return found
+        found = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever a broken folder makes it raise
         what = f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}"
         raise UsageError(what, remedy="load it in Python first") from error
+    assert _is_tokenizer(found), "transformers gives its tokenizers both methods"
+    return found

@@ -131,7 +131,8 @@ class BertBlock(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Floating point [batch, tokens, width] -> the same shape and dtype; `mask` as in SelfAttention."""
         x = self.norm1(x + self.dropout(self.attention(x, mask)))
-        return self.norm2(x + self.feed_forward(x))
+        out: Tensor = self.norm2(x + self.feed_forward(x))
+        return out
 
 
 class Bert(nn.Module):
@@ -202,7 +203,8 @@ class BertMaskedLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocabulary]. Few tokens are masked: give it those rows alone, hidden[mask]."""
         x = self.norm(self.activation(self.transform(hidden)))
-        return self.head(x)[..., : self.config.vocab_size]
+        out: Tensor = self.head(x)[..., : self.config.vocab_size]
+        return out
 
     @classmethod
     def from_hugging_face(cls, state_dict: Mapping[str, Tensor], config: BertConfig) -> BertMaskedLM:

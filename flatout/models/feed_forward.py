@@ -53,4 +53,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Floating point [batch, tokens, width] -> the same shape and dtype."""
-        return self.dropout(self.down(self.activation(self.up(x))))
+        out: Tensor = self.dropout(self.down(self.activation(self.up(x))))
+        return out

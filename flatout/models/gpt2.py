@@ -149,11 +149,13 @@ class GPT2(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions(places))
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocabulary]: a view without the padding."""
-        return self.head(hidden)[..., : self.config.vocab_size]
+        out: Tensor = self.head(hidden)[..., : self.config.vocab_size]
+        return out
 
     @classmethod
     def from_hugging_face(cls, state_dict: Mapping[str, Tensor], config: GPT2Config) -> GPT2:

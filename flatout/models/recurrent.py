@@ -105,7 +105,8 @@ class RecurrentClassifier(nn.Module):
             raise UsageError(what, limit=f"it must be whole numbers [{batch}]", remedy="count a mask with .sum(1)")
         # Nothing after the last real token can change the output there; packing would need the lengths on the CPU.
         last = lengths.to(torch.int64).clamp(1, count) - 1
-        return self.head(output[torch.arange(batch, device=output.device), last])
+        out: Tensor = self.head(output[torch.arange(batch, device=output.device), last])
+        return out
 
 
 class CharacterGenerator(nn.Module):

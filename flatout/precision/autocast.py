@@ -67,7 +67,7 @@ def loss_scaled_backward(
         for parameter in parameters:
             parameter.grad = None
         scale = state["scale"]
-        result = run([t * scale for t in tensors] if isinstance(tensors, (list, tuple)) else tensors * scale)
+        result = run(tensors * scale if isinstance(tensors, torch.Tensor) else [t * scale for t in tensors])
         fresh = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         finite = all(bool(torch.isfinite(norm)) for norm in torch._foreach_norm(fresh)) if fresh else True
         if finite:

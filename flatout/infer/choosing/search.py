@@ -69,7 +69,8 @@ class Option:
 class Runner(Protocol):
     """The model made ready under one plan."""
 
-    notes: Sequence[str]
+    @property
+    def notes(self) -> Sequence[str]: ...
 
     def first(self) -> str:
         """Run the sample once, compiling what there is to compile. Returns what keeps the plan from being carried

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -46,7 +46,7 @@ class TunedPrediction:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Iterable[object],
+        inputs: object,
         *,
         budget_seconds: float,
         base: Plan,

@@ -59,7 +59,7 @@ def _fields(value: object) -> Mapping[object, object] | None:
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return value._asdict()
+        return dict(value._asdict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None

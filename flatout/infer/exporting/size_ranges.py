@@ -37,7 +37,10 @@ def ranges_of(traced: Traced | None, example: Example, dynamic: Dynamic) -> Rang
     for name, size in usual.items():
         if dynamic == "none" or size is None:
             continue
-        allows = lambda other, name=name: not why_not({name: other})  # noqa: E731
+
+        def allows(other: int, name: str = name) -> bool:
+            return not why_not({name: other})
+
         if traced is None or not allows(max(size, 2)):
             found.append(SizeRange(name=name))
             continue

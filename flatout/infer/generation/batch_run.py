@@ -94,7 +94,8 @@ class Text:
     def uniform(self, use: str, step: int) -> Tensor:
         """fp64 []: the number for `use` at the token `step` after the next one; the last again past the limit."""
         table = getattr(self.uniforms, use)[0]
-        return table[min(len(self.made) + step, len(table) - 1)]
+        out: Tensor = table[min(len(self.made) + step, len(table) - 1)]
+        return out
 
     def add(self, tokens: Sequence[int]) -> int:
         """Takes tokens until one ends the text; how many it took."""

@@ -169,9 +169,13 @@ def _reader(config: object) -> _Read:
 
 def _start(value: _Read) -> int | None:
     """As transformers finds it."""
-    start = value("decoder_start_token_id")
-    return value("bos_token_id") if start is None else start
+    start: int | None = value("decoder_start_token_id")
+    if start is None:
+        start = value("bos_token_id")
+    return start
 
 
 def _tokens(found: int | Sequence[int] | None) -> tuple[int, ...]:
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    if found is None:
+        return ()
+    return (int(found),) if isinstance(found, int) else tuple(found)

@@ -67,7 +67,7 @@ class OwnForward:
         assert found is not None, "whoever generates holds the model"
         return found
 
-    def __call__(self, *given: object, method: str = "forward", **named: object) -> Any:  # Any: a model of any kind
+    def __call__(self, *given: object, method: str = "forward", **named: Any) -> Any:  # Any: of a model unknown here
         """What the model, or one of its methods, gives; of "get_encoder()" what that module gives.
 
         UsageError where it fails on this text.
@@ -131,7 +131,9 @@ def logits_of(found: object, tokens: Tensor, model: object, places: int | None =
         logits = found["logits"]
     elif not isinstance(found, Tensor) and hasattr(found, "logits"):
         logits = found.logits
-    elif type(found) in (tuple, list) and found:  # the fields of a named tuple have other names
+    elif (
+        isinstance(found, tuple | list) and type(found) in (tuple, list) and found
+    ):  # the fields of a named tuple have other names
         logits = found[0]
     batch, count = len(tokens), places or tokens.shape[1]
     if (

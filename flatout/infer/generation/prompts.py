@@ -89,7 +89,8 @@ def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
             limit = "without a tokenizer a prompt is a list of token ids"
             raise UsageError(f"prompt {index} is a text", limit=limit, remedy="pass tokenizer=...")
         found = tokenizer.encode(prompt)
-        return list(getattr(found, "ids", found))  # the tokenizers library wraps them
+        ids: Iterable[int] = getattr(found, "ids", found)  # the tokenizers library wraps them
+        return list(ids)
     if isinstance(prompt, torch.Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype is torch.bool:
             what = f"prompt {index} is {prompt.dtype} {list(prompt.shape)}"
@@ -141,7 +142,7 @@ def _may_be_padded(prompts: object, ids: list[list[int]], pad_token: int | None)
         return False
     if isinstance(prompts, torch.Tensor):
         return True
-    return len(ids) > 1 and not any(isinstance(one, str) for one in prompts)
+    return len(ids) > 1 and isinstance(prompts, Iterable) and not any(isinstance(one, str) for one in prompts)
 
 
 def _without_pads(ids: list[list[int]], pad: int, ends: Sequence[int]) -> list[list[int]]:

@@ -124,7 +124,7 @@ def stops_from(
         token_ids=frozenset(ids),
         sequences=tuple(dict.fromkeys(sequences)),
         texts=tuple(dict.fromkeys(texts)),
-        decode=tokenizer.decode if hasattr(tokenizer, "decode") else tokenizer,
+        decode=tokenizer.decode if tokenizer is not None and hasattr(tokenizer, "decode") else tokenizer,
     )
 
 

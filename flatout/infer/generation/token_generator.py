@@ -14,6 +14,7 @@ import difflib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import nn
 
@@ -375,7 +376,7 @@ def generate(
     draft: nn.Module | None = None,
     ignore_end: bool = False,
     decoder_start_token_id: int | None = None,
-    **settings: object,
+    **settings: Any,  # Any: progress and pieces of TokenGenerator.generate may be among them
 ) -> Generation:
     """New tokens for every prompt: see TokenGenerator and its `generate`.
 

@@ -38,8 +38,8 @@ def fold_batch_norms(model: nn.Module, run: Callable[[], object], why_not: WhyNo
     with torch.no_grad():
         reason = why_not(run(), output) if why_not is not None and pairs else ""
     if reason:
-        for parent, name, norm in places:
-            setattr(parent, name, norm)
+        for parent, name, child in places:
+            setattr(parent, name, child)
         for known in before:
             known.put_back()
         return 0, f"folded, {reason}"
@@ -149,7 +149,8 @@ def _keeps_statistics(norm: _BatchNorm) -> bool:
 @torch.no_grad()
 def _fold(convolution: _ConvNd, norm: _BatchNorm) -> None:
     """Computed in fp32, whatever the dtype of the weights."""
-    assert norm.running_mean is not None and norm.running_var is not None, "a norm without them is not folded"
+    assert norm.running_mean is not None, "a norm without statistics is not folded"
+    assert norm.running_var is not None, "it has both or neither"
     scale = torch.rsqrt(norm.running_var.float() + norm.eps)
     if norm.weight is not None:
         scale = scale * norm.weight.float()

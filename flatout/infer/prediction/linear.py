@@ -47,7 +47,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
 
 
 class RoundedLinear(nn.Linear):
@@ -115,12 +116,14 @@ class Int8Linear(nn.Linear):
         else:  # whole numbers in floating point: slow, the same result
             y = nn.functional.linear(levels.float() - ZERO_POINT, self.values.float()) * self.scales
         y = scale_back(y, token_scales, self.bias)
-        return y.to(self.dtype).unflatten(0, x.shape[:-1])
+        out: Tensor = y.to(self.dtype).unflatten(0, x.shape[:-1])
+        return out
 
     def _by_onednn(self, levels: Tensor) -> Tensor:
         out = self.dtype if self.dtype is torch.bfloat16 else torch.float32
         quantised = (levels, self.one, self.zero_point, self.weight, self.scales, self.no_zeros)
-        return torch.ops.onednn.qlinear_pointwise.tensor(*quantised, None, 1.0, 0, out, "none", [], "")
+        result: Tensor = torch.ops.onednn.qlinear_pointwise.tensor(*quantised, None, 1.0, 0, out, "none", [], "")
+        return result
 
 
 INT_MM_ROWS, INT_MM_MULTIPLE = 17, 8

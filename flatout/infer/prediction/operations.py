@@ -10,7 +10,6 @@ import torch
 from flatout.infer.prediction.samples import Sample
 from flatout.train.flops import count_step
 
-
 T = TypeVar("T")
 
 

@@ -133,7 +133,8 @@ class _Row(TorchFunctionMode):
         if value.dim() != 3 or value.shape[:2] != (1, self.width):
             return value
         padded = value.new_zeros(self.batch * self.longest, value.shape[2])
-        return padded.index_copy_(0, self.real, value[0, : self.total]).unflatten(0, (self.batch, self.longest))
+        out: Tensor = padded.index_copy_(0, self.real, value[0, : self.total]).unflatten(0, (self.batch, self.longest))
+        return out
 
     # attention
 
@@ -199,7 +200,8 @@ class _Row(TorchFunctionMode):
 
 def _sequences(part: Tensor, start: int, count: int, length: int) -> Tensor:
     """[1, heads, tokens, features] -> a view of `count` sequences, [count, heads, length, features]."""
-    return part[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+    out: Tensor = part[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+    return out
 
 
 def _shape(value: object) -> str:

@@ -133,7 +133,8 @@ def _packable(layer: nn.Linear, placed: Placed) -> bool:
 def _device(asked: Device, here: torch.device) -> torch.device:
     if asked is None:
         return here
-    return as_device(asked)
+    device: torch.device = as_device(asked)
+    return device
 
 
 def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

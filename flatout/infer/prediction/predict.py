@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -127,15 +127,16 @@ class Predictor:
         `progress`: with a bar on the terminal's stderr; `total`: how many inputs there are, if they do not say.
         """
         _check_inputs(inputs)
-        dataset = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
-        if isinstance(inputs, str | bytes) or not (hasattr(inputs, "__iter__") or dataset):
+        iterable = hasattr(inputs, "__iter__")
+        if isinstance(inputs, str | bytes) or not (iterable or _is_map_style(inputs)):
             limit = "predict takes an iterable of inputs, each without a batch dimension"
             raise UsageError(f"inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")
-        if not hasattr(inputs, "__iter__"):
-            inputs = _of_dataset(inputs)
+        source: Iterable[object] = inputs
+        if not iterable and _is_map_style(inputs):
+            source = _of_dataset(inputs)
         if on_error not in ("mark", "raise"):
             raise UsageError(f"on_error is {on_error!r}", limit="it is 'mark' or 'raise'")
-        predictions = Predictions(self, inputs, on_error=on_error, first_index=first_index)
+        predictions = Predictions(self, source, on_error=on_error, first_index=first_index)
         if progress:
             predictions.show_progress(len(inputs) if total is None and isinstance(inputs, Sized) else total)
         return predictions
@@ -270,6 +271,10 @@ class _MapStyle(Protocol):
     def __getitem__(self, place: int, /) -> object: ...
 
     def __len__(self) -> int: ...
+
+
+def _is_map_style(inputs: object) -> TypeGuard[_MapStyle]:
+    return hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
 
 
 def _of_dataset(dataset: _MapStyle) -> Iterator[object]:
