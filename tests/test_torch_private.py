@@ -78,6 +78,7 @@ LISTED = {
     "torch.autograd._get_sequence_nr",
     "torch.autograd._profiler_enabled",
     "torch.compiler._is_compiling_flag",
+    "torch.jit._trace.TracerWarning",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.modules.conv._ConvNd",
     "torch.nn.modules.loss._Loss",

@@ -66,12 +66,16 @@ def _is_container(value: object) -> bool:
 
 
 def _refill(container: Container, content: Container) -> None:
-    if container == content if isinstance(container, set) else _same_items(container, content):
+    if isinstance(container, set):
+        if container != content:
+            container.clear()
+            container.update(content)
+    elif _same_items(container, content):
         return
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    elif isinstance(container, set) or isinstance(content, dict):
+    elif isinstance(container, list):
+        container[:] = content
+    elif isinstance(content, dict):
+        container.clear()
         container.update(content)
 
 

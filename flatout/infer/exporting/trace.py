@@ -21,6 +21,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.jit._trace import TracerWarning
 
 from flatout.data.nested import map_tensors
 from flatout.errors import FlatoutError
@@ -227,7 +228,7 @@ def _sort(one: warnings.WarningMessage, notes: list[str]) -> None:
         # nn.LSTM refreshes its own list of weights on every access; it is the same list after the trace.
         names = [name for name in assigned["names"].split(", ") if "._flat_weights[" not in name]
         note = f"forward assigns {', '.join(names)}: the file does not keep it" if names else ""
-    elif issubclass(one.category, torch.jit.TracerWarning):
+    elif issubclass(one.category, TracerWarning):
         at = place(one.filename, one.lineno)
         note = f"{ONE_OUTCOME}: {at}" if is_users(one.filename) else ""
     elif any(issubclass(one.category, kind) and re.match(pattern, text) for kind, pattern in _HARMLESS):

@@ -61,7 +61,7 @@ class EncoderDecoderSteps:
 
     def begin(self, sources: Tensor, valid: Tensor) -> _Read:
         mask = valid.to(torch.int64)
-        found = self._run(input_ids=sources, attention_mask=mask, method="get_encoder()")
+        found = self._run.call("get_encoder()", input_ids=sources, attention_mask=mask)
         return _Read(hidden=found[0], mask=mask)
 
     def advance(self, tokens: Tensor, state: _Read) -> tuple[Tensor, _Read]:

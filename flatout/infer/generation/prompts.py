@@ -89,7 +89,7 @@ def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
             limit = "without a tokenizer a prompt is a list of token ids"
             raise UsageError(f"prompt {index} is a text", limit=limit, remedy="pass tokenizer=...")
         found = tokenizer.encode(prompt)
-        ids: Iterable[int] = getattr(found, "ids", found)  # the tokenizers library wraps them
+        ids = getattr(found, "ids", found)  # the tokenizers library wraps them
         return list(ids)
     if isinstance(prompt, torch.Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype is torch.bool:

@@ -189,11 +189,11 @@ class ModelSteps:
         return self._dimensions is not None
 
     def begin(self, sources: Tensor, valid: Tensor) -> State:
-        return self._run(sources, valid, method="begin")
+        return self._run.call("begin", sources, valid)
 
     def advance(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         given = (tokens,) if state is None else (tokens, state)
-        found = self._run(*given, method=self._method)
+        found = self._run.call(self._method, *given)
         if not isinstance(found, tuple | list) or len(found) != 2:
             what = f"{type(self._run.model).__name__}.{self._method} gives a {type(found).__name__}"
             raise UsageError(what, limit="it gives (logits, state)", remedy="see flatout.infer.generation.stepping")

@@ -68,7 +68,7 @@ class TokenGenerator:
     """What generating with one model needs, prepared once.
 
     Models whose layout is known (GPT-2 and TransformerLM of flatout.models; GPT-2, Llama, Mistral, Qwen2 and Qwen3 of
-    transformers) have their weights read, in the form in which they are read fastest. A model of another kind is run by its own
+    transformers) have their weights read, in the form in which they are read fastest. Other models are run by their own
     forward pass, and the result's `engine` says how and why:
 
     - with a state, where it keeps one (CharacterGenerator, any recurrent model: see stepping.py for the protocol);
