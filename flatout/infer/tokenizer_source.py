@@ -5,7 +5,7 @@ A tokenizer is anything with `encode(text) -> ids` and `decode(ids) -> text`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
@@ -13,10 +13,17 @@ from flatout.errors import UsageError
 from flatout.infer.model_source import load_object
 
 
-class Tokenizer(Protocol):
-    """What a tokenizer must have; `encode` returns ids, or an object with `ids` (the tokenizers library)."""
+class Encoding(Protocol):
+    """What a tokenizer of the tokenizers library encodes to."""
 
-    def encode(self, text: str, /) -> object: ...
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class Tokenizer(Protocol):
+    """What a tokenizer must have."""
+
+    def encode(self, text: str, /) -> Iterable[int] | Encoding: ...
 
     def decode(self, ids: list[int], /) -> str: ...
 

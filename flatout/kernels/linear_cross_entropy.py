@@ -10,6 +10,7 @@ on it costs about as much as torch's own way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -58,10 +59,8 @@ def linear_cross_entropy(
     _check_numbers(label_smoothing, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
-    out: Tensor = _LinearCrossEntropy.apply(
-        rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes
-    )
-    return out
+    apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
+    return apply(rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes)
 
 
 class _Context(Protocol):

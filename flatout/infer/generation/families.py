@@ -105,7 +105,7 @@ def _own_block(block: nn.Module) -> Block:
     )
 
 
-# Classes of transformers are not imported here, so what is read of them is Any up to its weights.
+# Classes of transformers are not imported here, so their modules have no types here.
 
 
 def _hugging_face_gpt2(model: Any) -> Decoder:

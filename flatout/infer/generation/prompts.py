@@ -89,8 +89,7 @@ def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
             limit = "without a tokenizer a prompt is a list of token ids"
             raise UsageError(f"prompt {index} is a text", limit=limit, remedy="pass tokenizer=...")
         found = tokenizer.encode(prompt)
-        ids = getattr(found, "ids", found)  # the tokenizers library wraps them
-        return list(ids)
+        return list(found.ids if hasattr(found, "ids") else found)
     if isinstance(prompt, torch.Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype is torch.bool:
             what = f"prompt {index} is {prompt.dtype} {list(prompt.shape)}"

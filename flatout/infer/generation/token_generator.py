@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,7 +35,7 @@ from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.torch_decoder import TorchPasses
-from flatout.infer.tokenizer_source import Tokenizer, decode_of
+from flatout.infer.tokenizer_source import Encoding, Tokenizer, decode_of
 from flatout.plan import Plan
 
 DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
@@ -412,7 +412,7 @@ class _OneAtATime:
         self._decode = decode_of(tokenizer)
         self.pad_token_id: int | None = getattr(tokenizer, "pad_token_id", None)
 
-    def encode(self, text: str) -> object:
+    def encode(self, text: str) -> Iterable[int] | Encoding:
         with self._lock:
             return self._tokenizer.encode(text)
 
