@@ -62,7 +62,8 @@ def loss_scaled_backward(
     state = {"scale": FIRST_SCALE, "good": 0}
 
     def wrapper(tensors: Losses, run: Callable[[Losses], object]) -> object:
-        parameters = _leaves(tensors, optimizers, modules)
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        parameters = _leaves(roots, optimizers, modules)
         held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -88,12 +89,11 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def _leaves(tensors: Losses, optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[Tensor]:
+def _leaves(roots: Sequence[Tensor], optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[Tensor]:
     """Whatever this backward pass may leave a gradient in, each once."""
     found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
         found |= {id(p): p for p in module.parameters()}
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
     while waiting:
