@@ -20,7 +20,7 @@ def matmul_precision(value: str) -> Iterator[None]:
     """'highest' = fp32, 'high' = TF32 on CUDA, 'medium' = bf16 inside the product, until the context ends."""
     import torch
 
-    onednn: Any = torch.backends.mkldnn  # Any: torch puts an object with these switches in the module's place
+    onednn: Any = torch.backends.mkldnn  # torch replaces the module by an object with these switches
     backends = [onednn.conv, onednn.rnn] if value == "medium" else []
     # set_float32_matmul_precision writes these two as well, and 'highest' does not bring back what they held before.
     products: list[_Switch] = [onednn.matmul, torch.backends.cuda.matmul]

@@ -159,17 +159,17 @@ def _hugging_face_llama(model: Any) -> Decoder:
         tokens=body.embed_tokens.weight,
         cosines=cosines,
         sines=sines_,
-        blocks=tuple(_llama_block(layer, getattr(config, "sliding_window", None)) for layer in body.layers),
+        blocks=tuple(_llama_block(layer, config) for layer in body.layers),
         last_norm=_norm(body.norm),
         head=_linear(model.lm_head),
     )
 
 
-def _llama_block(layer: Any, config_window: int | None) -> Block:
+def _llama_block(layer: Any, config: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
     if window is None and type(layer).__name__.startswith("Mistral"):
-        window = config_window  # in every layer, and written in the config alone
+        window = config.sliding_window  # in every layer, and written in the config alone
     norms = {
         ours: getattr(attention, theirs).weight
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm"))

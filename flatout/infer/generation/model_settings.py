@@ -66,7 +66,7 @@ _DEFAULT_TOP_K = 50
 """What transformers keeps where do_sample is set and top_k is not."""
 
 
-_Read = Callable[[str], Any]  # Any: a config of transformers holds what its author wrote; who uses it checks it
+_Read = Callable[[str], Any]  # a config of transformers may hold any type; each use checks it
 """Name -> value, None where it is not set."""
 
 

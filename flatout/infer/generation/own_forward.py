@@ -67,11 +67,11 @@ class OwnForward:
         assert found is not None, "whoever generates holds the model"
         return found
 
-    def __call__(self, *given: object, **named: object) -> Any:  # Any: outputs of a model unknown here
+    def __call__(self, *given: object, **named: object) -> Any:  # outputs of a model unknown here
         """What the model gives. UsageError where it fails on this text."""
         return self.call("forward", *given, **named)
 
-    def call(self, method: str, /, *given: object, **named: object) -> Any:  # Any: as above
+    def call(self, method: str, /, *given: object, **named: object) -> Any:  # as above
         """The same by one of its methods; of "get_encoder()" what that module gives."""
         model = self.model
         call = model if method == "forward" else getattr(model, method.removesuffix("()"))

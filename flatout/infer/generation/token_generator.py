@@ -376,7 +376,7 @@ def generate(
     draft: nn.Module | None = None,
     ignore_end: bool = False,
     decoder_start_token_id: int | None = None,
-    **settings: Any,  # Any: progress and pieces of TokenGenerator.generate may be among them
+    **settings: Any,  # may hold progress and pieces of TokenGenerator.generate
 ) -> Generation:
     """New tokens for every prompt: see TokenGenerator and its `generate`.
 

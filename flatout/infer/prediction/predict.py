@@ -154,7 +154,7 @@ class Predictions:
         self._begun = _Counts.of(self._run)
         self._ready = self._in_order()
 
-    def __iter__(self) -> Iterator[Any]:  # Any here and below: what the model returns, for the caller to know
+    def __iter__(self) -> Iterator[Any]:  # here and below: what the model returns
         return self
 
     def __next__(self) -> Any:
