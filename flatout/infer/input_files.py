@@ -1,12 +1,12 @@
-"""Inputs from a file, one by one: nothing but the current one is held in memory (arrays are mapped from the disk).
+"""Inputs from a file, read one at a time: only the current one is in memory (.npy files are memory-mapped).
 
-    .npy                    one input a row: [inputs, tokens], or images [inputs, channels, height, width]
-    .npz, .safetensors      one array as above; several with one row an input each (keywords of the model's call);
+    .npy                    one input per row: [inputs, tokens], or images [inputs, channels, height, width]
+    .npz, .safetensors      one array as above; several with one row per input (keyword arguments of the model);
                             or ragged: a flat array [all tokens] and `lengths` [inputs] beside it
-    .jsonl                  one input a line: [3, 14, 15], "a text", {"text": "..."} or {"input_ids": [...], ...}
-    .txt                    one text a line
+    .jsonl                  one input per line: [3, 14, 15], "a text", {"text": "..."} or {"input_ids": [...], ...}
+    .txt                    one text per line
 
-Texts need a tokenizer. A line that cannot be read is given as the UsageError that says why, in its place.
+Texts need a tokenizer. A line that cannot be read yields a UsageError in its place.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Array(Protocol):
 
 @dataclass(frozen=True)
 class InputFile:
-    """How many inputs there are, and an iterator over them that begins anywhere."""
+    """The number of inputs, and an iterator over them from any index."""
 
     count: int
     begin: Callable[[int], Iterator[object]]
 
 
 def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
-    """The inputs in this file. UsageError: no such file, another kind of file, arrays that do not belong together."""
+    """The inputs in this file. UsageError: no such file, an unknown suffix, or arrays that do not match."""
     if path.suffix not in SUFFIXES:
         remedy = "save tokens as .npy, ragged ones as .jsonl or .npz with lengths"
         raise UsageError(f"the inputs are {path.name}", limit=f"they end in {', '.join(SUFFIXES)}", remedy=remedy)
@@ -109,7 +109,7 @@ def _ragged(arrays: Mapping[str, Array], lengths: NDArray[np.int64], path: Path)
 
 
 def _copied(row: object) -> object:
-    """Out of the mapped file: torch warns of memory that may not be written to."""
+    """A copy: torch warns about read-only memory, which a mapped file is."""
     return np.array(row) if isinstance(row, np.ndarray | np.generic) else row
 
 

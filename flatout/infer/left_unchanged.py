@@ -1,7 +1,7 @@
-"""Run or trace somebody's module and leave it as it was: mode, attributes, buffers, hooks.
+"""Run or trace a user's module and restore it afterwards: mode, attributes, buffers, hooks.
 
-Tracing runs the module's Python with stand-ins for tensors, so a module that stores something in `forward` (a counter,
-a cached mask) would keep a stand-in; running it moves its counters on.
+Tracing runs the module's Python with fake tensors, so a module that stores something in `forward` (a counter, a cached
+mask) would keep a fake one; running it advances its counters.
 
 >>> from torch import nn
 >>> net = nn.Dropout()
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator[Callable[[], None]]:
-    """On leaving, every submodule's attributes and buffers are what they were; random states too.
+    """On exit, every submodule's attributes and buffers are restored; random states too.
 
-    besides: classes whose calls are known to change nothing, so that their buffers need not be copied.
-    Gives a function that puts them back before the end. Parameters are not copied: nothing here trains.
+    besides: classes whose calls change nothing, so their buffers need not be copied.
+    Yields a function that restores them early. Parameters are not copied: nothing here trains.
     """
     modules = [module for module in model.modules() if not isinstance(module, besides)]
     attributes = [(module, dict(vars(module))) for module in modules]
@@ -53,7 +53,7 @@ def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator
 
 
 def weight_sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters, and bytes of parameters and buffers; what is tied counts once."""
+    """Number of parameters, and bytes of parameters and buffers; tied tensors count once."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     return sum(one.numel() for one in model.parameters()), sum(one.numel() * one.element_size() for one in tensors)
 

@@ -1,13 +1,13 @@
-"""A model from what a person types: `net.py:name`, `package.module:name`, or a Hugging Face folder.
+"""A model from a command-line argument: `net.py:name`, `package.module:name`, or a Hugging Face folder.
 
     net.py:classifier          an nn.Module, or a function or class without required arguments that makes one
     net.py:nets.small          dots lead to attributes
-    package.module:make        found as `python -m` would find it, from the current folder
+    package.module:make        found as `python -m` would find it, starting from the current folder
     ./bert-base                a folder with config.json, read by transformers, offline
 
 A function may return `(module, example_inputs)`; the second is what `flatout export` and the like run the model on.
-Loading runs the user's file, as an import does. Its folder stays first on `sys.path`: a model may import a neighbour
-as late as in its forward pass.
+Loading runs the user's file, as an import does. Its folder stays first on `sys.path`: a model may import a module next
+to it as late as in its forward pass.
 
 >>> load_model("flatout.models:MLP")[1] is None
 True
@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 
 def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, object]:
-    """The module that `spec` names, in the mode in which its maker left it, on `device`, and example inputs.
+    """The module that `spec` names, in the mode it was created in, on `device`, and example inputs.
 
-    device: 'cpu', 'cuda:1'; None: the one on which its maker left it. Example inputs are not moved.
+    device: 'cpu', 'cuda:1'; None: where it already is. Example inputs are not moved.
 
-    The second value is None unless the maker gave it: a function that returns `(module, example_inputs)`, or the dummy
-    inputs of a Hugging Face model. UsageError: no such file, module, name or device, what is there is not a model, or
-    the user's own code failed (with its line).
+    The second value is None unless a function returned `(module, example_inputs)` or a Hugging Face model has dummy
+    inputs. UsageError: no such file, module, name or device, the object is not a model, or the user's own code failed
+    (with its line).
     """
     target = None if device is None else as_device(device, "--device")
     folder = Path(spec)
@@ -54,7 +54,7 @@ def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, object]
 
 
 def load_object(spec: str, noun: str) -> object:
-    """What `file.py:name` or `package.module:name` names, as it stands there; `noun` says what was asked for."""
+    """The object that `file.py:name` or `package.module:name` refers to; `noun` is used in errors."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise UsageError(f"the {noun} is {spec!r}", limit=FORMS, remedy=_what_could_be_meant(spec))
@@ -97,7 +97,7 @@ def _from_file(path: Path) -> ModuleType:
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
     _let_import_from(path.parent)
-    # Under its own name a neighbour that imports it meets the same module; not where that name is taken (copy.py).
+    # Under its own name, so that a module next to it imports the same one; not where the name is taken (copy.py).
     taken = known is not None or path.stem in sys.stdlib_module_names or not path.stem.isidentifier()
     name = f"flatout_model_{path.stem}" if taken else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
@@ -122,7 +122,7 @@ def _from_module(name: str) -> ModuleType:
         found = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:  # a parent package is missing, or one of its own imports is
         found = not (error.name and f"{name}.".startswith(f"{error.name}."))
-    except Exception:  # the parent package fails when run: the import below says how
+    except Exception:  # the parent package fails to import: the import below reports it
         found = True
     if not found:
         remedy = f"looked from {Path.cwd()} and in the installed packages"
@@ -138,7 +138,7 @@ def _let_import_from(folder: Path) -> None:
 
 
 def _run(function: Callable[[], T], doing: str) -> T:
-    """Call the user's code; whatever it raises becomes one sentence with the user's line."""
+    """Call the user's code; any exception becomes a UsageError with the user's line."""
     try:
         return function()
     except UsageError:
@@ -173,7 +173,7 @@ def _could_be_a_model(value: object, module: ModuleType) -> bool:
 
 
 def _made(value: object, spec: str) -> tuple[nn.Module, object]:
-    """The model that this value is or makes."""
+    """The model that this value is or returns."""
     if not isinstance(value, nn.Module) and callable(value):
         needed = _required_arguments(value)
         if needed:
@@ -193,7 +193,7 @@ def _made(value: object, spec: str) -> tuple[nn.Module, object]:
 def _required_arguments(function: Callable[..., object]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C: calling it will tell
+    except (TypeError, ValueError):  # written in C: calling it shows whether it needs arguments
         return []
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]

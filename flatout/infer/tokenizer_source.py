@@ -1,4 +1,4 @@
-"""A tokenizer from what a person types: `text.py:tokenizer`, or a Hugging Face folder.
+"""A tokenizer from a command-line argument: `text.py:tokenizer`, or a Hugging Face folder.
 
 A tokenizer is anything with `encode(text) -> ids` and `decode(ids) -> text`.
 """
@@ -61,14 +61,14 @@ def _is_hugging_face(tokenizer: object) -> TypeGuard[_HuggingFaceTokenizer]:
 
 
 def decode_of(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
-    """ids -> text, such that a longer list's text begins with a shorter one's: spaces are left as they are."""
+    """ids -> text, where the text of a prefix is a prefix of the text: spaces are not cleaned up."""
     if _is_hugging_face(tokenizer):
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     return lambda ids: str(tokenizer.decode(ids))
 
 
 def tokenizer_beside(model: str) -> Tokenizer | None:
-    """That of a Hugging Face folder that holds one too; None for any other model."""
+    """The tokenizer in a Hugging Face model folder; None if there is none, or for another kind of model."""
     folder = Path(model)
     return _from_folder(folder) if folder.is_dir() and any((folder / name).is_file() for name in _FILES) else None
 

@@ -1,11 +1,11 @@
-"""Choose how to run a model: each lever for inference measured on the user's own sample, and kept near to fp32.
+"""Choose how to run a model: each inference lever is measured on the user's own sample and kept close to fp32.
 
     found = flatout.tune_inference(model, sample_inputs, items=100_000)
     print(found.summary())
     for output in flatout.predict(model, inputs, found.plan): ...
 
-What is slower, not significantly faster, too far from fp32, or does not pay within the items to be served is left out,
-with its reason.
+A choice that is slower, not significantly faster, too far from fp32, or does not pay off within the items to be served
+is left out, with its reason.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def tune_inference(
 
 
 def _guess(model: nn.Module, inputs: object, tokenizer: Tokenizer | None) -> tuple[Task, str, object]:
-    """What the sample is for, why, and the sample (an iterator can be read only once)."""
+    """The task, the reason, and the sample (an iterator can be read only once)."""
     if not hasattr(inputs, "__len__") and hasattr(inputs, "__iter__"):
         inputs = list(inputs)
     try:

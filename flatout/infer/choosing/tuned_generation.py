@@ -1,7 +1,7 @@
-"""Generation as a thing to be tuned: one run writes so many tokens after every prompt of the sample.
+"""Generation as a subject for tuning: one run generates a fixed number of tokens for every prompt of the sample.
 
-Accuracy is judged along the text that the model in fp32 writes itself (greedy): every way to run it reads that same
-text, so that one other token does not make all that follow incomparable.
+Accuracy is judged on the text that the fp32 model generates (greedy): every variant reads that same text, so that one
+different token does not make the rest incomparable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_TOKENS = 16
 LOGITS_BYTES = 256 << 20
 """Of the reference, which are kept to be compared with."""
 RUNS = 80
-"""A budget should hold so many runs of the sample."""
+"""Runs of the sample that should fit into the budget."""
 
 
 class TunedGeneration:

@@ -1,4 +1,4 @@
-"""Prediction as a thing to be tuned: one run takes the sample of inputs through the model."""
+"""Prediction as a subject for tuning: one run passes the sample of inputs through the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flatout.plan import Plan
 MOST_ITEMS = 4096
 """Of the sample: more are not read."""
 FIRST_ITEMS = 32
-"""From which is estimated how many the budget allows."""
+"""From these the number that fits into the budget is estimated."""
 FEW_BATCHES = 8
 TIMED_SHARE, JUDGED_SHARE = 1 / 200, 1 / 60
 """Of the budget, for one run of what is timed and of what is judged."""
@@ -168,7 +168,7 @@ class TunedPrediction:
         return [Option(label=f"compile {mode}", choices={"compile": mode}, instead_of=either) for mode in modes]
 
     def _exact(self) -> list[dict[str, Tensor] | Failed]:
-        """The outputs of the model in fp32, run as it stands otherwise."""
+        """The outputs of the model in fp32, otherwise unchanged."""
         exact = self._predictor(Plan(precision="fp32"))
         return [one if isinstance(one, Failed) else dict(output_tensors(one)) for one in exact(self._judged)]
 
@@ -261,7 +261,7 @@ def _lengths(plain: Predictor, inputs: list[object]) -> list[int]:
 
 
 def _spread(values: list[object], most: int) -> list[object]:
-    """At most so many of them, from all over the list."""
+    """At most `most` of them, evenly spread over the list."""
     if len(values) <= most:
         return values
     return [values[place * len(values) // most] for place in range(most)]

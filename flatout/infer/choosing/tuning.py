@@ -1,4 +1,4 @@
-"""What choosing a plan for inference came to."""
+"""The result of tuning inference."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Task = Literal["predict", "generate"]
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceTuning:
-    """The plan, and everything that speaks for and against it."""
+    """The plan, and the evidence for it."""
 
     plan: Plan
-    """To be written, or given to `predict` or TokenGenerator as it is."""
+    """To save, or to pass to `predict` or TokenGenerator."""
     task: Task
     task_reason: str
     model: str
     """Its class."""
     unit: str
-    """What seconds are counted by: "item" or "prompt"."""
+    """What a time refers to: "item" or "prompt"."""
     sample: str
     """What was measured, in words."""
     state: Record[Option]
@@ -50,17 +50,17 @@ class InferenceTuning:
     comparison: Comparison | None
     """Of those windows; None where nothing was kept."""
     plain_accuracy: Accuracy
-    """The user's model as it stands, against fp32."""
+    """Of the unchanged model, against fp32."""
     accuracy: Accuracy
     """Under the new plan."""
     share: str
-    """Of the limit that binds, which the new plan reaches: in words."""
+    """Share of the binding limit that the new plan reaches, in words."""
     machine_fingerprint: str
     machine_name: str
     torch_version: str | None
     budget_seconds: float
     seconds: float
-    """What the whole took."""
+    """Of the whole tuning."""
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -1,7 +1,7 @@
-"""Is the file the module? Both run on the same inputs: the example, and fresh ones of several sizes.
+"""Verifies a file against the module: both run on the same inputs, the example and fresh ones of several sizes.
 
-The difference allowed is a share of the largest output (at least of 1), by the dtype of each output: sums in another
-order differ by a few units in the last place, and a file that drops a term by far more.
+The allowed difference is a fraction of the largest output (at least of 1), by the dtype of each output: a different
+order of summation costs a few units in the last place, a dropped term far more.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from flatout.infer.exporting.trace import failure_of, first_words
 from flatout.infer.user_lines import user_line
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""By dtype of an output; complex ones as their parts, whole numbers and bool must agree."""
+"""By dtype of an output; complex outputs by their parts; integers and bool must be equal."""
 
 FAR = 8
-"""So many times the example's size is tried where no bound is known."""
+"""Multiple of the example's size that is tried where no bound is known."""
 MOST_ELEMENTS, MOST_SECONDS = 1 << 25, 5.0
 """Of a call that is only made to test a size."""
 
 Kind = Literal["example", "fresh", "resampled"]
 Runner = Callable[[tuple[object, ...], dict[str, object]], object]
-"""The file, loaded: called with the module's inputs, gives its plain outputs."""
+"""The loaded file: called with the module's inputs, returns its plain outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Beyond:
-    """A call past the bounds of the trace."""
+    """A call outside the bounds of the trace."""
 
     name: str
     size: int
@@ -59,13 +59,13 @@ class Beyond:
 
 
 def run_module(model: nn.Module, example: Example) -> tuple[tuple[str, Tensor], ...]:
-    """The module's own outputs, cloned: it may return what it changes at the next call."""
+    """The module's own outputs, cloned: it may return buffers that it overwrites in the next call."""
     output = model(*example.args, **example.kwargs)
     return tuple((name, tensor.detach().clone()) for name, tensor in named_tensors(output))
 
 
 def copied(example: Example) -> Example:
-    """The same call with tensors of its own: a module may write into its inputs."""
+    """The same call on copies of its tensors: a module may write to its inputs."""
     return with_sizes(example, {}, "none", "resampled", seed=0)
 
 
@@ -281,7 +281,7 @@ def _checked(run: Runner, sample: Sample, tolerance: float | None) -> ExportChec
 
 
 def _close(expected: Tensor, got: Tensor, tolerance: float | None) -> tuple[bool, float, float, float]:
-    """Is it close, the largest difference, the largest finite value expected, and the difference allowed."""
+    """Whether it is close, the largest difference, the largest finite expected value, and the allowed difference."""
     if expected.is_complex():
         expected, got = torch.view_as_real(expected), torch.view_as_real(got)
     share = (TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance) if _inexact(expected) else 0.0

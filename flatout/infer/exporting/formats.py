@@ -1,10 +1,10 @@
 """The formats: what each needs here, how its file is written, and how it is loaded and run for the check.
 
-pt2          torch.export's program; read by torch alone, in Python
+pt2          torch.export's program; for torch in Python
 aoti         AOTInductor: that program compiled to machine code, for this kind of processor; Python or C++
 onnx         for onnxruntime and others; needs no torch
-executorch   for phones and microcontrollers; C++ alone; sizes are fixed, since its memory is planned beforehand
-torchscript  legacy: torch has deprecated it, and a trace of it does not notice Python decisions
+executorch   for phones and microcontrollers; C++ only; sizes are fixed, since memory is planned ahead of time
+torchscript  legacy: deprecated by torch, and its trace does not detect Python branches
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flatout.infer.exporting.report import Dynamic, Format
 from flatout.infer.exporting.trace import Traced
 
 ONNX_BYTES_IN_ONE_FILE = 2**31 - 2**26
-"""Weights above it stand in a second file: one ONNX file ends at 2 GiB, and the graph needs some of it."""
+"""Larger weights go to a second file: an ONNX file is limited to 2 GiB, and the graph needs some of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Exporter:
 
 
 def _torch_alone() -> None:
-    """Torch is enough."""
+    """Nothing besides torch."""
 
 
 def _write_pt2(job: Job, path: Path) -> None:

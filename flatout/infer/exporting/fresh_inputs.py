@@ -1,4 +1,4 @@
-"""The example inputs of an export: how the module is called with them, which sizes may vary, and fresh ones like them.
+"""The example inputs of an export: how the module is called, which sizes may vary, and fresh inputs like them.
 
 Dimension 0 that agrees with the first tensor's is the batch; dimension 1 that agrees with the first sequence's is the
 length. Fresh inputs keep dtypes and ranges: whole numbers stay within the example's, so that an index stays in its

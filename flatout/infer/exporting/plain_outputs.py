@@ -1,7 +1,7 @@
-"""A module's outputs as an exported file can hold them: tensors in tuples, lists and dicts, no class of anybody's.
+"""A module's outputs as an exported file can return them: tensors in tuples, lists and dicts, without classes.
 
 A file is read where the user's classes (and transformers) may not be installed, so a dataclass, a named tuple or a
-mapping with a class of its own becomes a dict of its fields. What is no tensor is left out, and that is said.
+custom mapping becomes a dict of its fields. Non-tensors are dropped, with a note.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.infer.exporting.report import ExportFailure, NotExported
 def with_plain_outputs(model: nn.Module, notes: list[str]) -> nn.Module:
     """A module with the same parameters, submodules and `forward` whose call returns plain outputs.
 
-    The very same parts, not copies; `notes` gets what was changed. The module itself is untouched.
+    The same objects, not copies; changes are added to `notes`. The module itself is not changed.
     """
     shallow = copy.copy(model)
     shallow._forward_hooks = OrderedDict(model._forward_hooks)

@@ -18,7 +18,7 @@ from flatout.infer.exporting.report import Dynamic, SizeRange
 from flatout.infer.exporting.trace import Traced, first_words
 
 FURTHEST = 1 << 16
-"""No larger size is asked for."""
+"""Largest size that is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def _views(
 
 
 def _largest(allows: Callable[[int], bool], known: int) -> int | None:
-    """The last size from `known` on that is allowed; None where there was no end."""
+    """The largest allowed size from `known` on; None where no bound was found."""
     good = known
     while allows(2 * good):
         good *= 2

@@ -1,7 +1,7 @@
-"""The step that formats share: torch.export, with sizes that may vary, and what it says when it cannot.
+"""The step that formats share: torch.export with varying sizes, and readable reasons where it fails.
 
-Each varying size is first let free from 1 on. Where the module holds it in narrower bounds (a table of positions),
-torch names them, and the second try is made with those; where it holds it at one value, it cannot vary.
+Each varying size is first unbounded from 1 on. Where the module needs narrower bounds (a table of positions), torch
+suggests them, and a second attempt uses those; where it needs one value, the size cannot vary.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _held(model: nn.Module, held: dict[str, int], error: Exception) -> ExportFai
 
 
 def failure_of(error: BaseException) -> ExportFailure:
-    """What an exporter or a runtime said, in our words where we know better, with the user's line."""
+    """The error of an exporter or a runtime, in our words where they are clearer, with the user's line."""
     if isinstance(error, NotExported):
         return error.failure
     line = user_line(error)
@@ -196,9 +196,9 @@ _HARMLESS = (
 
 @contextmanager
 def quiet(notes: list[str]) -> Iterator[None]:
-    """Torch's exporters say much on the way: what the user should know goes to `notes`, its own log is silent.
+    """Torch's exporters log a lot: what the user should know goes to `notes`, and its own log is silenced.
 
-    Warnings are sorted into the notes too: what is raised here must not cost a file that is good.
+    Warnings go to the notes too: under warnings-as-errors they must not fail a good export.
     """
     loggers = [one for one in logging.Logger.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     handlers = {handler for logger in (logging.root, *loggers) for handler in logger.handlers}
