@@ -1,7 +1,7 @@
-"""Generates for many prompts with some slots: each free slot takes the next prompt, so none waits for the longest.
+"""Continuous batching: each free slot takes the next prompt, so that no prompt waits for the longest text.
 
-Tokens stay on the device for some passes at a time (one on a CPU, where looking costs nothing); then the host looks
-for ends and stops, and hands on what was made.
+Tokens stay on the device for several passes at a time (one on a CPU, where reading them is free); then the host checks
+for end tokens and stops, and yields what was generated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatout.infer.generation.stopping import Watch
 from flatout.infer.generation.token_choice import Choice, Place, Rows, place_of
 
 PASSES_BETWEEN_LOOKS = 16
-"""On a GPU: each look waits for it. What a text makes past its end is thrown away."""
+"""On a GPU: each look synchronises. Tokens past the end of a text are discarded."""
 
 
 class Passes(Protocol):
@@ -46,7 +46,7 @@ class Passes(Protocol):
 
 
 class Guesses(Protocol):
-    """Who guesses ahead: Guesser."""
+    """What guesses ahead: Guesser."""
 
     proposed: int
     accepted: int

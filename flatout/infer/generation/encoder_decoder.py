@@ -1,4 +1,4 @@
-"""Encoder-decoders of transformers (T5, BART and their kin), by their own forward pass and their own cache.
+"""Encoder-decoders of transformers (T5, BART and others), by their own forward pass and their own cache.
 
 The encoder runs once for each source; texts that began together go on together, and leave the batch as they end.
 """

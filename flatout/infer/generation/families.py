@@ -1,4 +1,4 @@
-"""Reads models as a Decoder: GPT-2 and TransformerLM of flatout.models; GPT-2, Llama and its kin of transformers.
+"""Reads models as a Decoder: GPT-2 and TransformerLM of flatout.models; GPT-2, Llama and similar ones of transformers.
 
 transformers is never imported: a model is known by its class and its config. Weights are not copied.
 """
@@ -142,7 +142,7 @@ def _hugging_face_gpt2(model: Any) -> Decoder:
 
 
 def _hugging_face_llama(model: Any) -> Decoder:
-    """Llama and what descends from it: rms norms, rotary positions, gated feed-forward, grouped kv heads."""
+    """Llama and its derivatives: rms norms, rotary positions, gated feed-forward, grouped kv heads."""
     config, body = model.config, model.model
     cosines, sines_ = _rotary(body.rotary_emb, config.max_position_embeddings)
     first = body.layers[0].self_attn

@@ -1,4 +1,4 @@
-"""What generating gives: the texts of all prompts with figures, or pieces of them as they come."""
+"""Results of generation: the texts of all prompts with timings, or pieces of them as they are generated."""
 
 from __future__ import annotations
 

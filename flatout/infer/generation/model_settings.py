@@ -1,8 +1,8 @@
-"""What a model's generation_config says about its texts: taken over setting by setting, or refused by name.
+"""What a model's generation_config says about generation: each setting is applied, or refused by name.
 
-A model of transformers carries the settings that its makers found good, and its own `generate` applies them. Left out
-in silence, they would make even a greedy text another one. So each setting is known here as one of three: carried out,
-without effect on the text, or refused with its value. What the caller gives goes before.
+A model of transformers comes with its authors' settings, and its own `generate` applies them. Ignoring them silently
+would change even a greedy text. So each setting is one of three: applied, without effect on the text, or refused with
+its value. The caller's settings take precedence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "encoder_no_repeat_ngram_size": (0,),
     "max_length": (20,),  # the default of releases that wrote it into every config
 }
-"""Setting -> values that mean the same as none."""
+"""Setting -> values that are equivalent to unset."""
 _WITHOUT_EFFECT = frozenset(
     {
         *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "low_memory"),
@@ -140,7 +140,7 @@ def _drawing(value: _Read, given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _refuse_others(config: object, value: _Read, sampled: bool, encodes: bool) -> None:
-    """Whatever transformers knows and would carry out, and nothing here does. Entries unknown to it have no effect."""
+    """Settings that transformers would apply and Flatout does not. Entries unknown to transformers have no effect."""
     known = set(vars(type(config)())) | {"num_beams", "penalty_alpha", "guidance_scale"}
     for name in sorted(set(vars(config)) & known):
         if name.startswith("_") or name in _HANDLED or name in _WITHOUT_EFFECT or value(name) is None:

@@ -1,4 +1,4 @@
-"""Prompts as users have them (texts, lists of ids, tensors, padded batches) as lists of ids, checked before any run.
+"""Prompts in any form (texts, lists of ids, tensors, padded batches) as lists of ids, checked before the run.
 
 Padding is never text. An attention mask says what is padding. Where there is none, a batch of equal lengths that
 begins or ends in pad tokens was padded, as transformers takes it; unless the pad token also ends texts: then only a

@@ -1,6 +1,6 @@
-"""Generates with models that keep what they have read in a state: recurrent ones, and encoders with a decoder.
+"""Generates with models that keep a state: recurrent models and encoder-decoders.
 
-The protocol for a model of one's own:
+The protocol for your own model:
 
     advance(tokens, state) -> (logits, state)      tokens int64 [batch, tokens], logits [batch, tokens, vocabulary]
     begin(source, valid) -> state                  of an encoder-decoder only: source int64 [batch, source tokens],

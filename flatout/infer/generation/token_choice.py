@@ -151,9 +151,9 @@ def _without_words(logits: Tensor, words: Sequence[Sequence[int]], place: Place)
     before = known.shape[1] - 1
     places = place.lengths[:, None] - before + torch.arange(before, device=logits.device)
     ends = place.history.gather(1, places.clamp(min=0))  # [rows, length - 1]
-    met = (ends[:, None] == known[:, :-1]).all(-1) & (place.lengths >= before)[:, None]  # [rows, words]
+    matches = (ends[:, None] == known[:, :-1]).all(-1) & (place.lengths >= before)[:, None]  # [rows, words]
     # The least of a logit and +inf is the logit: where no word would be completed, nothing changes.
-    bans = torch.where(met, -math.inf, math.inf).to(logits.dtype)
+    bans = torch.where(matches, -math.inf, math.inf).to(logits.dtype)
     return logits.scatter_reduce(1, known[:, -1].expand(len(logits), -1), bans, "amin")
 
 

@@ -1,4 +1,4 @@
-"""Text generation for a model as it is: prepared once, then called with any prompts.
+"""Text generation with a model: prepared once, then called with prompts.
 
 >>> import torch
 >>> from flatout.models import GPT2, GPT2Config
@@ -39,14 +39,14 @@ from flatout.infer.tokenizer_source import Encoding, Tokenizer, decode_of
 from flatout.plan import Plan
 
 DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
-"""Sequences that are worked on at once: where a step still costs about what reading the weights costs."""
+"""Sequences processed at once: a step still costs about as much as reading the weights."""
 MAX_NEW_TOKENS = 64
 """Where neither the caller nor the model says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """One call, checked: everything but the cache that it will use."""
+    """One checked call: everything but its cache."""
 
     prepared: Prepared
     draft: Prepared | None
@@ -73,19 +73,19 @@ class TokenGenerator:
 
     - with a state, where it keeps one (CharacterGenerator, any recurrent model: see stepping.py for the protocol);
     - an encoder-decoder (Seq2SeqTransformer, T5, BART) by its decoder's cache, each source encoded once;
-    - else, for logits [batch, tokens, vocabulary], without a cache: the whole text is computed anew for each token.
+    - else, for logits [batch, tokens, vocabulary], without a cache: the whole text is recomputed for each token.
 
-    Making it checks the model: the logits of a few tokens against the model's own (UsageError names what differs). The
-    model is left alone. Before each text the weights are looked at again: where they have changed (a training step,
-    `load_state_dict`), they are prepared anew, so that a text is always that of the model as it is when the text is
-    begun. Weights that change while a text is being made are an error in that text.
+    The constructor checks the model: the logits of a few tokens against the model's own (UsageError says what differs).
+    The model is not changed. Before each text the weights are checked for changes (a training step,
+    `load_state_dict`) and prepared again if need be, so that a text is always that of the current model. Weights that
+    change while a text is being generated are an error.
 
-    Settings of a `generation_config` that the model carries are the defaults, as in transformers; what is given to
-    `generate` goes before, and what cannot be carried out here is refused by name.
+    The settings of the model's `generation_config` are the defaults, as in transformers; arguments of `generate` take
+    precedence, and settings that are not supported are refused by name.
 
-    Threads may share a generator, and streams may be read in turns: each run has a cache of its own, and its text is
-    the one that it would have alone. On a GPU that holds up to rounding: its kernels depend on the number of sequences
-    and on the length of the cache, and so may the choice between tokens that are nearly as likely.
+    Threads may share a generator, and streams may be interleaved: each run has its own cache, and its text does not
+    depend on the others. On a GPU that holds up to rounding: kernels depend on the number of sequences and the length
+    of the cache, and so may the choice between tokens that are about equally likely.
 
     plan: precision (fp32 unless it says bf16), weights (int8, int4), speculation, threads; a model run by its own
     forward pass keeps its precision unless it says bf16, and takes neither weights nor speculation. tokenizer:
@@ -257,7 +257,7 @@ class TokenGenerator:
         return Prepared(model, plan)
 
     def _current(self) -> tuple[Prepared, Prepared | None]:
-        """What was prepared, anew where the model has changed since."""
+        """The prepared model and draft, prepared again if they have changed."""
         with self._preparing:
             if self._prepared.seen.changed(self._model):
                 self._prepared = self._prepare(self._model, self.plan)
@@ -294,7 +294,7 @@ class TokenGenerator:
 
 
 class _Run:
-    """One request being carried out, with caches of its own from its first piece to its last."""
+    """One running request, with its own caches from the first piece to the last."""
 
     def __init__(self, request: _Request) -> None:
         self._request = request
@@ -356,7 +356,7 @@ class _Run:
         return Guesser(self._request.choice, draft) if wanted else None
 
     def _check(self) -> None:
-        """Between two passes: half of a text from one model and half from another would be nobody's."""
+        """Between passes: a text must not come half from the old weights and half from the new."""
         for one in (self._request.prepared, self._request.draft):
             if one is not None and one.seen.written():
                 limit = "its first part is that of the old weights"
@@ -380,8 +380,8 @@ def generate(
 ) -> Generation:
     """New tokens for every prompt: see TokenGenerator and its `generate`.
 
-    What was prepared is kept as long as the model lives, so that the next call with the same plan begins at once. It
-    takes as much memory as the weights in that form: to decide when it goes, use a TokenGenerator.
+    The prepared weights are kept as long as the model lives, so that the next call with the same plan starts at once.
+    They take as much memory as the weights in that form: to control when they are freed, use a TokenGenerator.
     """
     return _OfKept(model, plan, tokenizer=tokenizer, draft=draft).generate(
         prompts,
@@ -405,7 +405,7 @@ class _OfKept(TokenGenerator):
 
 
 class _OneAtATime:
-    """A tokenizer that several threads use: those of transformers fail where two encode at once."""
+    """A tokenizer shared by threads: those of transformers fail when two threads encode at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()

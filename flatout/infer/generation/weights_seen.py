@@ -1,4 +1,4 @@
-"""Whether a model is still the one whose weights were made ready: cheap enough to be asked before every text."""
+"""Detects changes of a model since it was prepared; cheap enough to run before every text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.infer.generation.plain_modules import HOOKS
 
 
 def settings_of(model: nn.Module) -> tuple[object, ...]:
-    """Every module with its class, hooks and plain attributes: it differs as soon as anybody changes one."""
+    """Every module with its class, hooks and plain attributes, to detect a change of any of them."""
     return tuple(_settings(module) for module in model.modules())
 
 

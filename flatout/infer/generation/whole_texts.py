@@ -1,8 +1,8 @@
-"""Generates with any model that gives logits, without a cache: the whole text is computed anew for each token.
+"""Generates with any model that returns logits, without a cache: the whole text is recomputed for each token.
 
-Texts of a pass share a batch, the shorter ones with padding behind them. That is right only for a model in which no
-token sees those behind it, nor other rows, so it is tried on the texts at hand: where a text alone has other logits,
-each text has a pass of its own.
+Texts of a pass share a batch, the shorter ones padded on the right. That is correct only if no token attends to later
+tokens or to other rows, so it is checked on the actual texts: where a text alone has other logits, each text gets its
+own pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.infer.generation.share import Untold
 LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""
 PADDING = 0
-"""An id that the model has: what stands there is not read."""
+"""A valid id: padding is not read."""
 
 
 class WholeTexts:
