@@ -1,6 +1,6 @@
 """A whole decoder in one native call: every layer of a pass over a few tokens (native_sources/decoder.cpp).
 
-Here stand its structures as C sees them and the call; who fills them is infer/generation/native_decoder.py.
+The C structures and the call; infer/generation/native_decoder.py fills them.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def linear_cross_entropy(
 
 
 class _Context(Protocol):
-    """What torch hands to both passes, and what is kept on it."""
+    """torch's context of both passes."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]

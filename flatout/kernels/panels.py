@@ -1,4 +1,4 @@
-"""Weight matrices laid out for products with a few rows, which cost what reading the weights costs.
+"""Weight matrices laid out for products with a few rows, which are bound by reading the weights.
 
 Torch's own products of one row reach half of the memory's speed in bf16 and int8. Here 16 rows of a matrix stand side
 by side in a panel, so that one vector register holds 16 sums (native_sources/panels.h has the layout in full).

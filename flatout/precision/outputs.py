@@ -1,4 +1,4 @@
-"""What a model returned, with some of its tensors replaced: in nests of containers and in dataclasses."""
+"""Replaces tensors in a model's output: in nested containers and dataclasses."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""What a model allows: tried on a few of the user's own samples, never assumed.
+"""Which kinds of batches a model supports: tested on a few of the user's own samples, never assumed.
 
-    alone        each sample by itself: what is right
+    alone        each sample by itself: the reference
     equal        a batch of one shape gives what the samples give alone, at any place, and no bit of a sample's output
                  changes with its neighbours
     padded       the same for samples of unlike lengths, the shortest beside the longest, at two amounts of padding,
                  and no bit of it changes with what stands in the padding
     packed       the same for a row of sequences, and no bit of one changes with its neighbours
 
-The second half of each is what makes the test sharp: a leak from padding or a neighbour may be smaller than rounding
-is in bf16, but it cannot leave every bit as it was. What was found holds for the lengths that were tried; beyond them
-it is tried again.
+The second half of each makes the test sharp: a leak from padding or a neighbour may be smaller than bf16 rounding, but
+it cannot leave every bit unchanged. The result holds for the lengths that were tested; beyond them it is tested again.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from flatout.infer.prediction.packing import CannotPack
 from flatout.infer.prediction.samples import Noise, Sample, disturbed, shortened
 
 BEYOND = 2
-"""Lengths that leave what was tried by this factor are tried anew."""
+"""Lengths beyond the tested range by this factor are tested again."""
 TRIES = 4
-"""Samples that are passed over because the model fails on them."""
+"""Failing samples that are skipped."""
 SHORTENED = 8
 """A sample of the longest's first eighth stands beside it, where the user has none as short."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which batchings were found right, with the reasons of the others."""
+    """Which kinds of batches are correct, with reasons for the others."""
 
     equal: bool
     packed: bool = False
@@ -108,7 +107,7 @@ class Trial:
         level, reason = _token_level(alone, chosen)
         if reason:
             return replace(tried, packed=False, padded=False, reasons={"padded": reason, "packed": reason})
-        self.runner.token_level = (self.runner.token_level or frozenset()) | level  # another kind may have told of more
+        self.runner.token_level = (self.runner.token_level or frozenset()) | level  # another kind may have added more
         reasons = {"padded": self._why_not_padded(chosen, alone)}
         reasons["packed"] = self._why_not_packed(chosen, alone) if packing else "the plan compiles the model"
         why = {name: reason for name, reason in reasons.items() if reason}

@@ -1,7 +1,7 @@
-"""How a model wants to be called: the names of its inputs, its mask, its vocabulary, the longest input it takes.
+"""How to call a model: the names of its inputs, its mask, its vocabulary, its maximum input length.
 
-Read from the signature of `forward` and from the model's config. What nothing tells is None, and then nothing is
-checked against it: the model's own error says what was wrong, and `predict` finds the sample that caused it.
+Read from the signature of `forward` and the model's config. Unknown values are None and are not checked: then the
+model's own error says what is wrong, and `predict` finds the sample that caused it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Calling:
 
 
 def calling_of(model: nn.Module) -> Calling:
-    """What the model's signature and config tell."""
+    """From the model's signature and config."""
     names = _parameters(model)
     mask_name = next((name for name in _MASKS if name in names), None)
     config = getattr(model, "config", None)

@@ -1,4 +1,4 @@
-"""A compiled model that cannot fall into a storm of recompilations.
+"""A compiled model with a bound on recompilations.
 
 torch compiles a version for each new shape, and each takes seconds to minutes. Here shapes are made few (lengths in
 buckets, batches filled up), the versions are counted, and past a bound the model goes on uncompiled. On the CPU the

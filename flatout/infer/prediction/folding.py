@@ -1,9 +1,9 @@
-"""Batch norms multiplied into the convolutions before them: in evaluation both are one linear map.
+"""Folds batch norms into the convolutions before them: in evaluation mode the two are one linear map.
 
-Which norm follows which convolution is seen, not guessed from names: the model runs once, and a pair counts if the
-norm's input is the very tensor that the convolution gave, nothing else read it or returned it, and each of the two ran
-once. Convolutions whose weights are computed (spectral or weight norm, parametrisations), and layers with hooks, stay.
-The folded model is then run beside what it gave before: a difference undoes all of it.
+Which norm follows which convolution is observed, not guessed from names: the model runs once, and a pair counts if the
+norm's input is exactly the tensor that the convolution returned, nothing else read or returned it, and each of the two
+ran once. Convolutions with computed weights (spectral or weight norm, parametrisations) and layers with hooks are left
+as they are. The folded model is then compared with the original: a difference undoes the folding.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _pairs(model: nn.Module, run: Callable[[], object]) -> tuple[list[tuple[_Con
 
 
 def _plain(module: nn.Module) -> bool:
-    """Nobody hooked into it, and its forward is its class's."""
+    """It has no hooks, and its forward is its class's."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that hold their weights as the processor multiplies them fastest.
+"""Linear layers with weights in the layout that the processor multiplies fastest.
 
 torch reorders a weight for oneDNN at every call and, in fp32, may not use oneDNN at all (on some processors its other
 library is half as fast). A layer that is only run can reorder once:
@@ -144,7 +144,7 @@ def whole_number_products(levels: Tensor, values: Tensor) -> Tensor:
 
 
 def multiplies_int8() -> bool:
-    """Has this processor products of whole numbers that cannot overflow on the way (VNNI or AMX)?"""
+    """Whether this processor has integer products that cannot overflow midway (VNNI or AMX)."""
     if onednn_is_limited():  # without them it saturates sums in 16 bits
         return False
     return bool({"avx_vnni", "avx512_vnni", "amx_int8"} & set(detect().cpu.features)) and hasattr(
@@ -153,19 +153,19 @@ def multiplies_int8() -> bool:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Can oneDNN hold weights of this dtype in its own layout here?"""
+    """Whether oneDNN can hold weights of this dtype in its own layout here."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
     if dtype is torch.float32:
         return True
     features = set(detect().cpu.features)
-    # Without instructions for it oneDNN would convert at every step; and it may be told to use fewer than there are.
+    # Without instructions for it oneDNN would convert at every step; a setting may limit its instruction set.
     fast = bool({"avx512_bf16", "amx_bf16"} & features)
     return dtype is torch.bfloat16 and fast and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None], besides: Collection[str] = ()) -> int:
-    """Put `make(layer)` in the place of every plain linear layer that is called (None: leave it); how many were.
+    """Replace every plain linear layer by `make(layer)` (None: keep it); returns how many.
 
     besides: names of layers that stay as they are.
     """
@@ -189,7 +189,7 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
 
 
 def _plain(module: object) -> TypeGuard[nn.Linear]:
-    """A Linear itself, no kind of it, that nobody hooked into or gave a parametrisation."""
+    """An nn.Linear, not a subclass, without hooks or parametrisation."""
     if type(module) is not nn.Linear or "forward" in vars(module) or module._parameters.get("weight") is None:
         return False
     hooked = module._forward_hooks or module._forward_pre_hooks

@@ -38,7 +38,7 @@ class Layout:
     """Paths that have no batch dimension where the batch is one row."""
 
     def dimension(self, path: str, leaf: Tensor, rows: int) -> int | None:
-        """Along which the samples of an output of so many rows lie; None: it is one sample's as it stands.
+        """The dimension of samples in an output of `rows` rows; None: it is a single sample without one.
 
         UsageError where it has not a row for each.
         """
@@ -86,7 +86,7 @@ class Runner:
     layout: Layout = field(default_factory=Layout)
     """Where samples lie in the output."""
     call: Callable[..., object] | None = None
-    """What is called in place of the model: its compiled form."""
+    """Called instead of the model: its compiled form."""
 
     def run(
         self,
@@ -152,11 +152,11 @@ class Runner:
 
     @staticmethod
     def leaves(output: object) -> dict[str, Tensor]:
-        """The tensors of the output as the model gave them, copied: it may return what it changes at the next call."""
+        """The tensors of the output, copied: a model may return buffers that it overwrites in the next call."""
         return {path: leaf.detach().clone() for path, leaf in output_tensors(output)}
 
     def alone(self, sample: Sample) -> dict[str, Tensor]:
-        """What is right: the outputs of a sample that is run by itself, uncompiled."""
+        """The reference: the outputs of a sample run by itself, uncompiled."""
         call, self.call = self.call, None
         try:
             return self.outputs(self.run([sample], "alone"), [sample], padded=False)[0]

@@ -1,4 +1,4 @@
-"""No padding: the tokens of many sequences in one row, while a model's repeated blocks run.
+"""Packing without padding: the tokens of many sequences in one row while a model's repeated blocks run.
 
     embeddings    [batch, longest]       as the model has it: positions, token types and masks are right by themselves
     blocks        [1, all real tokens]   nearly all of the work; attention within each sequence alone

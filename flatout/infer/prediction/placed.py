@@ -1,4 +1,4 @@
-"""A private copy of the user's model, made as a plan says: dtype, bits, layout, folded norms.
+"""A private copy of the user's model, as a plan says: dtype, bits, layout, folded norms.
 
 The user's model is read and never changed. Weights are converted while they are copied, so a copy in bf16 costs half
 the memory of the model and nothing besides; what needs no change is shared on request only (`share`).
@@ -47,7 +47,7 @@ class Placed:
     """Whose ceiling binds: fp32, bf16, fp16 or int8."""
     channels_last: bool
     remake: Callable[[], nn.Module] | None
-    """The copy anew, as it was before anything was done to it; None once nothing more is to be done."""
+    """Makes a fresh, unmodified copy; None once preparation is done."""
     notes: list[str] = field(default_factory=list)
     """What was done, and what could not be done and why."""
 
@@ -167,8 +167,8 @@ def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
 
 
 def _kept_in_their_dtype(model: nn.Module) -> set[int]:
-    """Batch norms' statistics (their kernels take inputs of another dtype), and what a Hugging Face model computes
-    anew and keeps out of its state dict: rotary frequencies lose their meaning in 8 bits of mantissa."""
+    """Batch norms' statistics (their kernels take inputs of another dtype), and what a Hugging Face model recomputes
+    and keeps out of its state dict: rotary frequencies lose their meaning in 8 bits of mantissa."""
     kept: set[int] = set()
     foreign = hasattr(model, "main_input_name")
     for module in model.modules():

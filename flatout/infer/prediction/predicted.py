@@ -1,4 +1,4 @@
-"""What predicting gives besides results: the inputs that failed, and the figures of the run."""
+"""What prediction returns besides results: failed inputs, and the figures of the run."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Results on the disk as they come, so that a run that was killed goes on where it was.
+"""Results written to disk as they arrive, so that an interrupted run resumes where it stopped.
 
     NAME.jsonl    a line for each input: {"index": 3, "output": [...]} or {"index": 3, "failed": "why"}
     a folder      files of 1024 results each, results-00000000.safetensors: tensors "3" or "3.last_hidden_state"
 
-A line that was cut off by a kill is taken away when the run goes on; a file in a folder is there whole or not at all.
-Beside them lies what the results are of (`run.json`): another model, plan or input file is never mixed in. It has the
-schema of all these files.
+An incomplete last line is removed on resume; a file in a folder is written atomically. `run.json` beside them records
+the model, plan and input file: results of different ones are never mixed. It has the schema of all these files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One input as a person gives it, read into tensors: what it is, how long, and with which others it can share a batch.
+"""One input of the user as tensors: its kind, its length, and which others it can share a batch with.
 
     tensor, array, list of numbers    [tokens] or [tokens, features], or of fixed size, as an image [3, 224, 224]
     dict                              keywords of the model's call: {"input_ids": [...], "token_type_ids": [...]}
@@ -51,7 +51,7 @@ class Sample:
 
 def read_sample(index: int, value: object, calling: Calling) -> Sample:
     """The sample; UsageError says what is wrong with the input."""
-    if isinstance(value, UsageError):  # whoever made the inputs could not read this one
+    if isinstance(value, UsageError):  # the source of the inputs could not read this one
         raise value
     named = _named(value, calling)
     if not named:

@@ -1,10 +1,10 @@
 """One window of samples through a model: batches formed, run, split where the memory ends or a sample is bad.
 
-Whatever fails is looked for by halves: the batch is run again in two parts, and so on, until one sample is found alone
-with its error. It becomes a `Failed` in the place of its result; the others are not lost.
+Failures are found by bisection: the batch is run again in two halves, and so on, until a single sample fails. It
+becomes a `Failed` in place of its result; the others are not lost.
 
-How samples are batched was tried before (allowed.py) and is checked on the way (audit.py). A batch that is found wrong
-before any of its kind was handed out is done again, sample by sample; later it ends the run.
+How samples are batched was tested before (allowed.py) and is checked during the run (agreement.py). A batch that is
+found wrong before any of its kind was returned is run again, sample by sample; later it ends the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 
 HOPELESS = 16
-"""After so many samples that failed one by one, and none that did not, the fault is not theirs."""
+"""After this many failures and no success, the samples are not to blame."""
 FEW = 4
 """Fewer samples of a kind are run one by one: trying what the model allows would take longer."""
 
