@@ -150,7 +150,7 @@ def _run(function: Callable[[], T], doing: str) -> T:
         line = user_line(error)
         said = f"{type(error).__name__}: {error}".rstrip(": ")
         at = f" at {line}" if line else ""
-        raise UsageError(f"{doing} failed{at}: {said}", remedy="make it run in Python first") from error
+        raise UsageError(f"{doing} failed{at}: {said}", remedy="make it work in plain Python first") from error
 
 
 def _attribute(module: ModuleType, name: str, source: str) -> object:
@@ -207,7 +207,9 @@ def _from_hugging_face(folder: Path) -> tuple[nn.Module, object]:
         import transformers
     except ImportError:
         remedy = "pip install transformers"
-        raise UsageError(f"{folder} is a Hugging Face model", limit="transformers is not here", remedy=remedy) from None
+        raise UsageError(
+            f"{folder} is a Hugging Face model", limit="transformers is not installed", remedy=remedy
+        ) from None
     try:
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:

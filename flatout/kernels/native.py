@@ -99,7 +99,7 @@ def _folder() -> Path:
 def _check_ours(path: Path) -> None:
     found = path.stat()
     if not hasattr(os, "getuid"):
-        raise _Refused("this system does not tell who else can write a folder")
+        raise _Refused("this system does not report who else can write to a folder")
     if found.st_uid not in (os.getuid(), 0):
         remedy = "set FLATOUT_CACHE_DIR to a folder of your own"
         raise _Refused(f"{path} belongs to user {found.st_uid}, whose code would be loaded; {remedy}")

@@ -167,5 +167,5 @@ def library_or_error() -> ctypes.CDLL:
     found = native()
     if found.library is None:
         remedy = "install a C++ compiler (g++, or set CXX)"
-        raise MachineError(f"the native kernels are not there: {found.reason}", remedy=remedy)
+        raise MachineError(f"the native kernels are not available: {found.reason}", remedy=remedy)
     return found.library

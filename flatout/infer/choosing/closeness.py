@@ -223,7 +223,7 @@ def scores_of(paths: Sequence[str], shapes: Sequence[Sequence[int]], vocabulary:
     if list(paths) == ["output"]:
         (shape,) = shapes
         if len(shape) == 1 and shape[0] >= 2:
-            return True, f"an output [{shape[0]}] is taken for the scores of {shape[0]} classes (scores=False if not)"
+            return True, f"an output [{shape[0]}] is treated as the scores of {shape[0]} classes (scores=False if not)"
         if len(shape) == 2 and shape[1] == vocabulary:
             return True, f"an output [tokens, {vocabulary}] holds the scores of the vocabulary"
-    return False, "the outputs are taken for numbers, not for scores of answers (scores=True if they are)"
+    return False, "the outputs are treated as numbers, not as scores of answers (scores=True if they are)"

@@ -212,7 +212,7 @@ class InferenceSearch(Search[Option]):
         whole = self.limits.items * self.current.usual_seconds / self.subject.count
         if whole > LEAST_COMPILE_SECONDS:
             return ""
-        return f"{self.limits.items:,} {self.subject.unit}s take {format_seconds(whole)}: no time to earn it back"
+        return f"{self.limits.items:,} {self.subject.unit}s take {format_seconds(whole)}: too short to pay off"
 
     # one choice
 

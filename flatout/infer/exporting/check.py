@@ -175,9 +175,9 @@ def verify_past(run: Runner, beyond: Beyond, tolerance: float | None, notes: lis
     raise NotExported(
         ExportFailure(
             what=f"at {at} the file gives other results than the module, without an error",
-            limit=f"forward decides by sizes, its trace holds where {_bound(beyond)}, and files of this format do not "
+            limit=f"forward branches on sizes, its trace holds where {_bound(beyond)}, and files of this format do not "
             "check sizes",
-            remedy="use pt2, which does, or take the decision out of forward",
+            remedy="use pt2, which does, or move the branch out of forward",
         )
     )
 
@@ -231,7 +231,7 @@ def _check_telling(samples: list[Sample], dynamic: Dynamic, notes: list[str]) ->
     first = samples[0].outputs
     alike = [one.outputs for one in samples[1:] if [x.shape for _, x in one.outputs] == [x.shape for _, x in first]]
     if alike and all(torch.equal(x, y) for one in alike for (_, x), (_, y) in zip(first, one, strict=True)):
-        notes.append("the outputs are the same for all inputs of one size: the checks show little")
+        notes.append("the outputs are the same for all inputs of one size: the checks prove little")
 
 
 def check_same_twice(model: nn.Module, sample: Sample) -> None:
@@ -311,7 +311,7 @@ def _size_of(sample: Sample) -> str:
 
 def _differs(sample: Sample, what: str) -> ExportFailure:
     limit = "a file is only put in place when it gives what the module gives"
-    remedy = "see whether forward keeps state in Python, or decides by sizes or values; or allow more (tolerance)"
+    remedy = "see whether forward keeps state in Python, or branches on sizes or values; or allow more (tolerance)"
     return ExportFailure(what=f"{_size_of(sample)}, {what}", limit=limit, remedy=remedy)
 
 

@@ -307,7 +307,7 @@ def _check_no_decision(dynamic: Dynamic, notes: list[str]) -> None:
     """A TorchScript trace has no guards: without those of torch.export, the range of a branch is unknown."""
     if dynamic != "none" and (decided := next((note for note in notes if note.startswith(ONE_OUTCOME)), "")):
         limit = "torch.export, which would say for which sizes it holds, cannot trace the module"
-        remedy = "take the decision out of forward; or export at the example's sizes (dynamic='none')"
+        remedy = "move the branch out of forward; or export at the example's sizes (dynamic='none')"
         raise NotExported(ExportFailure(what=decided, limit=limit, remedy=remedy))
 
 

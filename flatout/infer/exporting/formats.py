@@ -88,7 +88,9 @@ def _needs_compiler() -> None:
     wanted = cpp_compiler()
     if not any(shutil.which(name) for name in (wanted, "g++", "clang++", "c++")):
         limit = "AOTInductor compiles the C++ that it writes"
-        raise MachineError(f"no C++ compiler is here ({wanted})", limit=limit, remedy="install g++, or name one in CXX")
+        raise MachineError(
+            f"no C++ compiler was found ({wanted})", limit=limit, remedy="install g++, or name one in CXX"
+        )
 
 
 def _write_aoti(job: Job, path: Path) -> None:

@@ -71,9 +71,7 @@ def example_inputs(model: nn.Module, specs: Sequence[str]) -> tuple[object, ...]
     names = [name for name in inspect.signature(model.forward).parameters if name not in kwargs]
     if len(names) < len(args):
         limit = f"it is forward{inspect.signature(model.forward)}"
-        raise UsageError(
-            f"{len(args)} inputs stand without a name", limit=limit, remedy="name them all: name=dtype[..]"
-        )
+        raise UsageError(f"{len(args)} inputs have no name", limit=limit, remedy="name them all: name=dtype[..]")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

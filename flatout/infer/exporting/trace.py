@@ -29,8 +29,8 @@ from flatout.infer.exporting.fresh_inputs import Example, with_sizes
 from flatout.infer.exporting.report import Dynamic, ExportFailure, NotExported
 from flatout.infer.user_lines import is_users, place, user_line
 
-BY_DATA = "the module decides by the values of its data"
-ONE_OUTCOME = "traced with one outcome of a Python decision"
+BY_DATA = "the module branches on the values of its data"
+ONE_OUTCOME = "traced with one outcome of a Python branch"
 WORDS = 300
 """Characters of an exporter's own message that are passed on."""
 
@@ -155,12 +155,12 @@ def failure_of(error: BaseException) -> ExportFailure:
         return ExportFailure(
             what=BY_DATA,
             limit="a trace holds one path for all inputs",
-            remedy="use torch.where or torch.cond, or take the decision out of the module",
+            remedy="use torch.where or torch.cond, or move the branch out of the module",
             line=line,
         )
     if ".numpy()" in first_words(error):  # torch raises a plain RuntimeError for it
         return ExportFailure(
-            what="the module leaves torch for numpy",
+            what="the module converts tensors to numpy",
             limit="a trace holds torch operations only",
             remedy="use torch's own operation, or register the code with torch.library.custom_op",
             line=line,

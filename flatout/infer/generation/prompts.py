@@ -127,7 +127,7 @@ def _kept(index: int, ids: list[int], mask: Sequence[int]) -> list[int]:
             f"the attention_mask of prompt {index} holds {max(mask)!r}", limit="it is 1 or 0 for each token"
         )
     if not places:
-        raise UsageError(f"prompt {index} is all padding", limit="a text goes on from at least one token")
+        raise UsageError(f"prompt {index} is all padding", limit="a prompt needs at least one token")
     if places[-1] - places[0] + 1 != len(places):
         gap = next(place for place in range(places[0], places[-1]) if place not in places)
         what = f"the attention_mask of prompt {index} is 0 at place {gap}, within the text"
@@ -150,7 +150,7 @@ def _without_pads(ids: list[list[int]], pad: int, ends: Sequence[int]) -> list[l
     if pad not in ends:
         for index, (one, count) in enumerate(zip(ids, before, strict=True)):
             if count == len(one):
-                limit = f"token {pad} is the model's padding; a text goes on from at least one token"
+                limit = f"token {pad} is the model's padding; a prompt needs at least one token"
                 raise UsageError(f"prompt {index} is all padding", limit=limit, remedy="pass attention_mask=...")
         return [one[first : len(one) - last] for one, first, last in zip(ids, before, behind, strict=True)]
     if len(ids) > 1 and (any(behind) or len(set(before)) > 1 or max(before) > 1):
@@ -168,10 +168,10 @@ def _leading(ids: Sequence[int], pad: int) -> int:
 def _checked(index: int, ids: list[int], vocabulary: int, most: int | None) -> list[int]:
     if not ids:
         remedy = "begin with the model's first token (often called bos)"
-        raise UsageError(f"prompt {index} is empty", limit="a text goes on from at least one token", remedy=remedy)
+        raise UsageError(f"prompt {index} is empty", limit="a prompt needs at least one token", remedy=remedy)
     if most is not None and len(ids) > most:
         limit = f"the model reads prompts of at most {most} tokens"
-        raise UsageError(f"prompt {index} has {len(ids)} tokens", limit=limit, remedy="cut it at the front")
+        raise UsageError(f"prompt {index} has {len(ids)} tokens", limit=limit, remedy="truncate it on the left")
     for place, token in enumerate(ids):
         if not 0 <= token < vocabulary:
             what = f"prompt {index} holds token {token} at place {place}"

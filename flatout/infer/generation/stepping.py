@@ -91,7 +91,7 @@ class StatePasses:
     @property
     def note(self) -> str:
         """What was found out about the model, in words; '' for nothing."""
-        return "" if self._stepper.shares else "one text at a time: its states cannot be told apart by rows"
+        return "" if self._stepper.shares else "one text at a time: its state has no batch dimension"
 
     def work(self) -> Untold:
         return Untold("the model is run by its own forward pass, which is not counted")

@@ -131,7 +131,7 @@ def stops_from(
 def _not_empty(one: S, stop: object) -> S:
     if not one:
         what = f"stop {stop!r} holds an empty {type(one).__name__}"
-        raise UsageError(what, limit="it is in every text", remedy="leave it out, or put a character or token in")
+        raise UsageError(what, limit="every text contains it", remedy="leave it out, or put a character or token in")
     return one
 
 

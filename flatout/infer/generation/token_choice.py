@@ -79,7 +79,7 @@ class TokenRules:
             raise UsageError(f"bad_words_ids is {words!r}", limit="it is a list of lists of token ids")
         object.__setattr__(self, "bad_words_ids", tuple(_ids("bad_words_ids", one) for one in words))
         if not all(self.bad_words_ids):
-            raise UsageError("bad_words_ids holds an empty list", limit="it is in every text", remedy="leave it out")
+            raise UsageError("bad_words_ids holds an empty list", limit="every text contains it", remedy="leave it out")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else _ids(name, value))

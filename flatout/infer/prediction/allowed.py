@@ -182,7 +182,7 @@ class Trial:
         if reason := self._difference(found, alone):
             return f"padded, {reason}"
         if not all(same_bits(found, one) for one in changed):
-            return "padded, the outputs depend on what stands in the padding"
+            return "padded, the outputs depend on the content of the padding"
         try:
             wider = self._together(samples, "padded", tokens=self._more_than(samples[0].tokens), padding=self._noise(3))
         except Exception:  # the model may take no longer inputs
@@ -251,6 +251,6 @@ def _token_level(alone: Sequence[Outputs], samples: Sequence[Sample]) -> tuple[f
         follows = all(len(shape) and shape[0] == one.length for shape, one in zip(shapes, samples, strict=True))
         if not follows or len({shape[1:] for shape in shapes}) > 1:
             shown = f"{path} is {list(leaf.shape)} for {samples[0].length} tokens"
-            return frozenset(), f"{shown}: nobody can tell its padding"
+            return frozenset(), f"{shown}: its padding cannot be identified"
         paths.add(path)
     return frozenset(paths), ""

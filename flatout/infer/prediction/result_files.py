@@ -82,7 +82,7 @@ def _check_same(path: Path, note: Path, expected: dict[str, object]) -> None:
     for name in sorted({*known, *expected}):
         if known.get(name) != expected.get(name):
             what = f"{path} holds results with {name} {known.get(name)!r}"
-            remedy = "name another place, or start anew with --restart"
+            remedy = "name another place, or start over with --restart"
             raise UsageError(what, limit=f"this run has {expected.get(name)!r}", remedy=remedy)
 
 
