@@ -59,21 +59,21 @@ def tune_inference(
     scores: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> InferenceTuning:
-    """Measure what makes this model faster on inputs like these, and return a plan with the evidence.
+    """Measure which choices make this model faster on inputs like these; returns a plan with the evidence.
 
-    sample_inputs: as `predict` takes them, or prompts as `generate` does: a few hundred that are like what will be
-    served. task: "predict" or "generate"; None: guessed from the model and the inputs, and said. plan: choices that
-    are made already; the others are tried on top.
+    sample_inputs: as for `predict`, or prompts as for `generate`: a few hundred that resemble what will be served.
+    task: "predict" or "generate"; None: guessed from the model and the inputs, and reported. plan: choices that are
+    fixed; the others are tried on top.
 
-    items: how many inputs (or prompts) will be served; a choice whose start-up costs more than it saves on so many is
+    items: how many inputs (or prompts) will be served; a choice whose start-up costs more than it saves on these is
     dropped. exactness: what may be tried: "bit-identical", "rounding" (another order of summation), "reduced" (fewer
-    bits). max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 %
-    of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes,
-    tokens); None: guessed. seconds: for all of it, but for a compilation that has begun. tokenizer,
+    bits). max_error, min_agreement, max_divergence: the largest loss against fp32 on the sample (see closeness.py):
+    5 % of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes,
+    tokens); None: guessed. seconds: for everything, except a compilation that has begun. tokenizer,
     max_new_tokens: of generation. batch_size, device: of `predict`. progress: called with a line.
 
-    The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
-    dropped trial; Ctrl-C ends the search with what was found so far. Raises UsageError for an argument or a sample that
+    The model, its mode and the random state are not changed. A choice that fails, also for lack of memory, is a
+    dropped trial; Ctrl-C ends the search with the results so far. Raises UsageError for an argument or a sample that
     cannot be used, and what the model itself raises.
     """
     began, why = time.perf_counter(), "as asked"

@@ -77,7 +77,7 @@ class Text:
     slot: int = -1
     made: list[int] = field(default_factory=list)
     given: int = 0
-    """Tokens that were handed on in pieces."""
+    """Tokens that were yielded in pieces."""
 
     @property
     def tokens(self) -> list[int]:
@@ -222,7 +222,7 @@ class BatchRun:
 
 
 def places_of(texts: Sequence[Text], *, device: torch.device, ahead: int = 0) -> Place:
-    """Where these texts stand now."""
+    """The current places of these texts."""
     prompts, limits = [len(text.prompt) for text in texts], [text.limit for text in texts]
     return place_of([text.tokens for text in texts], prompts, limits, device=device, ahead=ahead)
 

@@ -25,7 +25,7 @@ class Span:
 
 
 LENGTH_STEP = 16
-"""Lengths are multiples of it: the native kernel keeps keys in panels of so many positions."""
+"""Lengths are multiples of it: the native kernel stores keys in panels of this size."""
 
 
 class KeyValueCache:

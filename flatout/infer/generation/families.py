@@ -248,7 +248,7 @@ def _norm(module: _Weighted) -> Norm:
 
 
 def _linear(*modules: _Weighted) -> Linear:
-    """Of one module, or of several whose outputs stand one after the other."""
+    """Of one module, or of several with concatenated outputs."""
     return Linear(weights=tuple(one.weight for one in modules), biases=tuple(one.bias for one in modules))
 
 

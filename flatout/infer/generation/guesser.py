@@ -53,7 +53,7 @@ class Guesser:
         return any(self._looked)
 
     def note_plain_pass(self, texts: int, seconds: float) -> None:
-        """A pass without guesses over so many texts took `seconds`."""
+        """A pass without guesses over this many texts took `seconds`."""
         self._throttle.observe(0, [0] * texts, seconds)
 
     def advance(self, engine: Passes, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]:

@@ -82,7 +82,7 @@ class ModelSettings:
     """Fields of TokenRules."""
     max_new_tokens: int | None = None
     max_length: int | None = None
-    """Prompt and new tokens together; not looked at beside max_new_tokens."""
+    """Prompt and new tokens together; ignored if max_new_tokens is set."""
     stop_strings: tuple[str, ...] = ()
     decoder_start_token: int | None = None
     """What an encoder-decoder's text begins with, before the first generated token."""

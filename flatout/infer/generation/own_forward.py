@@ -68,11 +68,11 @@ class OwnForward:
         return found
 
     def __call__(self, *given: object, **named: object) -> Any:  # outputs of a model unknown here
-        """What the model gives. UsageError where it fails on this text."""
+        """The model's output. UsageError if it fails on this text."""
         return self.call("forward", *given, **named)
 
     def call(self, method: str, /, *given: object, **named: object) -> Any:  # as above
-        """The same by one of its methods; of "get_encoder()" what that module gives."""
+        """The output of one of its methods; for "get_encoder()" of the module that it returns."""
         model = self.model
         call = model if method == "forward" else getattr(model, method.removesuffix("()"))
         call = call() if method.endswith("()") else call

@@ -43,7 +43,7 @@ class Prepared:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         _check_device(model)
-        self.seen = WeightsSeen(model)  # before they are read: what changes meanwhile is noticed
+        self.seen = WeightsSeen(model)  # before they are read, to notice changes in between
         self.engine: Engine
         self.engine, self.reason = _engine(model, plan)
         if isinstance(self.engine, WholeTexts | StateEngine):

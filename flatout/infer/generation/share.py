@@ -125,5 +125,5 @@ class Work:
 
 
 def work_of(decoder: Decoder, storage: Storage, weight_bytes: int, cache: KeyValueCache) -> Work:
-    """Nothing yet, of passes that read so many bytes of weights and this cache."""
+    """An empty count, for passes that read `weight_bytes` and this cache."""
     return Work(decoder, storage, weight_bytes, cache.dtype.itemsize, cache.keys[0].is_cuda)

@@ -69,7 +69,7 @@ class StateEngine:
         self.max_tokens, self.vocabulary, self.encodes = max_tokens, stepper.vocabulary, stepper.encodes
 
     def passes(self, slots: int) -> StatePasses:
-        """Passes over so many texts of one run."""
+        """Passes over `slots` texts of one run."""
         return StatePasses(self.stepper, slots, self.device)
 
 

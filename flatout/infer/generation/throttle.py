@@ -58,7 +58,7 @@ STALL = 1.5
 FADING = 0.9
 """Weight of a pass's acceptances against the next one's: about ten passes are remembered."""
 PRIOR_HITS, PRIOR_TRIALS = 0.3, 1.0
-"""What all positions together count as having seen before the first guess."""
+"""Prior counts for all positions together."""
 ALIKE = 2.0
 """Guesses of all positions together that each position counts as its own."""
 
@@ -156,7 +156,7 @@ class Throttle:
         return tokens
 
     def expected_seconds(self, size: int) -> float:
-        """Of a pass with so many guesses: measured, or as much as a hopeful guess makes of its neighbours."""
+        """Of a pass with so many guesses: measured, or estimated optimistically from other sizes."""
         times = self._times[size]
         if times.settled or (size == 0 and times.samples):
             return times.typical()
@@ -164,7 +164,7 @@ class Throttle:
         return min(guess, times.typical()) if times.samples else guess
 
     def gain(self, size: int) -> float:
-        """How many times as fast the text comes with so many guesses as with none."""
+        """Speedup with this many guesses over none."""
         return self.expected_tokens(size) * self.expected_seconds(0) / self.expected_seconds(size)
 
     def _seconds_by_neighbours(self, size: int) -> float:

@@ -29,7 +29,7 @@ from flatout.infer.generation.token_ids import whole_number
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the rows of some logits stand in their texts."""
+    """The places in their texts that rows of logits belong to."""
 
     history: Tensor
     """int64 [rows, columns]: prompt and text so far, from column 0 on."""
@@ -51,9 +51,9 @@ class TokenRules:
     """Names and meaning are those of transformers' generation_config."""
 
     min_new_tokens: int | None = None
-    """No end token before so many new ones."""
+    """No end token before this many new tokens."""
     min_length: int | None = None
-    """No end token before so many, prompt and new ones together; not looked at beside min_new_tokens."""
+    """No end token before this many tokens, prompt included; ignored if min_new_tokens is set."""
     suppress_tokens: Sequence[int] = ()
     """Never generated."""
     begin_suppress_tokens: Sequence[int] = ()

@@ -37,7 +37,7 @@ class WholeTexts:
         self.vocabulary = self.logits(torch.zeros(1, 1, dtype=torch.int64, device=self.device)).shape[-1]
 
     def passes(self, slots: int) -> WholeTextPasses:
-        """Passes over so many texts of one run."""
+        """Passes over `slots` texts of one run."""
         return WholeTextPasses(self, slots)
 
     def logits(self, tokens: Tensor, places: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

@@ -29,7 +29,7 @@ Outputs = Mapping[str, Tensor]
 
 _ROUNDING = {"fp32": (1e-4, 2e-3), "bf16": (0.05, 0.15), "fp16": (0.01, 0.03), "int8": (0.1, 0.2)}
 """Relative distance of a batched row from the same alone: what is always allowed, and what is never exceeded however
-much the model was seen to round. Padding in other amounts takes other kernels, so the first is no measured value."""
+much rounding was measured. Other amounts of padding use other kernels, so the first is not measured."""
 TIMES_MEASURED = 4
 ANSWERS_ALIKE = 0.98
 """Of whole numbers (classes, ranks) in reduced precision, where ties are broken by rounding."""

@@ -30,7 +30,7 @@ BEYOND = 2
 TRIES = 4
 """Failing samples that are skipped."""
 SHORTENED = 8
-"""A sample of the longest's first eighth stands beside it, where the user has none as short."""
+"""The first eighth of the longest sample is tested with it, if the user has none as short."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Calling:
     longest: int | None = None
     """Tokens of the longest input that the model has positions for."""
     padding_id: int = 0
-    """What stands in padding."""
+    """The token id of padding."""
     constants: tuple[tuple[str, object], ...] = ()
     """Further keywords of every call."""
 

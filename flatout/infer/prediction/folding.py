@@ -119,7 +119,7 @@ def _pairs(model: nn.Module, run: Callable[[], object]) -> tuple[list[tuple[_Con
             handles.append(module.register_forward_hook(gave))
         elif isinstance(module, _BatchNorm) and _keeps_statistics(module):
             handles.append(module.register_forward_pre_hook(takes))
-    norms_reads = 1  # batch_norm is one operation; whatever reads the tensor besides makes it more
+    norms_reads = 1  # batch_norm is one operation; any other reader adds to it
     try:
         with torch.no_grad(), readers:
             result = run()

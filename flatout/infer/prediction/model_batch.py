@@ -82,7 +82,7 @@ class Runner:
     calling: Calling
     blocks: Sequence[nn.Module] = ()
     token_level: frozenset[str] | None = None
-    """Which leaves of the output have a row for each token, by path; None until samples of two lengths were seen."""
+    """Which leaves of the output have a row for each token, by path; None until two lengths have run."""
     layout: Layout = field(default_factory=Layout)
     """Where samples lie in the output."""
     call: Callable[..., object] | None = None

@@ -27,7 +27,7 @@ class Operations:
             self.counted(lengths[length], run)
 
     def counted(self, sample: Sample, run: Callable[[Sample], T]) -> T:
-        """What `run` gives; its operations are counted where two lengths are not yet known."""
+        """Returns what `run` returns; its operations are counted until two lengths are known."""
         known = self._known.setdefault(sample.kind, {})
         if len(known) >= 2 or sample.tokens in known:
             return run(sample)

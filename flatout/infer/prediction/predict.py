@@ -42,7 +42,7 @@ from flatout.machine.kept_ceilings import load_ceilings
 from flatout.plan import Plan
 
 BATCH_TOKENS_CPU = 2048
-"""Beyond it products get no faster on a CPU, and what lies between them falls out of the cache."""
+"""More does not make products faster on a CPU, and activations no longer fit in the cache."""
 BATCH_TOKENS_CUDA = 16384
 BATCH_SIZE = 32
 """Inputs of fixed size, such as images, in one batch."""
@@ -69,13 +69,13 @@ def predict(
     the CPU, in the dtype of the model's weights. The model itself is not changed: a copy runs, as the plan says.
 
     plan: precision, weights, activations, batching, batch_tokens (2048 on a CPU, 16384 on a GPU), memory_format,
-    fold_batch_norm, compile, threads; choices of training are left aside. batch_size: of inputs of fixed size (32).
-    look_ahead: inputs that are held at most with their outputs (4096, and no more than 16 batches' tokens, or 2 batches
-    of inputs of fixed size).
+    fold_batch_norm, compile, threads; training choices are ignored. batch_size: of inputs of fixed size (32).
+    look_ahead: the most inputs held in memory with their outputs (4096, and no more than 16 batches' tokens, or 2
+    batches of inputs of fixed size).
     check_finite: an output with inf or NaN counts as failed. on_error: "mark" puts a `Failed` in the place of a
     result, "raise" ends the run with a UsageError that names the input. progress: a bar on the terminal's stderr.
 
-    Raises UsageError for what is no module or cannot be iterated, PlanError for a plan that contradicts itself.
+    Raises UsageError for an argument that is not a module or not iterable, PlanError for contradicting choices.
     """
     predictor = Predictor(
         model, plan, batch_size=batch_size, look_ahead=look_ahead, device=device, check_finite=check_finite
@@ -84,7 +84,7 @@ def predict(
 
 
 class Predictor:
-    """A model made ready once, for several runs: the same arguments as `predict`; call it with inputs."""
+    """A model prepared once for several runs: the same arguments as `predict`; call it with inputs."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Predictor:
 
 
 class Predictions:
-    """Outputs in the order of the inputs; an iterator, so each is given once. `figures` says how far it is."""
+    """Outputs in the order of the inputs, as an iterator. `figures` reports the progress."""
 
     def __init__(self, predictor: Predictor, inputs: Iterable[object], *, on_error: str, first_index: int) -> None:
         self._predictor, self._run = predictor, predictor.run
@@ -161,11 +161,11 @@ class Predictions:
         return next(self._ready)
 
     def show_progress(self, total: int | None) -> None:
-        """From now on with a bar on the terminal's stderr, of `total` inputs (None: unknown)."""
+        """Show a progress bar on stderr from now on, for `total` inputs (None: unknown)."""
         self._ready = self._with_bar(self._ready, total)
 
     def collect(self) -> list[Any]:
-        """The outputs that are left, as a list: they all must fit into the memory."""
+        """The remaining outputs as a list: they must all fit into memory."""
         return list(self)
 
     @property
@@ -234,7 +234,7 @@ class Predictions:
 
     @contextlib.contextmanager
     def _as_planned(self) -> Iterator[None]:
-        """Settings of the process are put back before a result is handed out."""
+        """Settings of the process are restored before a result is returned."""
         levers = [lever for lever in levers_of("predict") if lever.of_process]
         applied = Applied(Subject())
         applied.set(choices_of_plan(self._predictor.plan.choices(), levers))
@@ -257,7 +257,7 @@ class _Counts:
 
 
 def _check_inputs(inputs: object) -> None:
-    """What is iterable, but not over inputs."""
+    """Refuse iterables that do not yield inputs."""
     if isinstance(inputs, Mapping):
         what = f"inputs is a {type(inputs).__name__} of {', '.join(map(repr, list(inputs)[:3]))}"
         remedy = "for one input: [input]; for columns: [dict(zip(columns, row)) for row in zip(*columns.values())]"

@@ -187,7 +187,7 @@ def shortened(sample: Sample, length: int) -> Sample:
 
 
 class Noise:
-    """What stands in padding while it is tried: never twice the same, and loud."""
+    """Content of the padding while it is tested: large values, different each time."""
 
     def __init__(self, calling: Calling, seed: int) -> None:
         self._vocabulary = calling.vocabulary

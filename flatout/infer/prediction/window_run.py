@@ -53,7 +53,7 @@ class Kind:
     layout: Layout = field(default_factory=Layout)
     layout_tried: bool = False
     batched: bool = False
-    """Results of batches were handed out."""
+    """Whether results of batches were returned."""
 
 
 _Counts = tuple[Counter[str], int, int, float | None]
@@ -81,7 +81,7 @@ class WindowRun:
 
     def run(self, samples: Sequence[Sample]) -> dict[int, object]:
         """Results or `Failed` by index. Raises UsageError or the model's own error where no sample ever worked, and
-        UsageError where results that were handed out before are in doubt."""
+        UsageError where results that were returned before are in doubt."""
         results: dict[int, object] = {}
         if not samples:
             return results
@@ -123,7 +123,7 @@ class WindowRun:
         self.runner.layout = kind.layout
 
     def _distrust(self, kind: Kind, found: Mismatch) -> None:
-        """From now on each of this kind alone; UsageError where others were handed out already."""
+        """From now on each of this kind alone; UsageError where results of batches were returned already."""
         if kind.batched:
             alone = "Plan(batch_tokens=1)" if found.sample.length is not None else "batch_size=1"
             raise UsageError(
