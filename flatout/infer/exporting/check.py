@@ -97,7 +97,7 @@ def samples_of(model: nn.Module, example: Example, dynamic: Dynamic, notes: list
     if failed:
         said = next(iter(failed.values()))
         notes.append(f"not verified at {'; '.join(failed)}: there the module itself fails ({said})")
-    _check_telling(samples, dynamic, notes)
+    _check_samples(samples, dynamic, notes)
     return samples
 
 
@@ -213,7 +213,7 @@ def _sample(
     return None, said
 
 
-def _check_telling(samples: list[Sample], dynamic: Dynamic, notes: list[str]) -> None:
+def _check_samples(samples: list[Sample], dynamic: Dynamic, notes: list[str]) -> None:
     """NotExported where what should vary could not be seen to; a note where outputs do not depend on the inputs."""
     limit = "a file is only put in place when it was run on fresh inputs of several sizes"
     if len(samples) == 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.generated import Piece, Reason
 from flatout.infer.generation.sampling import Uniforms, no_usable_logits
-from flatout.infer.generation.share import Untold, Work
+from flatout.infer.generation.share import UncountedWork, Work
 from flatout.infer.generation.stopping import Watch
 from flatout.infer.generation.token_choice import Choice, Place, Rows, place_of
 
@@ -40,7 +40,7 @@ class Passes(Protocol):
     def note(self) -> str:
         """What this run found out about the model, in words; '' for nothing."""
 
-    def work(self) -> Work | Untold: ...
+    def work(self) -> Work | UncountedWork: ...
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor: ...
 

@@ -62,7 +62,7 @@ _UNITS = {"K": 2**10, "M": 2**20}
 
 
 @dataclass
-class Untold:
+class UncountedWork:
     """The time of passes whose work is not counted."""
 
     why: str

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
-from flatout.infer.generation.share import Untold
+from flatout.infer.generation.share import UncountedWork
 from flatout.infer.generation.whole_texts import PADDING
 
 State = Any  # each model has its own kind, and only its stepper looks into it
@@ -93,8 +93,8 @@ class StatePasses:
         """What was found out about the model, in words; '' for nothing."""
         return "" if self._stepper.shares else "one text at a time: its state has no batch dimension"
 
-    def work(self) -> Untold:
-        return Untold("the model is run by its own forward pass, which is not counted")
+    def work(self) -> UncountedWork:
+        return UncountedWork("the model is run by its own forward pass, which is not counted")
 
     def encode(self, slots: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
         """Read the sources of texts that begin; the one time that the encoder runs for them."""

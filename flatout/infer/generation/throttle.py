@@ -132,7 +132,7 @@ class Throttle:
         self._elapsed += min(seconds, self._longest(size))
         if size:
             self._count_acceptances(proposed, rows)
-            self._settle_accounts(size, fmean(rows) + 1, seconds)
+            self._record_loss(size, fmean(rows) + 1, seconds)
             self._since_plain += 1
             self._decide(hit=any(rows))
         else:
@@ -189,8 +189,8 @@ class Throttle:
         """What a pass can take: judging k guesses needs no longer than k plain passes. Above, something stalled."""
         return (size + 1) * STALL * self.expected_seconds(0)
 
-    def _blame(self, size: int, seconds: float) -> float:
-        """What a pass counts as having taken. Little hope here: this is what keeps the promise."""
+    def _charged_seconds(self, size: int, seconds: float) -> float:
+        """The time that a pass is charged with: pessimistic, since this keeps the bound."""
         times = self._times[size]
         if times.settled:
             return times.typical()
@@ -198,8 +198,8 @@ class Throttle:
             return min(times.typical(), self._longest(size))
         return seconds if seconds < self._longest(size) else self._seconds_by_neighbours(size)  # a shape's first time
 
-    def _settle_accounts(self, size: int, tokens: float, seconds: float) -> None:
-        loss = self._blame(size, seconds) - tokens * self.expected_seconds(0)
+    def _record_loss(self, size: int, tokens: float, seconds: float) -> None:
+        loss = self._charged_seconds(size, seconds) - tokens * self.expected_seconds(0)
         self._lost = max(-MOST_SAVED * self.expected_seconds(0), self._lost + loss)
         self._gained -= loss
 
@@ -210,7 +210,7 @@ class Throttle:
         if self._size:
             return
         plain, smallest = self.expected_seconds(0), self.sizes[0]
-        loss = self._blame(smallest, self._seconds_by_neighbours(smallest)) - plain
+        loss = self._charged_seconds(smallest, self._seconds_by_neighbours(smallest)) - plain
         if self._waited >= self._wait and loss <= self._allowance():
             self._size, self._trying, self._tries, self._gained = smallest, True, 0, 0.0
             self._forget_acceptances()

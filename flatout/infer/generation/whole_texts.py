@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of
-from flatout.infer.generation.share import Untold
+from flatout.infer.generation.share import UncountedWork
 
 LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""
@@ -65,8 +65,8 @@ class WholeTextPasses:
         """What was found out on the way, in words; '' for nothing."""
         return "" if all(self._together.values()) else "one text at a time: together they have other logits"
 
-    def work(self) -> Untold:
-        return Untold("the model is run by its own forward pass, which is not counted")
+    def work(self) -> UncountedWork:
+        return UncountedWork("the model is run by its own forward pass, which is not counted")
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Put tokens, int64 [sum of the spans' lengths], behind their texts. Returns fp32 logits [spans, vocabulary]
