@@ -1,1 +1,1 @@
-"""Serving: ragged batches, generation, their choices, and export."""
+"""Inference: prediction on ragged batches, generation, tuning of both, and export."""

@@ -1,42 +1,57 @@
-"""Inputs from a file, one by one: nothing but the current one is held in memory (arrays are mapped from the disk).
+"""Inputs from a file, read one at a time: only the current one is in memory (.npy files are memory-mapped).
 
-    .npy                    one input a row: [inputs, tokens], or images [inputs, channels, height, width]
-    .npz, .safetensors      one array as above; several with one row an input each (keywords of the model's call);
+    .npy                    one input per row: [inputs, tokens], or images [inputs, channels, height, width]
+    .npz, .safetensors      one array as above; several with one row per input (keyword arguments of the model);
                             or ragged: a flat array [all tokens] and `lengths` [inputs] beside it
-    .jsonl                  one input a line: [3, 14, 15], "a text", {"text": "..."} or {"input_ids": [...], ...}
-    .txt                    one text a line
+    .jsonl                  one input per line: [3, 14, 15], "a text", {"text": "..."} or {"input_ids": [...], ...}
+    .txt                    one text per line
 
-Texts need a tokenizer. A line that cannot be read is given as the UsageError that says why, in its place.
+Texts need a tokenizer. A line that cannot be read yields a UsageError in its place.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatout.errors import UsageError
 
-Encode = Callable[[str], Any]
+Encode = Callable[[str], object]
 SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".txt")
 LENGTHS = "lengths"
 
 
+class Array(Protocol):
+    """An array of numpy, or a tensor."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int | slice, /) -> object: ...
+
+
 @dataclass(frozen=True)
 class InputFile:
-    """How many inputs there are, and an iterator over them that begins anywhere."""
+    """The number of inputs, and an iterator over them from any index."""
 
     count: int
-    begin: Callable[[int], Iterator[Any]]
+    begin: Callable[[int], Iterator[object]]
 
 
 def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
-    """The inputs in this file. UsageError: no such file, another kind of file, arrays that do not belong together."""
+    """The inputs in this file. UsageError: no such file, an unknown suffix, or arrays that do not match."""
     if path.suffix not in SUFFIXES:
         remedy = "save tokens as .npy, ragged ones as .jsonl or .npz with lengths"
         raise UsageError(f"the inputs are {path.name}", limit=f"they end in {', '.join(SUFFIXES)}", remedy=remedy)
@@ -57,7 +72,7 @@ def open_inputs(path: Path, encode: Encode | None = None) -> InputFile:
         raise UsageError(f"cannot read {path}: {error}", remedy="name a file of inputs") from error
 
 
-def _of_arrays(arrays: dict[str, Any], path: Path) -> InputFile:
+def _of_arrays(arrays: Mapping[str, Array], path: Path) -> InputFile:
     names = [name for name in arrays if name != LENGTHS]
     if not names:
         raise UsageError(f"{path} holds no inputs", limit=f"it holds {', '.join(arrays) or 'nothing'}")
@@ -69,7 +84,7 @@ def _of_arrays(arrays: dict[str, Any], path: Path) -> InputFile:
         limit = "an array has one row an input"
         raise UsageError(f"{path}: {shapes}", limit=limit, remedy=f"give a flat array of tokens {LENGTHS!r} beside it")
 
-    def begin(start: int) -> Iterator[Any]:
+    def begin(start: int) -> Iterator[object]:
         for place in range(start, counts[names[0]]):
             row = {name: _copied(arrays[name][place]) for name in names}
             yield row[names[0]] if len(names) == 1 else row
@@ -77,14 +92,14 @@ def _of_arrays(arrays: dict[str, Any], path: Path) -> InputFile:
     return InputFile(counts[names[0]], begin)
 
 
-def _ragged(arrays: dict[str, Any], lengths: Any, path: Path) -> InputFile:
+def _ragged(arrays: Mapping[str, Array], lengths: NDArray[np.int64], path: Path) -> InputFile:
     total = int(lengths.sum())
     for name, array in arrays.items():
         if len(array) != total:
             raise UsageError(f"{path}: {name} holds {len(array)} tokens", limit=f"{LENGTHS} add up to {total}")
     ends = np.cumsum(lengths, dtype=np.int64)
 
-    def begin(start: int) -> Iterator[Any]:
+    def begin(start: int) -> Iterator[object]:
         for place in range(start, len(lengths)):
             part = slice(int(ends[place] - lengths[place]), int(ends[place]))
             row = {name: _copied(array[part]) for name, array in arrays.items()}
@@ -93,8 +108,8 @@ def _ragged(arrays: dict[str, Any], lengths: Any, path: Path) -> InputFile:
     return InputFile(len(lengths), begin)
 
 
-def _copied(row: Any) -> Any:
-    """Out of the mapped file: torch warns of memory that may not be written to."""
+def _copied(row: object) -> object:
+    """A copy: torch warns about read-only memory, which a mapped file is."""
     return np.array(row) if isinstance(row, np.ndarray | np.generic) else row
 
 
@@ -103,7 +118,7 @@ def _lines(path: Path, encode: Encode | None) -> InputFile:
         count = sum(1 for line in file)
     read = _json_line if path.suffix == ".jsonl" else _text
 
-    def begin(start: int) -> Iterator[Any]:
+    def begin(start: int) -> Iterator[object]:
         with open(path, "rb") as file:
             for line in itertools.islice(file, start, None):
                 try:
@@ -116,7 +131,7 @@ def _lines(path: Path, encode: Encode | None) -> InputFile:
     return InputFile(count, begin)
 
 
-def _json_line(line: str, encode: Encode | None) -> Any:
+def _json_line(line: str, encode: Encode | None) -> object:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -128,7 +143,7 @@ def _json_line(line: str, encode: Encode | None) -> Any:
     return value
 
 
-def _text(line: str, encode: Encode | None) -> Any:
+def _text(line: str, encode: Encode | None) -> object:
     if encode is None:
         limit = "the model takes token ids"
         raise UsageError("the input is a text", limit=limit, remedy="name a tokenizer with --tokenizer")

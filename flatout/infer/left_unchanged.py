@@ -1,7 +1,7 @@
-"""Run or trace somebody's module and leave it as it was: mode, attributes, buffers, hooks.
+"""Run or trace a user's module and restore it afterwards: mode, attributes, buffers, hooks.
 
-Tracing runs the module's Python with stand-ins for tensors, so a module that stores something in `forward` (a counter,
-a cached mask) would keep a stand-in; running it moves its counters on.
+Tracing runs the module's Python with fake tensors, so a module that stores something in `forward` (a counter, a cached
+mask) would keep a fake one; running it advances its counters.
 
 >>> from torch import nn
 >>> net = nn.Dropout()
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator[Callable[[], None]]:
-    """On leaving, every submodule's attributes and buffers are what they were; random states too.
+    """On exit, every submodule's attributes and buffers are restored; random states too.
 
-    besides: classes whose calls are known to change nothing, so that their buffers need not be copied.
-    Gives a function that puts them back before the end. Parameters are not copied: nothing here trains.
+    besides: classes whose calls change nothing, so their buffers need not be copied.
+    Yields a function that restores them early. Parameters are not copied: nothing here trains.
     """
     modules = [module for module in model.modules() if not isinstance(module, besides)]
     attributes = [(module, dict(vars(module))) for module in modules]
@@ -54,24 +53,34 @@ def left_unchanged(model: nn.Module, besides: tuple[type, ...] = ()) -> Iterator
 
 
 def weight_sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters, and bytes of parameters and buffers; what is tied counts once."""
+    """Number of parameters, and bytes of parameters and buffers; tied tensors count once."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     return sum(one.numel() for one in model.parameters()), sum(one.numel() * one.element_size() for one in tensors)
 
 
-def _is_container(value: Any) -> bool:
+Container = dict[object, object] | list[object] | set[object]
+
+
+def _is_container(value: object) -> bool:
     return isinstance(value, dict | list | set)
 
 
-def _refill(container: Any, content: Any) -> None:
-    if container == content if isinstance(container, set) else _same_items(container, content):
+def _refill(container: Container, content: Container) -> None:
+    if isinstance(container, set):
+        if container != content:
+            container.clear()
+            container.update(content)
+    elif _same_items(container, content):
         return
-    container.clear()
-    container.extend(content) if isinstance(container, list) else container.update(content)
+    elif isinstance(container, list):
+        container[:] = content
+    elif isinstance(content, dict):
+        container.clear()
+        container.update(content)
 
 
-def _same_items(a: Any, b: Any) -> bool:
+def _same_items(a: Container, b: Container) -> bool:
     """By identity: comparing tensors by value would compare numbers, and raise for shapes that differ."""
-    if isinstance(a, dict):
+    if isinstance(a, dict) and isinstance(b, dict):
         return len(a) == len(b) and all(x is y and a[x] is b[y] for x, y in zip(a, b, strict=True))
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

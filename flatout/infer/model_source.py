@@ -1,13 +1,13 @@
-"""A model from what a person types: `net.py:name`, `package.module:name`, or a Hugging Face folder.
+"""A model from a command-line argument: `net.py:name`, `package.module:name`, or a Hugging Face folder.
 
     net.py:classifier          an nn.Module, or a function or class without required arguments that makes one
     net.py:nets.small          dots lead to attributes
-    package.module:make        found as `python -m` would find it, from the current folder
+    package.module:make        found as `python -m` would find it, starting from the current folder
     ./bert-base                a folder with config.json, read by transformers, offline
 
 A function may return `(module, example_inputs)`; the second is what `flatout export` and the like run the model on.
-Loading runs the user's file, as an import does. Its folder stays first on `sys.path`: a model may import a neighbour
-as late as in its forward pass.
+Loading runs the user's file, as an import does. Its folder stays first on `sys.path`: a model may import a module next
+to it as late as in its forward pass.
 
 >>> load_model("flatout.models:MLP")[1] is None
 True
@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from torch import nn
 
@@ -35,16 +35,17 @@ from flatout.infer.user_lines import user_line
 
 FORMS = "a model is named file.py:name, package.module:name or a folder with a Hugging Face config.json"
 NAMES_LISTED = 6
+T = TypeVar("T")
 
 
-def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, Any | None]:
-    """The module that `spec` names, in the mode in which its maker left it, on `device`, and example inputs.
+def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, object]:
+    """The module that `spec` names, in the mode it was created in, on `device`, and example inputs.
 
-    device: 'cpu', 'cuda:1'; None: the one on which its maker left it. Example inputs are not moved.
+    device: 'cpu', 'cuda:1'; None: where it already is. Example inputs are not moved.
 
-    The second value is None unless the maker gave it: a function that returns `(module, example_inputs)`, or the dummy
-    inputs of a Hugging Face model. UsageError: no such file, module, name or device, what is there is not a model, or
-    the user's own code failed (with its line).
+    The second value is None unless a function returned `(module, example_inputs)` or a Hugging Face model has dummy
+    inputs. UsageError: no such file, module, name or device, the object is not a model, or the user's own code failed
+    (with its line).
     """
     target = None if device is None else as_device(device, "--device")
     folder = Path(spec)
@@ -52,8 +53,8 @@ def load_model(spec: str, device: str | None = None) -> tuple[nn.Module, Any | N
     return (model if target is None else model.to(target)), inputs
 
 
-def load_object(spec: str, noun: str) -> Any:
-    """What `file.py:name` or `package.module:name` names, as it stands there; `noun` says what was asked for."""
+def load_object(spec: str, noun: str) -> object:
+    """The object that `file.py:name` or `package.module:name` refers to; `noun` is used in errors."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise UsageError(f"the {noun} is {spec!r}", limit=FORMS, remedy=_what_could_be_meant(spec))
@@ -96,7 +97,7 @@ def _from_file(path: Path) -> ModuleType:
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
     _let_import_from(path.parent)
-    # Under its own name a neighbour that imports it meets the same module; not where that name is taken (copy.py).
+    # Under its own name, so that a module next to it imports the same one; not where the name is taken (copy.py).
     taken = known is not None or path.stem in sys.stdlib_module_names or not path.stem.isidentifier()
     name = f"flatout_model_{path.stem}" if taken else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
@@ -121,7 +122,7 @@ def _from_module(name: str) -> ModuleType:
         found = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:  # a parent package is missing, or one of its own imports is
         found = not (error.name and f"{name}.".startswith(f"{error.name}."))
-    except Exception:  # the parent package fails when run: the import below says how
+    except Exception:  # the parent package fails to import: the import below reports it
         found = True
     if not found:
         remedy = f"looked from {Path.cwd()} and in the installed packages"
@@ -136,8 +137,8 @@ def _let_import_from(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _run(function: Callable[[], Any], doing: str) -> Any:
-    """Call the user's code; whatever it raises becomes one sentence with the user's line."""
+def _run(function: Callable[[], T], doing: str) -> T:
+    """Call the user's code; any exception becomes a UsageError with the user's line."""
     try:
         return function()
     except UsageError:
@@ -149,11 +150,11 @@ def _run(function: Callable[[], Any], doing: str) -> Any:
         line = user_line(error)
         said = f"{type(error).__name__}: {error}".rstrip(": ")
         at = f" at {line}" if line else ""
-        raise UsageError(f"{doing} failed{at}: {said}", remedy="make it run in Python first") from error
+        raise UsageError(f"{doing} failed{at}: {said}", remedy="make it work in plain Python first") from error
 
 
-def _attribute(module: ModuleType, name: str, source: str) -> Any:
-    value: Any = module
+def _attribute(module: ModuleType, name: str, source: str) -> object:
+    value: object = module
     for part in name.split("."):
         if not hasattr(value, part):
             names = [one for one in vars(value) if not one.startswith("_")] if hasattr(value, "__dict__") else []
@@ -165,14 +166,14 @@ def _attribute(module: ModuleType, name: str, source: str) -> Any:
     return value
 
 
-def _could_be_a_model(value: Any, module: ModuleType) -> bool:
+def _could_be_a_model(value: object, module: ModuleType) -> bool:
     if isinstance(value, nn.Module):
         return True
     return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
-def _made(value: Any, spec: str) -> tuple[nn.Module, Any | None]:
-    """The model that this value is or makes."""
+def _made(value: object, spec: str) -> tuple[nn.Module, object]:
+    """The model that this value is or returns."""
     if not isinstance(value, nn.Module) and callable(value):
         needed = _required_arguments(value)
         if needed:
@@ -180,7 +181,7 @@ def _made(value: Any, spec: str) -> tuple[nn.Module, Any | None]:
             remedy = "name a function that makes the model, as in: def model(): return Net(width=64)"
             raise UsageError(f"{spec} needs {_listed(needed)}", limit=limit, remedy=remedy)
         value = _run(value, f"calling {spec}")
-    example = None
+    example: object = None
     if isinstance(value, tuple) and len(value) == 2:
         value, example = value
     if not isinstance(value, nn.Module):
@@ -189,16 +190,16 @@ def _made(value: Any, spec: str) -> tuple[nn.Module, Any | None]:
     return value, example
 
 
-def _required_arguments(function: Any) -> list[str]:
+def _required_arguments(function: Callable[..., object]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C: calling it will tell
+    except (TypeError, ValueError):  # written in C: calling it shows whether it needs arguments
         return []
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]
 
 
-def _from_hugging_face(folder: Path) -> tuple[nn.Module, Any | None]:
+def _from_hugging_face(folder: Path) -> tuple[nn.Module, object]:
     config = folder / "config.json"
     if not config.is_file():
         raise UsageError(f"{folder} is a folder without config.json", limit=FORMS, remedy="name the file and the model")
@@ -206,7 +207,9 @@ def _from_hugging_face(folder: Path) -> tuple[nn.Module, Any | None]:
         import transformers
     except ImportError:
         remedy = "pip install transformers"
-        raise UsageError(f"{folder} is a Hugging Face model", limit="transformers is not here", remedy=remedy) from None
+        raise UsageError(
+            f"{folder} is a Hugging Face model", limit="transformers is not installed", remedy=remedy
+        ) from None
     try:
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:

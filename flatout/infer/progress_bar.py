@@ -1,4 +1,4 @@
-"""A bar on a terminal's stderr for work of many items; off a terminal nothing is shown."""
+"""A progress bar on stderr for work of many items; nothing is shown where stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 
 Show = Callable[[int, str], None]
-"""Takes how many items are done, and a few words."""
+"""Called with the number of items done and a short description."""
 
 
 @contextlib.contextmanager
 def progress_bar(total: int | None, *, shown: bool = True) -> Iterator[Show]:
-    """Gives a function that draws the bar; one that does nothing where it is not shown. total: None = unknown."""
+    """Yields a function that updates the bar, or does nothing where none is shown. total: None = unknown."""
     if not shown or not sys.stderr.isatty():
         yield lambda done, words: None
         return

@@ -15,12 +15,12 @@ from pathlib import Path
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 _OURS_YET_A_MODEL = _PACKAGE + "models/"
-"""Our own models are to an exporter what anybody's are."""
+"""To an exporter, our own models are the user's code."""
 _LIBRARIES = tuple({str(Path(folder)) + "/" for folder in sysconfig.get_paths().values()})
 
 
 def is_users(file: str) -> bool:
-    """Is this source file the user's: no library's, no part of Flatout, no code made up at run time?"""
+    """Whether this source file is the user's: not a library's, not Flatout's, not generated at run time."""
     if file.startswith("<") or "/site-packages/" in file or "/dist-packages/" in file:
         return False
     path = str(Path(file).absolute())
@@ -30,7 +30,7 @@ def is_users(file: str) -> bool:
 def user_line(error: BaseException) -> str | None:
     """'net.py, line 12: y = x[0]' for the innermost frame that is the user's; None if none is.
 
-    Where the exception has none, those that led to it are asked: an exporter often raises anew.
+    If it has none, its causes are searched: an exporter often raises a new exception.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -54,7 +54,7 @@ def _innermost(error: BaseException) -> str | None:
 
 
 def place(file: str, line: int) -> str:
-    """A line of a file in words, with its code where it can be read; the path relative to here where it lies below."""
+    """A line of a file as text, with its code if readable; the path is relative to the current folder if inside it."""
     path = Path(file)
     shown = path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
     code = linecache.getline(file, line).strip()

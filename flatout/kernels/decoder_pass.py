@@ -1,12 +1,11 @@
 """A whole decoder in one native call: every layer of a pass over a few tokens (native_sources/decoder.cpp).
 
-Here stand its structures as C sees them and the call; who fills them is infer/generation/native_decoder.py.
+The C structures and the call; infer/generation/native_decoder.py fills them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,9 +68,5 @@ def run_pass(
     logits = torch.empty(len(logits_of), decoder.vocabulary)
     numbers = (x.shape[0], len(logits_of), threads)
     this = _PassStruct(*numbers, *(pointer(one) for one in (x, slots, positions, logits_of, logits)))
-    _library().flatout_decoder_pass(ctypes.byref(decoder), ctypes.byref(this))
+    library_or_error().flatout_decoder_pass(ctypes.byref(decoder), ctypes.byref(this))
     return logits
-
-
-def _library() -> Any:
-    return library_or_error()

@@ -10,7 +10,8 @@ on it costs about as much as torch's own way.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -58,16 +59,24 @@ def linear_cross_entropy(
     _check_numbers(label_smoothing, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
-    out: Tensor = _LinearCrossEntropy.apply(
-        rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes
-    )
-    return out
+    apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
+    return apply(rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes)
+
+
+class _Context(Protocol):
+    """torch's context of both passes."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any,
+        context: _Context,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -95,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return terms.loss / count
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(context: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """What has no target gets a gradient of zero, whatever comes from above: a loss that the caller divides by its
         number of targets, none, sends infinity."""
         valid, of_hidden, *others = context.saved_tensors
@@ -183,7 +192,7 @@ def _explain_targets(terms: _Terms, error: Exception) -> None:
         ) from error
 
 
-def _check(hidden: Any, weight: Any, targets: Any, bias: Any, reduction: str) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str) -> None:
     for name, value in {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}.items():
         if not isinstance(value, Tensor) and not (name == "bias" and value is None):
             raise wrong(name, value, "it is a torch.Tensor")

@@ -1,10 +1,10 @@
-"""The C++ kernels: built on first use, kept for the next process, and replaced by torch's own where they cannot be.
+"""The C++ kernels: built on first use, cached on disk, and replaced by torch's own where they cannot be built.
 
 The sources include nothing of torch's, so a build takes some seconds and fits every torch; they are reached through
-their C functions. What is built is for this very processor, so its name holds the processor's instructions and the
-sources: a home directory shared by different machines keeps one for each.
+their C functions. A build is for one kind of processor, so its name includes a hash of the processor's instructions and
+the sources: a home directory shared by different machines holds one for each.
 
-A library that is loaded runs with all rights of this process. So it is loaded only from a folder that nobody else can
+A library that is loaded runs with all rights of this process. So it is loaded only from a folder that no one else can
 write, and only if it has the checksum that was recorded when it was built: a truncated library would end the process
 with SIGBUS. One that fails the checksum is built again; a folder that others can write is refused, with the reason.
 """
@@ -57,7 +57,7 @@ class _Refused(OSError):
 
 @functools.cache
 def native(name: str = "decoder") -> Native:
-    """The library of this name; built if no build of these very sources for this processor is there."""
+    """The library of this name; built if there is no build of these sources for this processor."""
     try:
         folder = _folder()
         kept = _kept(folder, name)
@@ -65,7 +65,7 @@ def native(name: str = "decoder") -> Native:
             return Native(library=ctypes.CDLL(str(kept)), reason=str(kept))
     except _Refused as error:
         return Native(library=None, reason=str(error))
-    except OSError:  # whole, but the system cannot load it (another C library, say): build it anew
+    except OSError:  # whole, but the system cannot load it (another C library, say): build it again
         pass
     return _fresh(name)
 
@@ -99,7 +99,7 @@ def _folder() -> Path:
 def _check_ours(path: Path) -> None:
     found = path.stat()
     if not hasattr(os, "getuid"):
-        raise _Refused("this system does not tell who else can write a folder")
+        raise _Refused("this system does not report who else can write to a folder")
     if found.st_uid not in (os.getuid(), 0):
         remedy = "set FLATOUT_CACHE_DIR to a folder of your own"
         raise _Refused(f"{path} belongs to user {found.st_uid}, whose code would be loaded; {remedy}")
@@ -154,7 +154,7 @@ def _key(name: str) -> str:
 
 
 def _tuning() -> list[str]:
-    """How the compiler is told to use all that this processor has."""
+    """Flags for all instructions of this processor."""
     return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
 
 
@@ -172,7 +172,7 @@ def _processor() -> str:
 def _last_line(error: Exception) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"not done after {_BUILD_SECONDS} s"
-    told = getattr(error, "stderr", None) or str(error)
-    lines = [line for line in str(told).splitlines() if line.strip()]
+    text = getattr(error, "stderr", None) or str(error)
+    lines = [line for line in str(text).splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or [type(error).__name__])[0].strip()

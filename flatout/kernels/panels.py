@@ -1,4 +1,4 @@
-"""Weight matrices laid out for products with a few rows, which cost what reading the weights costs.
+"""Weight matrices laid out for products with a few rows, which are bound by reading the weights.
 
 Torch's own products of one row reach half of the memory's speed in bf16 and int8. Here 16 rows of a matrix stand side
 by side in a panel, so that one vector register holds 16 sums (native_sources/panels.h has the layout in full).
@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,10 +162,10 @@ def product(panels: Panels, x: Tensor, threads: int | None = None) -> Tensor:
     return y
 
 
-def library_or_error() -> Any:
+def library_or_error() -> ctypes.CDLL:
     """The native library; MachineError with the reason where there is none."""
     found = native()
     if found.library is None:
         remedy = "install a C++ compiler (g++, or set CXX)"
-        raise MachineError(f"the native kernels are not there: {found.reason}", remedy=remedy)
+        raise MachineError(f"the native kernels are not available: {found.reason}", remedy=remedy)
     return found.library

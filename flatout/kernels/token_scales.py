@@ -12,7 +12,6 @@ passes. A row with inf or NaN has a scale of NaN, so its outputs are NaN, as the
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ def _to_levels_by_torch(rows: Tensor) -> tuple[Tensor, Tensor]:
     return levels.add_(ZERO_POINT).to(torch.uint8), scales
 
 
-def _library(tensor: Tensor) -> Any:
+def _library(tensor: Tensor) -> ctypes.CDLL | None:
     """The native form, if it can take this tensor."""
     if tensor.device.type != "cpu" or tensor.dtype not in _NAMES:
         return None

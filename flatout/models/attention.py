@@ -81,7 +81,8 @@ class SelfAttention(nn.Module):
         causal = self.causal and mask is None
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, is_causal=causal)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 class CrossAttention(nn.Module):
@@ -112,4 +113,5 @@ class CrossAttention(nn.Module):
         queries = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask, dropout)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from flatout.models.config_checks import (
     check_share,
     check_whole,
     check_word,
+    config_of,
     read_foreign,
 )
 from flatout.models.feed_forward import Activation, FeedForward, activation_from_hugging_face, activation_module
@@ -68,17 +69,17 @@ class BertConfig:
         check_flag(self, "tied")
 
     @classmethod
-    def base(cls, **changes: Any) -> BertConfig:
+    def base(cls, **changes: object) -> BertConfig:
         """BERT-base: 12 layers of width 768; any field may be changed."""
-        return cls(**changes)
+        return config_of(cls, changes)
 
     @classmethod
-    def large(cls, **changes: Any) -> BertConfig:
+    def large(cls, **changes: object) -> BertConfig:
         """BERT-large: 24 layers of width 1024; any other field may be changed."""
-        return cls(**{"width": 1024, "heads": 16, "layers": 24, **changes})
+        return config_of(cls, {"width": 1024, "heads": 16, "layers": 24, **changes})
 
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> BertConfig:
+    def from_hugging_face(cls, values: Mapping[str, object]) -> BertConfig:
         """From `model.config.to_dict()` of a transformers BERT, or its config.json."""
         required = {
             "position_embedding_type": ("absolute", None),
@@ -103,7 +104,7 @@ class BertConfig:
         keywords = read_foreign(values, model_type="bert", required=required, names=names)
         if "activation" in keywords:
             keywords["activation"] = activation_from_hugging_face(keywords["activation"])
-        return cls(**keywords)
+        return config_of(cls, keywords)
 
 
 class BertOutput(NamedTuple):
@@ -130,7 +131,8 @@ class BertBlock(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Floating point [batch, tokens, width] -> the same shape and dtype; `mask` as in SelfAttention."""
         x = self.norm1(x + self.dropout(self.attention(x, mask)))
-        return self.norm2(x + self.feed_forward(x))
+        out: Tensor = self.norm2(x + self.feed_forward(x))
+        return out
 
 
 class Bert(nn.Module):
@@ -201,7 +203,8 @@ class BertMaskedLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocabulary]. Few tokens are masked: give it those rows alone, hidden[mask]."""
         x = self.norm(self.activation(self.transform(hidden)))
-        return self.head(x)[..., : self.config.vocab_size]
+        out: Tensor = self.head(x)[..., : self.config.vocab_size]
+        return out
 
     @classmethod
     def from_hugging_face(cls, state_dict: Mapping[str, Tensor], config: BertConfig) -> BertMaskedLM:

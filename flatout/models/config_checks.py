@@ -8,10 +8,12 @@ flatout.errors.UsageError: BertConfig: width is 100 with 12 heads; ...
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar, get_args
 
 from flatout.errors import UsageError
+
+C = TypeVar("C")
 
 
 def check_whole(config: object, *names: str, low: int = 1) -> None:
@@ -57,7 +59,7 @@ def check_flag(config: object, *names: str) -> None:
             raise UsageError(f"{type(config).__name__}: {name} is {value!r}", limit="it must be True or False")
 
 
-def check_word(config: object, name: str, words: Any) -> None:
+def check_word(config: object, name: str, words: object) -> None:
     """This field is one of the words of a Literal."""
     value = getattr(config, name)
     if value not in get_args(words):
@@ -74,13 +76,18 @@ def check_heads(owner: str, *, width: int, heads: int) -> None:
         raise UsageError(f"{owner}: width is {width} with {heads} heads", limit=limit, remedy=remedy)
 
 
+def config_of(kind: Callable[..., C], fields: Mapping[str, object]) -> C:
+    """A config with these fields, whose types it checks itself."""
+    return kind(**fields)
+
+
 def read_foreign(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     *,
     model_type: str,
-    required: Mapping[str, Collection[Any]],
+    required: Mapping[str, Collection[object]],
     names: Mapping[str, str],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Keywords for a config of ours from a transformers config as a dict; a field that it lacks keeps our default.
 
     `required` holds what changes the computation: name -> the values that are supported. `names` is theirs -> ours.

@@ -69,4 +69,5 @@ class ConvNet(nn.Module):
         x = images
         for block in self.blocks:
             x = block(x)
-        return self.head(self.hidden(x.flatten(1)))
+        out: Tensor = self.head(self.hidden(x.flatten(1)))
+        return out

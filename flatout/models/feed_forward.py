@@ -16,7 +16,7 @@ from flatout.errors import UsageError
 Activation = Literal["gelu", "gelu_tanh", "relu"]
 """gelu is exact (erf); gelu_tanh is the approximation with which GPT-2 was trained."""
 
-_FOREIGN: dict[str, Activation] = {
+HUGGING_FACE_ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -35,10 +35,10 @@ def activation_module(name: Activation) -> nn.Module:
 
 def activation_from_hugging_face(name: object) -> Activation:
     """Our word for an activation of transformers."""
-    if not isinstance(name, str) or name not in _FOREIGN:
-        limit = f"supported: {', '.join(map(repr, _FOREIGN))}"
+    if not isinstance(name, str) or name not in HUGGING_FACE_ACTIVATIONS:
+        limit = f"supported: {', '.join(map(repr, HUGGING_FACE_ACTIVATIONS))}"
         raise UsageError(f"the config's activation is {name!r}", limit=limit, remedy="use transformers for this model")
-    return _FOREIGN[name]
+    return HUGGING_FACE_ACTIVATIONS[name]
 
 
 class FeedForward(nn.Module):
@@ -53,4 +53,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Floating point [batch, tokens, width] -> the same shape and dtype."""
-        return self.dropout(self.down(self.activation(self.up(x))))
+        out: Tensor = self.dropout(self.down(self.activation(self.up(x))))
+        return out

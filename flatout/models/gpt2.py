@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from flatout.models.config_checks import (
     check_share,
     check_whole,
     check_word,
+    config_of,
     read_foreign,
 )
 from flatout.models.feed_forward import Activation, activation_from_hugging_face
@@ -79,15 +80,15 @@ class GPT2Config:
         check_flag(self, "tied")
 
     @classmethod
-    def of_size(cls, size: Size, **changes: Any) -> GPT2Config:
+    def of_size(cls, size: Size, **changes: object) -> GPT2Config:
         """A published size, with any other field changed: GPT2Config.of_size("355M", dropout=0.0)."""
         if size not in _SIZES:
             raise UsageError(f"there is no GPT-2 of size {size!r}", limit=f"published: {', '.join(_SIZES)}")
         width, heads, layers = _SIZES[size]
-        return cls(**{"width": width, "heads": heads, "layers": layers, **changes})
+        return config_of(cls, {"width": width, "heads": heads, "layers": layers, **changes})
 
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> GPT2Config:
+    def from_hugging_face(cls, values: Mapping[str, object]) -> GPT2Config:
         """From `model.config.to_dict()` of a transformers GPT-2, or its config.json."""
         required = {
             "scale_attn_weights": (True,),
@@ -113,7 +114,7 @@ class GPT2Config:
         keywords = read_foreign(values, model_type="gpt2", required=required, names=names)
         if "activation" in keywords:
             keywords["activation"] = activation_from_hugging_face(keywords["activation"])
-        return cls(**keywords)
+        return config_of(cls, keywords)
 
 
 class GPT2(nn.Module):
@@ -148,11 +149,13 @@ class GPT2(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions(places))
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., vocabulary]: a view without the padding."""
-        return self.head(hidden)[..., : self.config.vocab_size]
+        out: Tensor = self.head(hidden)[..., : self.config.vocab_size]
+        return out
 
     @classmethod
     def from_hugging_face(cls, state_dict: Mapping[str, Tensor], config: GPT2Config) -> GPT2:

@@ -1,4 +1,4 @@
-"""A state dict of transformers into a model of ours, strictly: what does not fit is listed, nothing is guessed.
+"""Loads a state dict of transformers into one of our models, strictly: mismatches are listed, nothing is guessed.
 
 The model is built on the meta device and its parameters are made here, so no memory or time goes into initial values
 that would be overwritten, and the caller's tensors are copied, never shared.
@@ -44,7 +44,7 @@ def load_strictly(
 ) -> None:
     """Give `model` (on the meta device) its parameters. `prefix` may stand before a name or not.
 
-    ignored: names (after the prefix) that hold nothing the model needs. rename: old name -> today's.
+    ignored: names (after the prefix) that hold nothing the model needs. rename: old name -> current name.
     Tied parameters of ours are named once in `sources`; the caller ties them again afterwards.
     """
     given = _given(state_dict, prefix, ignored, rename)

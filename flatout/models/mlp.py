@@ -56,4 +56,5 @@ class MLP(nn.Module):
         if flat.ndim != 2 or flat.shape[1] != self.config.inputs:
             limit = f"it must be [batch, ...] with {self.config.inputs} values each"
             raise UsageError(f"the input is {list(x.shape)}", limit=limit, remedy="set inputs to the data's size")
-        return self.head(self.hidden(flat))
+        out: Tensor = self.head(self.hidden(flat))
+        return out

@@ -36,4 +36,5 @@ class PreNormBlock(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Floating point [batch, tokens, width] -> the same shape and dtype; `mask` as in SelfAttention."""
         x = x + self.dropout(self.attention(self.norm1(x), mask))
-        return x + self.feed_forward(self.norm2(x))
+        out: Tensor = x + self.feed_forward(self.norm2(x))
+        return out

@@ -98,14 +98,16 @@ class RecurrentClassifier(nn.Module):
         """
         output, _ = self.body(tokens)
         if lengths is None:
-            return self.head(output[:, -1])
+            logits: Tensor = self.head(output[:, -1])
+            return logits
         batch, count = tokens.shape
         if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype is torch.bool:
             what = f"lengths is {lengths.dtype} {list(lengths.shape)}"
             raise UsageError(what, limit=f"it must be whole numbers [{batch}]", remedy="count a mask with .sum(1)")
         # Nothing after the last real token can change the output there; packing would need the lengths on the CPU.
         last = lengths.to(torch.int64).clamp(1, count) - 1
-        return self.head(output[torch.arange(batch, device=output.device), last])
+        logits = self.head(output[torch.arange(batch, device=output.device), last])
+        return logits
 
 
 class CharacterGenerator(nn.Module):

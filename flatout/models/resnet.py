@@ -62,7 +62,8 @@ class Bottleneck(nn.Module):
         """Floating point [batch, channels, height, width] -> [batch, 4 middle, height / stride, width / stride]."""
         y = self.relu(self.norm1(self.conv1(x)))
         y = self.relu(self.norm2(self.conv2(y)))
-        return self.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
+        out: Tensor = self.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
+        return out
 
 
 class ResNet(nn.Module):
@@ -96,7 +97,8 @@ class ResNet(nn.Module):
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.pool(x).flatten(1))
+        out: Tensor = self.head(self.pool(x).flatten(1))
+        return out
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -100,7 +100,8 @@ class Positioned(nn.Module):
         """
         check_tokens(tokens, max_tokens=self.max_tokens - start, name=name)
         # As a head the weight must be small (variance 1 / width); as an embedding it is scaled to match the sines.
-        return self.dropout(self.tokens(tokens) * self.scale + self.sines[start : start + tokens.shape[1]])
+        out: Tensor = self.dropout(self.tokens(tokens) * self.scale + self.sines[start : start + tokens.shape[1]])
+        return out
 
 
 class TransformerLM(nn.Module):
@@ -158,7 +159,8 @@ class DecoderBlock(nn.Module):
         """
         x = x + self.dropout(self.attention(self.norm1(x)))
         x = x + self.dropout(self.cross_attention(self.norm2(x), memory, mask))
-        return x + self.feed_forward(self.norm3(x))
+        out: Tensor = x + self.feed_forward(self.norm3(x))
+        return out
 
     def advance(self, x: Tensor, seen: Seen, causal: Tensor, mask: Tensor) -> tuple[Tensor, Seen]:
         """As forward, for tokens that follow those in `seen`; also gives `seen` with them.
@@ -202,7 +204,8 @@ class Encoder(nn.Module):
         """Floating point [batch, source tokens, width] -> the same shape and dtype; `mask` as in SelfAttention."""
         for block in self.blocks:
             x = block(x, mask)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
 
 class Decoder(nn.Module):
@@ -217,7 +220,8 @@ class Decoder(nn.Module):
         """As DecoderBlock."""
         for block in self.blocks:
             x = block(x, memory, mask)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
 
 class Seq2SeqTransformer(nn.Module):
@@ -243,7 +247,8 @@ class Seq2SeqTransformer(nn.Module):
     def encode(self, source: Tensor, source_valid: Tensor | None = None) -> Tensor:
         """int64 or int32 [batch, source tokens] -> what the decoder reads, [batch, source tokens, width]."""
         x = self.embedding(source, "source")
-        return self.encoder(x, key_mask(source_valid, *source.shape))
+        out: Tensor = self.encoder(x, key_mask(source_valid, *source.shape))
+        return out
 
     def decode(self, target: Tensor, memory: Tensor, source_valid: Tensor | None = None) -> Tensor:
         """Target as in forward, memory from encode -> logits [batch, tokens, vocabulary]."""
@@ -252,7 +257,8 @@ class Seq2SeqTransformer(nn.Module):
             raise UsageError(what, limit="each source has one target")
         x = self.embedding(target, "target")
         x = self.decoder(x, memory, key_mask(source_valid, *memory.shape[:2]))
-        return self.head(x)[..., : self.config.vocab_size]
+        out: Tensor = self.head(x)[..., : self.config.vocab_size]
+        return out
 
     def begin(self, source: Tensor, source_valid: Tensor | None = None) -> Seq2SeqState:
         """Read a source, for `advance`: int64 or int32 [batch, source tokens]; source_valid as in forward."""

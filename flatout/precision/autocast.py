@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from flatout.precision.outputs import outputs_changed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    Losses = Tensor | Sequence[Tensor]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def autocast_call(precision: str) -> Callable[[Any, Callable[[], Any]], Any]:
+def autocast_call(precision: str) -> Callable[[nn.Module, Callable[[], object]], object]:
     """A wrapper for outermost module calls: autocast inside, fp32 outside.
 
     A loss without weights stays as it is, and so does a call that stands in autocast already: that one is the caller's.
@@ -19,7 +26,7 @@ def autocast_call(precision: str) -> Callable[[Any, Callable[[], Any]], Any]:
 
     dtype = getattr(torch, DTYPES[precision])
 
-    def wrapper(module: Any, call: Callable[[], Any]) -> Any:
+    def wrapper(module: nn.Module, call: Callable[[], object]) -> object:
         weight = next(module.parameters(), None)
         if weight is None or torch.is_autocast_enabled(weight.device.type):
             return call()
@@ -30,7 +37,7 @@ def autocast_call(precision: str) -> Callable[[Any, Callable[[], Any]], Any]:
     return wrapper
 
 
-def in_fp32(result: Any, dtype: Any) -> Any:
+def in_fp32(result: object, dtype: torch.dtype) -> object:
     """Tensors of `dtype` anywhere in `result` as fp32; everything else as it is."""
     return outputs_changed(result, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
@@ -40,8 +47,8 @@ GROWTH_INTERVAL = 2000
 
 
 def loss_scaled_backward(
-    optimizers: Iterable[Any], modules: Iterable[Any] = ()
-) -> Callable[[Any, Callable[[Any], Any]], Any]:
+    optimizers: Iterable[Optimizer], modules: Iterable[nn.Module] = ()
+) -> Callable[[Losses, Callable[[Losses], object]], object]:
     """A wrapper for backward passes: scale the loss, unscale the new gradients at once.
 
     Every leaf of the graph is unscaled, whether or not an optimizer that owns it has been seen; `optimizers` and
@@ -54,15 +61,16 @@ def loss_scaled_backward(
 
     state = {"scale": FIRST_SCALE, "good": 0}
 
-    def wrapper(tensors: Any, run: Callable[[Any], Any]) -> Any:
+    def wrapper(tensors: Losses, run: Callable[[Losses], object]) -> object:
         from flatout.torch_private.tensors import foreach_mul_, foreach_norm
 
-        parameters = _leaves(tensors, optimizers, modules)
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        parameters = _leaves(roots, optimizers, modules)
         held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         scale = state["scale"]
-        result = run([t * scale for t in tensors] if isinstance(tensors, (list, tuple)) else tensors * scale)
+        result = run(tensors * scale if isinstance(tensors, torch.Tensor) else [t * scale for t in tensors])
         fresh = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         finite = all(bool(torch.isfinite(norm)) for norm in foreach_norm(fresh)) if fresh else True
         if finite:
@@ -78,17 +86,16 @@ def loss_scaled_backward(
     return wrapper
 
 
-def _dense(gradient: Any) -> Any:
+def _dense(gradient: Tensor) -> Tensor:
     """The values of a gradient, to be changed in place."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def _leaves(tensors: Any, optimizers: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
+def _leaves(roots: Sequence[Tensor], optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[Tensor]:
     """Whatever this backward pass may leave a gradient in, each once."""
     found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
         found |= {id(p): p for p in module.parameters()}
-    roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
     while waiting:

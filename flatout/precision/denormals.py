@@ -1,8 +1,8 @@
-"""Flush denormal fp32 numbers to zero, in every thread that computes.
+"""Flush denormal fp32 numbers to zero in every compute thread.
 
 A CPU core works on values below 1.2e-38 in microcode, many times slower. The switch is a register of each thread;
 `torch.set_flush_denormal` sets it for the calling thread alone, and the OpenMP workers that share the work keep theirs.
-So the workers are asked too, by running torch's own function once on each through OpenMP's entry point.
+So torch's own function is also run once on each worker, through OpenMP's entry point.
 
     with flush_denormals():
         ...

@@ -1,20 +1,24 @@
-"""What a model returned, with some of its tensors replaced: in nests of containers and in dataclasses."""
+"""Replaces tensors in a model's output: in nested containers and dataclasses."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from torch import Tensor
 
 from flatout.torch_private.late import dispatch
 
 
-def outputs_changed(result: Any, change: Callable[[Any], Any]) -> Any:
+def outputs_changed(result: object, change: Callable[[Tensor], object]) -> object:
     """`result` with `change(tensor)` for each tensor in it; everything else as it is."""
     import torch
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -24,7 +28,7 @@ def outputs_changed(result: Any, change: Callable[[Any], Any]) -> Any:
     return dispatch().tree_map(convert, result)
 
 
-def _dataclass_changed(result: Any, change: Callable[[Any], Any]) -> Any:
+def _dataclass_changed(result: DataclassInstance, change: Callable[[Tensor], object]) -> object:
     """A copy with other field values, made without `__init__`, which may compute or refuse."""
     changed = copy.copy(result)
     for field in dataclasses.fields(result):

@@ -15,7 +15,7 @@ reuses its weights gains only where the processor multiplies whole numbers faste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
 
@@ -79,7 +79,7 @@ def dequantize_groups_int4(values: Tensor, scales: Tensor) -> Tensor:
     return (groups * scales[..., None]).view(values.shape)
 
 
-def _best_int4(groups: Any) -> tuple[Any, Any]:
+def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 [groups, size] -> uint8 [groups, size] and fp32 [groups] of the least squared error found."""
     import torch
 
@@ -101,14 +101,14 @@ def _best_int4(groups: Any) -> tuple[Any, Any]:
     return best, best_scale
 
 
-def _without_zeros(scales: Any) -> Any:
+def _without_zeros(scales: Tensor) -> Tensor:
     """1 where a scale is 0, or so small that dividing by it overflows: whatever it scales is 0 then."""
     import torch
 
     return torch.where(scales.abs() >= torch.finfo(torch.float32).tiny, scales, torch.ones_like(scales))
 
 
-def _checked(weight: Any) -> Any:
+def _checked(weight: Tensor) -> Tensor:
     if weight.dim() != 2 or not weight.is_floating_point():
         raise UsageError(
             f"the weight is {weight.dtype} {list(weight.shape)}", limit="it must be floating point [outputs, inputs]"

@@ -72,7 +72,7 @@ def test_specs_and_a_failure_that_names_its_line(tmp_path: Path, capsys: Any) ->
     command = ["export", "net_to_export:Choosy", "--input", "int64[3,8]<100", "--out", "out"]
     assert main(command) == 1
     text = capsys.readouterr().out
-    assert "not exported: the module decides by the values of its data" in text
+    assert "not exported: the module branches on the values of its data" in text
     assert "at net_to_export.py, line 16: return x if x.sum() > 0 else -x" in text
     assert "0 of 1 exported" in text
     assert list((tmp_path / "out").iterdir()) == []

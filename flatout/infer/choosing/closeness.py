@@ -1,12 +1,12 @@
-"""How near a faster model's outputs are to the same model's in fp32, and how near is near enough.
+"""How close a faster model's outputs are to the same model's in fp32, and how close is close enough.
 
     error        standard deviation of the difference over that of the reference's outputs: noise against signal
-    agreement    of the answers (the class or token of the highest score) those that are as good as the reference's:
-                 the same, or one that the reference itself holds to be nearly as likely. Two tokens of 31 % and 30 %
-                 change places by any rounding; calling that an error would forbid bf16 and say nothing of int4
-    same answer  of the answers those that are the very same
-    divergence   mean Kullback-Leibler divergence of the scores' distribution from the reference's, in nats: by so much
-                 the logarithm of a text's perplexity grows
+    agreement    share of the answers (class or token with the highest score) that are as good as the reference's: the
+                 same, or one that the reference considers nearly as likely. Two tokens at 31 % and 30 % swap under any
+                 rounding; calling that an error would rule out bf16 and say nothing about int4
+    same answer  share of the answers that are identical
+    divergence   mean Kullback-Leibler divergence from the reference's distribution, in nats: the increase in log
+                 perplexity
 
 >>> import torch
 >>> closeness = Closeness()
@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +28,9 @@ from torch import Tensor
 from flatout.errors import UsageError
 
 TIE_NATS = 0.05
-"""An answer that the reference holds to be at least exp(-0.05) = 95 % as likely as its own is as good."""
+"""An answer that is at least exp(-0.05) = 95 % as likely as the best, by the reference, is as good."""
 ROUNDING_ERROR = 1e-3
-"""Errors above it are no other order of summation in fp32, of which thousands of layers make less."""
+"""Larger errors are not a different order of summation in fp32: thousands of layers add up to less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +58,15 @@ class Accuracy:
             parts.append(f"divergence {self.divergence:.1e}")
         return ", ".join(parts)
 
-    def to_json(self) -> dict[str, Any]:
-        """What is not finite is None: JSON knows no infinity."""
+    def to_json(self) -> dict[str, object]:
+        """Values that are not finite become None: JSON has no infinity."""
         known = asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What may be lost. Beyond it a choice is not taken, however fast it is.
+    """The largest acceptable loss. A choice beyond it is dropped, however fast it is.
 
     max_error: 5 % of noise turn an embedding by a cosine of 0.999; bf16 costs 0.3 to 1 %, 8 bits 0.5 to 3 %, 4 bits 5
     to 20 %. min_agreement: one answer in a hundred may be another one. max_divergence: 0.01 nats are 1 % of perplexity.
@@ -88,9 +87,9 @@ class Tolerance:
             raise UsageError(what, limit="it is a share from 0 to 1", remedy="0.99 means 99 %")
 
     def why_not(self, found: Accuracy, plain: Accuracy | None = None) -> str:
-        """Why the accuracy does not do; '' if it does.
+        """Why the accuracy is not sufficient; '' if it is.
 
-        plain: how near the user's model is as it stands (in bf16, say). No bound asks for more than that.
+        plain: the accuracy of the unchanged model (in bf16, say). No bound is stricter than that.
         """
         if not math.isfinite(found.error):
             return "it gives inf or NaN where fp32 gives numbers"
@@ -110,7 +109,7 @@ class Tolerance:
 
 
 class Closeness:
-    """Adds up pairs of outputs, so that none need be kept."""
+    """Accumulates pairs of outputs, so that none have to be kept."""
 
     def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
@@ -214,7 +213,7 @@ def _over(difference: float, spread: float) -> float:
 
 
 def scores_of(paths: Sequence[str], shapes: Sequence[Sequence[int]], vocabulary: int | None) -> tuple[bool, str]:
-    """Are a model's outputs for one item scores of answers? With the reason, as this is a guess.
+    """Whether a model's outputs for one item are scores, and why: this is a guess.
 
     paths, shapes: of its floating-point outputs without the batch. Outputs that are called logits are; so is a bare
     vector (of classes), and a bare matrix whose rows are as long as the vocabulary.
@@ -224,7 +223,7 @@ def scores_of(paths: Sequence[str], shapes: Sequence[Sequence[int]], vocabulary:
     if list(paths) == ["output"]:
         (shape,) = shapes
         if len(shape) == 1 and shape[0] >= 2:
-            return True, f"an output [{shape[0]}] is taken for the scores of {shape[0]} classes (scores=False if not)"
+            return True, f"an output [{shape[0]}] is treated as the scores of {shape[0]} classes (scores=False if not)"
         if len(shape) == 2 and shape[1] == vocabulary:
             return True, f"an output [tokens, {vocabulary}] holds the scores of the vocabulary"
-    return False, "the outputs are taken for numbers, not for scores of answers (scores=True if they are)"
+    return False, "the outputs are treated as numbers, not as scores of answers (scores=True if they are)"

@@ -1,4 +1,4 @@
-"""Two ways to run the same inputs, timed in turns until the verdict is clear or the time is used up."""
+"""Two ways to run the same inputs, timed alternately until the result is clear or the time is up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_turns(
 ) -> Turns:
     """Compare the two, both already warm. `seconds` bounds it once there are enough pairs for a verdict.
 
-    final: no giving up early, as the figure itself is wanted.
+    final: never stop early for futility, since the ratio itself is reported.
     """
     began = clock()
     runs, turns = _runs_and_turns(candidate, clock)

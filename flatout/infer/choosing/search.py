@@ -1,7 +1,7 @@
-"""The search for the choices that help a model with a sample of its inputs.
+"""The search for the choices that make a model faster on a sample of its inputs.
 
-Each is made beside what has been kept so far, judged (is it near enough to fp32?), and only then timed in turns with
-it. What was dropped gets another look when others were kept after it. See `flatout.search`.
+Each is applied on top of what has been kept so far, checked against fp32, and only then timed in alternation with it.
+A dropped choice is tried again when others were kept after it. See `flatout.search`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -30,28 +30,28 @@ from flatout.timing import Clock
 from flatout.units import format_seconds
 
 LEAST_GAIN: dict[Exactness, float] = {"bit-identical": 0.01, "rounding": 0.01, "reduced": 0.03}
-"""Fewer bits must bring more than a trifle."""
+"""Fewer bits must gain more than 1 %."""
 FAR_SLOWER = 2.5
-"""A run that takes so many times as long as the one before it is not worth windows; twice, as one may be unlucky."""
+"""A run this many times slower than the current one is not timed further, if a second run confirms it."""
 TOO_SHORT_TO_TELL_SECONDS = 0.3
-"""Single runs below it may be anything, and windows of them cost little."""
+"""Single runs below it are too noisy to judge, and timing them properly is cheap."""
 LEAST_COMPILE_SECONDS = 5.0
 CHOICE_SECONDS = 20.0
 FINAL_SHARE = 0.12
-"""Of the budget: what is kept back for the last comparison."""
+"""Share of the budget reserved for the final comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One change that may help: the fields of the plan that it sets, and those that it takes the place of."""
+    """One change that may help: the fields of the plan that it sets, and those that it replaces."""
 
     label: str
-    choices: Mapping[str, Any]
+    choices: Mapping[str, object]
     replaces: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
-    """Fields of the plan that, once kept, make it pointless."""
+    """Fields of the plan that make it pointless once they are kept."""
     instead_of: tuple[str, ...] = ()
-    """Fields whose place it may take where it cannot stand beside them."""
+    """Fields that it may replace where it cannot be combined with them."""
 
     @property
     def exactness(self) -> Exactness:
@@ -60,15 +60,17 @@ class Option:
 
     def on(self, plan: Plan) -> Plan:
         """The plan with this change."""
+        make: Callable[..., Plan] = Plan  # which checks its choices itself
         chosen = {name: value for name, value in plan.choices().items() if name not in self.replaces}
         chosen |= self.choices
-        return Plan(**chosen, reasons={name: why for name, why in plan.reasons.items() if name in chosen})
+        return make(**chosen, reasons={name: why for name, why in plan.reasons.items() if name in chosen})
 
 
 class Runner(Protocol):
     """The model made ready under one plan."""
 
-    notes: Sequence[str]
+    @property
+    def notes(self) -> Sequence[str]: ...
 
     def first(self) -> str:
         """Run the sample once, compiling what there is to compile. Returns what keeps the plan from being carried
@@ -181,7 +183,7 @@ class InferenceSearch(Search[Option]):
         return Proposal(label=name, candidates=() if reason else (option,), reason=reason)
 
     def after_proposal(self, name: str) -> None:
-        """What could not be made beside a kept choice may be better than that."""
+        """An option that cannot be combined with a kept choice may be better than it."""
         option = self._option(name)
         held = [field for field in option.instead_of if field in self.current.plan.choices()]
         if held and self._obstructed is option:
@@ -210,7 +212,7 @@ class InferenceSearch(Search[Option]):
         whole = self.limits.items * self.current.usual_seconds / self.subject.count
         if whole > LEAST_COMPILE_SECONDS:
             return ""
-        return f"{self.limits.items:,} {self.subject.unit}s take {format_seconds(whole)}: no time to earn it back"
+        return f"{self.limits.items:,} {self.subject.unit}s take {format_seconds(whole)}: too short to pay off"
 
     # one choice
 

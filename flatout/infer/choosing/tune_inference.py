@@ -1,11 +1,11 @@
-"""Choose how to run a model: each lever for inference measured on the user's own sample, and kept near to fp32.
+"""Choose how to run a model: each inference lever is measured on the user's own sample and kept close to fp32.
 
     found = flatout.tune_inference(model, sample_inputs, items=100_000)
     print(found.summary())
     for output in flatout.predict(model, inputs, found.plan): ...
 
-What is slower, not significantly faster, too far from fp32, or does not pay within the items to be served is left out,
-with its reason.
+A choice that is slower, not significantly faster, too far from fp32, or does not pay off within the items to be served
+is left out, with its reason.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 from torch import nn
+from torch.types import Device
 
 from flatout.arguments import as_exactness, as_model, as_plan, as_seconds, as_whole_number
 from flatout.errors import UsageError
@@ -27,6 +28,7 @@ from flatout.infer.choosing.tuning import InferenceTuning, Task
 from flatout.infer.generation.families import read_decoder
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.left_unchanged import left_unchanged
+from flatout.infer.tokenizer_source import Tokenizer
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.plan import Plan
@@ -35,11 +37,12 @@ from flatout.search.search import stopped_by_interrupt
 from flatout.timing import LoadWatch
 
 FEW_ANSWERS = 100
+_Tuned = TunedGeneration | TunedPrediction
 
 
 def tune_inference(
     model: nn.Module,
-    sample_inputs: Any,
+    sample_inputs: object,
     *,
     task: Task | None = None,
     plan: Plan | None = None,
@@ -49,28 +52,28 @@ def tune_inference(
     min_agreement: float = Tolerance.min_agreement,
     max_divergence: float = Tolerance.max_divergence,
     seconds: float = 300.0,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     max_new_tokens: int = 64,
     batch_size: int | None = None,
-    device: Any = None,
+    device: Device = None,
     scores: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> InferenceTuning:
-    """Measure what makes this model faster on inputs like these, and return a plan with the evidence.
+    """Measure which choices make this model faster on inputs like these; returns a plan with the evidence.
 
-    sample_inputs: as `predict` takes them, or prompts as `generate` does: a few hundred that are like what will be
-    served. task: "predict" or "generate"; None: guessed from the model and the inputs, and said. plan: choices that
-    are made already; the others are tried on top.
+    sample_inputs: as for `predict`, or prompts as for `generate`: a few hundred that resemble what will be served.
+    task: "predict" or "generate"; None: guessed from the model and the inputs, and reported. plan: choices that are
+    fixed; the others are tried on top.
 
-    items: how many inputs (or prompts) will be served; a choice whose start-up costs more than it saves on so many is
+    items: how many inputs (or prompts) will be served; a choice whose start-up costs more than it saves on these is
     dropped. exactness: what may be tried: "bit-identical", "rounding" (another order of summation), "reduced" (fewer
-    bits). max_error, min_agreement, max_divergence: what may be lost against fp32 on the sample (see closeness.py): 5 %
-    of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes,
-    tokens); None: guessed. seconds: for all of it, but for a compilation that has begun. tokenizer,
+    bits). max_error, min_agreement, max_divergence: the largest loss against fp32 on the sample (see closeness.py):
+    5 % of the outputs' spread, 99 % of the answers, 0.01 nats. scores: whether outputs are scores of answers (classes,
+    tokens); None: guessed. seconds: for everything, except a compilation that has begun. tokenizer,
     max_new_tokens: of generation. batch_size, device: of `predict`. progress: called with a line.
 
-    The model, its mode and the random state are left as they are. A choice that fails, for lack of memory too, is a
-    dropped trial; Ctrl-C ends the search with what was found so far. Raises UsageError for an argument or a sample that
+    The model, its mode and the random state are not changed. A choice that fails, also for lack of memory, is a
+    dropped trial; Ctrl-C ends the search with the results so far. Raises UsageError for an argument or a sample that
     cannot be used, and what the model itself raises.
     """
     began, why = time.perf_counter(), "as asked"
@@ -82,13 +85,25 @@ def tune_inference(
     say, machine, load = progress or (lambda text: None), detect(), LoadWatch()
     with left_unchanged(model):
         say("running the model as it is, and in fp32")
-        subject: Any
         if task == "generate":
-            options: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": max_new_tokens}
-            subject = TunedGeneration(model, sample_inputs, base=base, budget_seconds=seconds, **options)
+            subject: _Tuned = TunedGeneration(
+                model,
+                sample_inputs,
+                base=base,
+                budget_seconds=seconds,
+                tokenizer=tokenizer,
+                max_new_tokens=max_new_tokens,
+            )
         else:
-            options = {"batch_size": batch_size, "device": device, "scores": scores}
-            subject = TunedPrediction(model, sample_inputs, base=base, budget_seconds=seconds, **options)
+            subject = TunedPrediction(
+                model,
+                sample_inputs,
+                base=base,
+                budget_seconds=seconds,
+                batch_size=batch_size,
+                device=device,
+                scores=scores,
+            )
         left = seconds - (time.perf_counter() - began)
         limits = Limits(seconds=left, exactness=exactness, tolerance=tolerance, items=items)
         search = InferenceSearch(subject, base, subject.options(machine), limits, say)
@@ -99,8 +114,8 @@ def tune_inference(
     return replace(found, notes=(*subject.notes, *doubts), plan=_with_reasons(found, doubts))
 
 
-def _guess(model: nn.Module, inputs: Any, tokenizer: Any) -> tuple[Task, str, Any]:
-    """What the sample is for, why, and the sample (an iterator can be read only once)."""
+def _guess(model: nn.Module, inputs: object, tokenizer: Tokenizer | None) -> tuple[Task, str, object]:
+    """The task, the reason, and the sample (an iterator can be read only once)."""
     if not hasattr(inputs, "__len__") and hasattr(inputs, "__iter__"):
         inputs = list(inputs)
     try:
@@ -114,7 +129,9 @@ def _guess(model: nn.Module, inputs: Any, tokenizer: Any) -> tuple[Task, str, An
     return "generate", f'guessed from {decoder.family} and prompts (task="predict" for its outputs)', inputs
 
 
-def _check(model: Any, task: Any, plan: Any, items: Any, exactness: Any, seconds: Any) -> None:
+def _check(
+    model: nn.Module, task: Task | None, plan: Plan | None, items: int | None, exactness: Exactness, seconds: float
+) -> None:
     as_model(model)
     as_plan(plan)
     if task not in (None, *get_args(Task)):
@@ -141,7 +158,7 @@ def _doubts(search: InferenceSearch, load: LoadWatch) -> list[str]:
 
 def _tuning(
     search: InferenceSearch,
-    subject: Any,
+    subject: _Tuned,
     model: nn.Module,
     task: tuple[Task, str],
     machine: Machine,

@@ -1,14 +1,13 @@
-"""Generation as a thing to be tuned: one run writes so many tokens after every prompt of the sample.
+"""Generation as a subject for tuning: one run generates a fixed number of tokens for every prompt of the sample.
 
-Accuracy is judged along the text that the model in fp32 writes itself (greedy): every way to run it reads that same
-text, so that one other token does not make all that follow incomparable.
+Accuracy is judged on the text that the fp32 model generates (greedy): every variant reads that same text, so that one
+different token does not make the rest incomparable.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from flatout.infer.generation.native_decoder import NativeDecoder
 from flatout.infer.generation.prompts import read_prompts
 from flatout.infer.generation.token_generator import TokenGenerator
 from flatout.infer.generation.torch_decoder import TorchDecoder
+from flatout.infer.tokenizer_source import Tokenizer
 from flatout.levers.observed import Observed
 from flatout.levers.threads import Threads
 from flatout.machine.description import Machine
@@ -32,7 +32,7 @@ LEAST_TOKENS = 16
 LOGITS_BYTES = 256 << 20
 """Of the reference, which are kept to be compared with."""
 RUNS = 80
-"""A budget should hold so many runs of the sample."""
+"""Runs of the sample that should fit into the budget."""
 
 
 class TunedGeneration:
@@ -41,7 +41,14 @@ class TunedGeneration:
     unit = "prompt"
 
     def __init__(
-        self, model: nn.Module, prompts: Any, *, tokenizer: Any, max_new_tokens: int, budget_seconds: float, base: Plan
+        self,
+        model: nn.Module,
+        prompts: object,
+        *,
+        tokenizer: Tokenizer | None,
+        max_new_tokens: int,
+        budget_seconds: float,
+        base: Plan,
     ) -> None:
         self.model, self.base = model, base
         plain = TokenGenerator(model, base, tokenizer=tokenizer)

@@ -1,19 +1,19 @@
-"""Prediction as a thing to be tuned: one run takes the sample of inputs through the model."""
+"""Prediction as a subject for tuning: one run passes the sample of inputs through the model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
-from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 from flatout.infer.choosing.closeness import Accuracy, Closeness, scores_of
 from flatout.infer.choosing.search import Option
+from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.calling import calling_of
 from flatout.infer.prediction.linear import LEAST_WEIGHTS
 from flatout.infer.prediction.predict import Predictor
@@ -29,7 +29,7 @@ from flatout.torch_private.modules import BatchNorm
 MOST_ITEMS = 4096
 """Of the sample: more are not read."""
 FIRST_ITEMS = 32
-"""From which is estimated how many the budget allows."""
+"""From these the number that fits into the budget is estimated."""
 FEW_BATCHES = 8
 TIMED_SHARE, JUDGED_SHARE = 1 / 200, 1 / 60
 """Of the budget, for one run of what is timed and of what is judged."""
@@ -46,19 +46,19 @@ class TunedPrediction:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Iterable[Any],
+        inputs: object,
         *,
         budget_seconds: float,
         base: Plan,
         batch_size: int | None = None,
-        device: Any = None,
+        device: Device = None,
         scores: bool | None = None,
     ) -> None:
         self.model, self.base = model, base
-        self._options = {"batch_size": batch_size, "device": device}
+        self._batch_size, self._device = batch_size, device
         self.notes: list[str] = []
         given = _listed(inputs)
-        plain = Predictor(model, base, **self._options)
+        plain = self._predictor(base)
         usable, seconds_each, output_bytes = _measured(plain, given)
         self.inputs = _spread(usable, max(1, int(budget_seconds * TIMED_SHARE / seconds_each)))
         judged = min(budget_seconds * JUDGED_SHARE / seconds_each, OUTPUT_BYTES / max(output_bytes, 1))
@@ -92,7 +92,7 @@ class TunedPrediction:
         return f"{self.count} items of {ragged} tokens"
 
     def make(self, plan: Plan) -> PredictingRunner:
-        return PredictingRunner(Predictor(self.model, plan, **self._options), plan, self)
+        return PredictingRunner(self._predictor(plan), plan, self)
 
     def options(self, machine: Machine) -> list[Option]:
         """First what leaves the products as they are, then fewer bits; what has to be compiled comes last."""
@@ -133,12 +133,15 @@ class TunedPrediction:
                 continue
             if isinstance(output, Failed):
                 raise UsageError(f"it fails on an input that fp32 takes: {output}")
-            found = dict(_leaves(output))
+            found = dict(output_tensors(output))
             for path, leaf in reference.items():
                 closeness.add(path, leaf, found[path], scores=self.scores and _holds_scores(path, reference))
         return closeness.found()
 
     # inside
+
+    def _predictor(self, plan: Plan) -> Predictor:
+        return Predictor(self.model, plan, batch_size=self._batch_size, device=self._device)
 
     def _threads(self, machine: Machine) -> list[Option]:
         seen = Observed(device="cpu", threads=torch.get_num_threads())
@@ -161,13 +164,13 @@ class TunedPrediction:
     def _compiled(self, cuda: bool) -> list[Option]:
         modes = ["regional"] if repeated_blocks(self.model) else []
         modes += ["default", "reduce-overhead", "max-autotune"] if cuda else ["default"]
-        either: dict[str, Any] = {"instead_of": ("weights", "activations")}
-        return [Option(label=f"compile {mode}", choices={"compile": mode}, **either) for mode in modes]
+        either = ("weights", "activations")
+        return [Option(label=f"compile {mode}", choices={"compile": mode}, instead_of=either) for mode in modes]
 
     def _exact(self) -> list[dict[str, Tensor] | Failed]:
-        """The outputs of the model in fp32, run as it stands otherwise."""
-        exact = Predictor(self.model, Plan(precision="fp32"), **self._options)
-        return [one if isinstance(one, Failed) else dict(_leaves(one)) for one in exact(self._judged)]
+        """The outputs of the model in fp32, otherwise unchanged."""
+        exact = self._predictor(Plan(precision="fp32"))
+        return [one if isinstance(one, Failed) else dict(output_tensors(one)) for one in exact(self._judged)]
 
     def _scores(self, asked: bool | None) -> tuple[bool, str]:
         first = next(one for one in self._reference if not isinstance(one, Failed))
@@ -216,7 +219,7 @@ class PredictingRunner:
         return f"{figures.share_of_ceiling:.0%} of matrix products in {figures.ceiling_dtype}"
 
 
-def _listed(inputs: Any) -> list[Any]:
+def _listed(inputs: object) -> list[object]:
     if hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__") and not hasattr(inputs, "__iter__"):
         inputs = [inputs[place] for place in range(min(len(inputs), MOST_ITEMS))]  # a map-style dataset
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__iter__"):
@@ -228,7 +231,7 @@ def _listed(inputs: Any) -> list[Any]:
     return given
 
 
-def _measured(plain: Predictor, given: list[Any]) -> tuple[list[Any], float, float]:
+def _measured(plain: Predictor, given: list[object]) -> tuple[list[object], float, float]:
     """(inputs that can be used, seconds of one, bytes of its output), from a few of them."""
     few = _spread(given, FIRST_ITEMS)
     results = plain(few).collect()
@@ -240,11 +243,11 @@ def _measured(plain: Predictor, given: list[Any]) -> tuple[list[Any], float, flo
     start = time.perf_counter()
     plain(few).collect()
     seconds = (time.perf_counter() - start) / len(few)
-    sizes = [sum(leaf.nbytes for _, leaf in _leaves(one)) for one in results if not isinstance(one, Failed)]
+    sizes = [sum(leaf.nbytes for _, leaf in output_tensors(one)) for one in results if not isinstance(one, Failed)]
     return given, max(seconds, 1e-9), max(sizes)
 
 
-def _lengths(plain: Predictor, inputs: list[Any]) -> list[int]:
+def _lengths(plain: Predictor, inputs: list[object]) -> list[int]:
     """Tokens of each; [] where they are of fixed size."""
     calling, found = plain.run.runner.calling, []
     for index, value in enumerate(inputs):
@@ -257,15 +260,11 @@ def _lengths(plain: Predictor, inputs: list[Any]) -> list[int]:
     return found
 
 
-def _spread(values: list[Any], most: int) -> list[Any]:
-    """At most so many of them, from all over the list."""
+def _spread(values: list[object], most: int) -> list[object]:
+    """At most `most` of them, evenly spread over the list."""
     if len(values) <= most:
         return values
     return [values[place * len(values) // most] for place in range(most)]
-
-
-def _leaves(output: Any) -> Iterable[tuple[str, Tensor]]:
-    return leaves_in(output, "output", lambda leaf: isinstance(leaf, Tensor))
 
 
 def _holds_scores(path: str, outputs: dict[str, Tensor]) -> bool:

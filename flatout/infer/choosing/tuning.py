@@ -1,11 +1,12 @@
-"""What choosing a plan for inference came to."""
+"""The result of tuning inference."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.infer.choosing.closeness import Accuracy, Tolerance
+from flatout.infer.choosing.search import Option
 from flatout.plan import Plan
 from flatout.search.lines import (
     BudgetOption,
@@ -25,19 +26,19 @@ Task = Literal["predict", "generate"]
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceTuning:
-    """The plan, and everything that speaks for and against it."""
+    """The plan, and the evidence for it."""
 
     plan: Plan
-    """To be written, or given to `predict` or TokenGenerator as it is."""
+    """To save, or to pass to `predict` or TokenGenerator."""
     task: Task
     task_reason: str
     model: str
     """Its class."""
     unit: str
-    """What seconds are counted by: "item" or "prompt"."""
+    """What a time refers to: "item" or "prompt"."""
     sample: str
     """What was measured, in words."""
-    state: Record[Any]
+    state: Record[Option]
     """What was tried, and what was not and why."""
     tolerance: Tolerance
     items: int | None
@@ -49,17 +50,17 @@ class InferenceTuning:
     comparison: Comparison | None
     """Of those windows; None where nothing was kept."""
     plain_accuracy: Accuracy
-    """The user's model as it stands, against fp32."""
+    """Of the unchanged model, against fp32."""
     accuracy: Accuracy
     """Under the new plan."""
     share: str
-    """Of the limit that binds, which the new plan reaches: in words."""
+    """Share of the binding limit that the new plan reaches, in words."""
     machine_fingerprint: str
     machine_name: str
     torch_version: str | None
     budget_seconds: float
     seconds: float
-    """What the whole took."""
+    """Of the whole tuning."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -88,7 +89,7 @@ class InferenceTuning:
         speed = f"{ratio_text(self.comparison)} ({times}, {self.comparison.pairs} pairs of windows)"
         return [chosen, speed, self.share, f"against fp32: {self.accuracy}"]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Everything but the plan's reasons, which are the trials'."""
         return {
             "task": self.task,

@@ -1,1 +1,1 @@
-"""A model as files that run without its source, each verified: export, and what it is made of."""
+"""Exporting a model to files that run without its source, each verified."""

@@ -1,7 +1,7 @@
-"""Is the file the module? Both run on the same inputs: the example, and fresh ones of several sizes.
+"""Verifies a file against the module: both run on the same inputs, the example and fresh ones of several sizes.
 
-The difference allowed is a share of the largest output (at least of 1), by the dtype of each output: sums in another
-order differ by a few units in the last place, and a file that drops a term by far more.
+The allowed difference is a fraction of the largest output (at least of 1), by the dtype of each output: a different
+order of summation costs a few units in the last place, a dropped term far more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,16 @@ from flatout.infer.exporting.trace import failure_of, first_words
 from flatout.infer.user_lines import user_line
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""By dtype of an output; complex ones as their parts, whole numbers and bool must agree."""
+"""By dtype of an output; complex outputs by their parts; integers and bool must be equal."""
 
 FAR = 8
-"""So many times the example's size is tried where no bound is known."""
+"""Multiple of the example's size that is tried where no bound is known."""
 MOST_ELEMENTS, MOST_SECONDS = 1 << 25, 5.0
 """Of a call that is only made to test a size."""
 
 Kind = Literal["example", "fresh", "resampled"]
-Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""The file, loaded: called with the module's inputs, gives its plain outputs."""
+Runner = Callable[[tuple[object, ...], dict[str, object]], object]
+"""The loaded file: called with the module's inputs, returns its plain outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Beyond:
-    """A call past the bounds of the trace."""
+    """A call outside the bounds of the trace."""
 
     name: str
     size: int
@@ -59,13 +59,13 @@ class Beyond:
 
 
 def run_module(model: nn.Module, example: Example) -> tuple[tuple[str, Tensor], ...]:
-    """The module's own outputs, cloned: it may return what it changes at the next call."""
+    """The module's own outputs, cloned: it may return buffers that it overwrites in the next call."""
     output = model(*example.args, **example.kwargs)
     return tuple((name, tensor.detach().clone()) for name, tensor in named_tensors(output))
 
 
 def copied(example: Example) -> Example:
-    """The same call with tensors of its own: a module may write into its inputs."""
+    """The same call on copies of its tensors: a module may write to its inputs."""
     return with_sizes(example, {}, "none", "resampled", seed=0)
 
 
@@ -97,7 +97,7 @@ def samples_of(model: nn.Module, example: Example, dynamic: Dynamic, notes: list
     if failed:
         said = next(iter(failed.values()))
         notes.append(f"not verified at {'; '.join(failed)}: there the module itself fails ({said})")
-    _check_telling(samples, dynamic, notes)
+    _check_samples(samples, dynamic, notes)
     return samples
 
 
@@ -175,9 +175,9 @@ def verify_past(run: Runner, beyond: Beyond, tolerance: float | None, notes: lis
     raise NotExported(
         ExportFailure(
             what=f"at {at} the file gives other results than the module, without an error",
-            limit=f"forward decides by sizes, its trace holds where {_bound(beyond)}, and files of this format do not "
+            limit=f"forward branches on sizes, its trace holds where {_bound(beyond)}, and files of this format do not "
             "check sizes",
-            remedy="use pt2, which does, or take the decision out of forward",
+            remedy="use pt2, which does, or move the branch out of forward",
         )
     )
 
@@ -213,7 +213,7 @@ def _sample(
     return None, said
 
 
-def _check_telling(samples: list[Sample], dynamic: Dynamic, notes: list[str]) -> None:
+def _check_samples(samples: list[Sample], dynamic: Dynamic, notes: list[str]) -> None:
     """NotExported where what should vary could not be seen to; a note where outputs do not depend on the inputs."""
     limit = "a file is only put in place when it was run on fresh inputs of several sizes"
     if len(samples) == 1:
@@ -231,7 +231,7 @@ def _check_telling(samples: list[Sample], dynamic: Dynamic, notes: list[str]) ->
     first = samples[0].outputs
     alike = [one.outputs for one in samples[1:] if [x.shape for _, x in one.outputs] == [x.shape for _, x in first]]
     if alike and all(torch.equal(x, y) for one in alike for (_, x), (_, y) in zip(first, one, strict=True)):
-        notes.append("the outputs are the same for all inputs of one size: the checks show little")
+        notes.append("the outputs are the same for all inputs of one size: the checks prove little")
 
 
 def check_same_twice(model: nn.Module, sample: Sample) -> None:
@@ -281,7 +281,7 @@ def _checked(run: Runner, sample: Sample, tolerance: float | None) -> ExportChec
 
 
 def _close(expected: Tensor, got: Tensor, tolerance: float | None) -> tuple[bool, float, float, float]:
-    """Is it close, the largest difference, the largest finite value expected, and the difference allowed."""
+    """Whether it is close, the largest difference, the largest finite expected value, and the allowed difference."""
     if expected.is_complex():
         expected, got = torch.view_as_real(expected), torch.view_as_real(got)
     share = (TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance) if _inexact(expected) else 0.0
@@ -311,7 +311,7 @@ def _size_of(sample: Sample) -> str:
 
 def _differs(sample: Sample, what: str) -> ExportFailure:
     limit = "a file is only put in place when it gives what the module gives"
-    remedy = "see whether forward keeps state in Python, or decides by sizes or values; or allow more (tolerance)"
+    remedy = "see whether forward keeps state in Python, or branches on sizes or values; or allow more (tolerance)"
     return ExportFailure(what=f"{_size_of(sample)}, {what}", limit=limit, remedy=remedy)
 
 

@@ -1,8 +1,8 @@
 """Export a module to files that run without its source, each verified before it is put in place.
 
-A file that loads is not yet the model: a trace keeps one outcome of every Python decision, and one value of every
-Python number. So each file is run beside the module on the example and on fresh inputs of several sizes, and only
-one that gives the same outputs is renamed into its place.
+A file that loads is not yet correct: a trace keeps one outcome of every Python branch, and one value of every Python
+number. So each file is compared with the module on the example and on fresh inputs of several sizes, and only a file
+that gives the same outputs is moved into place.
 
 >>> import tempfile, torch
 >>> folder = tempfile.TemporaryDirectory()
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import nn
@@ -60,12 +60,12 @@ from flatout.infer.exporting.trace import BY_DATA, ONE_OUTCOME, Traced, failure_
 from flatout.infer.left_unchanged import left_unchanged, weight_sizes
 
 FEWER: dict[Dynamic, tuple[Dynamic, ...]] = {"length": ("batch", "none"), "batch": ("none",), "none": ()}
-"""What is tried where fixed sizes are allowed, in this order."""
+"""What is tried in order where fixed sizes are allowed."""
 
 
 def export(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: object,
     path: str | os.PathLike[str],
     *,
     format: Format | Sequence[Format] = "pt2",
@@ -75,21 +75,21 @@ def export(
 ) -> ExportReport:
     """Export a module, in eval mode, to one format or several; every file is verified against the module itself.
 
-    example_inputs: a tensor, a tuple of positional inputs, or a dict of named ones, on the model's device. Whole
-    numbers stand for their range: fresh inputs stay between the example's least and greatest.
+    example_inputs: a tensor, a tuple of positional inputs, or a dict of named ones, on the model's device.
+    Integers define a range: fresh inputs stay between the example's minimum and maximum.
     path: the file, or its name without a suffix, to which each format adds its own (.pt2, .aoti.pt2, .onnx, .pte,
-    .torchscript.pt). The folder exists. A file that is there is replaced, once the new one is verified.
+    .torchscript.pt). The folder must exist. An existing file is replaced once the new one is verified.
     format: 'pt2' (torch.export), 'aoti' (AOTInductor: machine code, needs a C++ compiler), 'onnx' (needs
-    flatout[export]), 'executorch' (needs that package; of fixed sizes alone), 'torchscript' (legacy). They share one
+    flatout[export]), 'executorch' (needs that package; fixed sizes only), 'torchscript' (legacy). They share one
     trace.
     dynamic: sizes that may differ from the example's: 'batch' = dimension 0, 'length' = that and dimension 1 of
     sequences, 'none'.
-    allow_fixed: a module that cannot vary its sizes is exported with the example's, and the report says so.
-    tolerance: largest difference, as a share of the largest output (at least of 1); None = by dtype, 1e-4 in fp32.
+    allow_fixed: export a module that cannot vary its sizes with the example's; the report says so.
+    tolerance: largest difference as a fraction of the largest output (at least of 1); None = by dtype, 1e-4 in fp32.
 
     The file's outputs are tensors in tuples, lists and dicts: named tuples, dataclasses and transformers' outputs
-    become dicts. The model is left as it was. A format that fails leaves no file, and stands in the report with its
-    reason: see `report.ok`. UsageError: a bad argument, or a module that fails on its own example.
+    become dicts. The model is not changed. A format that fails leaves no file, and is in the report with its reason:
+    see `report.ok`. UsageError: a bad argument, or a module that fails on its own example.
     """
     began = time.perf_counter()
     targets = _targets(as_path(path, "path"), _formats(format))
@@ -117,7 +117,7 @@ def export(
 
 
 def _formats(given: Format | Sequence[Format]) -> tuple[Format, ...]:
-    names: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(given)
+    names = (given,) if isinstance(given, str) else tuple(given)
     wrong = [name for name in names if name not in EXPORTERS]
     if wrong or not names:
         limit = f"formats are {', '.join(EXPORTERS)}"
@@ -126,7 +126,7 @@ def _formats(given: Format | Sequence[Format]) -> tuple[Format, ...]:
 
 
 def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
-    """Where each format's file goes. Also refuses what could not be put there, before minutes are spent."""
+    """Where each format's file goes. Checked first, as an export may take minutes."""
     if not path.parent.is_dir():
         raise UsageError(f"no such folder: {path.parent}", limit="a file is put into a folder", remedy="make it first")
     if path.is_dir() or not path.name:
@@ -141,7 +141,7 @@ def _targets(path: Path, formats: tuple[Format, ...]) -> dict[Format, Path]:
     return {name: path.with_name(path.name + EXPORTERS[name].suffix) for name in formats}
 
 
-def _check_choices(model: Any, dynamic: Any, tolerance: float | None) -> None:
+def _check_choices(model: nn.Module, dynamic: Dynamic, tolerance: float | None) -> None:
     as_model(model)
     if isinstance(model, torch.jit.ScriptModule):
         remedy = "export the module that it was made from"
@@ -159,7 +159,7 @@ def _check_choices(model: Any, dynamic: Any, tolerance: float | None) -> None:
 
 @dataclass(kw_only=True)
 class _Shared:
-    """What formats share at one choice of varying sizes."""
+    """What the formats share for one choice of varying sizes."""
 
     samples: list[Sample] = field(default_factory=list)
     """For which the trace holds; the example first."""
@@ -174,7 +174,7 @@ class _Shared:
 
 @dataclass(kw_only=True)
 class _Run:
-    """One export under way. The model is run from the state in which it was given: `restore` puts it back."""
+    """One export. The model always runs from the state it was passed in: `restore` resets it."""
 
     model: nn.Module
     example: Example
@@ -255,7 +255,7 @@ class _Run:
         )
 
     def _shared(self, dynamic: Dynamic, *, needs_trace: bool) -> _Shared:
-        """Samples and the trace, each made once. Raises NotExported, each time anew.
+        """Samples and the trace, each made once. Raises NotExported on every call.
 
         A format that needs no trace is refused by one where the module decides by its data: fresh inputs may all
         take the path that the example took.
@@ -304,10 +304,10 @@ class _Run:
 
 
 def _check_no_decision(dynamic: Dynamic, notes: list[str]) -> None:
-    """A trace of TorchScript's keeps no guard: without torch.export's nobody knows where a decision ends."""
+    """A TorchScript trace has no guards: without those of torch.export, the range of a branch is unknown."""
     if dynamic != "none" and (decided := next((note for note in notes if note.startswith(ONE_OUTCOME)), "")):
         limit = "torch.export, which would say for which sizes it holds, cannot trace the module"
-        remedy = "take the decision out of forward; or export at the example's sizes (dynamic='none')"
+        remedy = "move the branch out of forward; or export at the example's sizes (dynamic='none')"
         raise NotExported(ExportFailure(what=decided, limit=limit, remedy=remedy))
 
 

@@ -1,10 +1,10 @@
 """The formats: what each needs here, how its file is written, and how it is loaded and run for the check.
 
-pt2          torch.export's program; read by torch alone, in Python
+pt2          torch.export's program; for torch in Python
 aoti         AOTInductor: that program compiled to machine code, for this kind of processor; Python or C++
 onnx         for onnxruntime and others; needs no torch
-executorch   for phones and microcontrollers; C++ alone; sizes are fixed, since its memory is planned beforehand
-torchscript  legacy: torch has deprecated it, and a trace of it does not notice Python decisions
+executorch   for phones and microcontrollers; C++ only; sizes are fixed, since memory is planned ahead of time
+torchscript  legacy: deprecated by torch, and its trace does not detect Python branches
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from flatout.infer.exporting.trace import Traced
 from flatout.torch_private.compiler import load_aoti, write_aoti
 
 ONNX_BYTES_IN_ONE_FILE = 2**31 - 2**26
-"""Weights above it stand in a second file: one ONNX file ends at 2 GiB, and the graph needs some of it."""
+"""Larger weights go to a second file: an ONNX file is limited to 2 GiB, and the graph needs some of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Exporter:
 
 
 def _torch_alone() -> None:
-    """Torch is enough."""
+    """Nothing besides torch."""
 
 
 def _write_pt2(job: Job, path: Path) -> None:
@@ -90,7 +89,9 @@ def _needs_compiler() -> None:
     wanted = cpp_compiler()
     if not any(shutil.which(name) for name in (wanted, "g++", "clang++", "c++")):
         limit = "AOTInductor compiles the C++ that it writes"
-        raise MachineError(f"no C++ compiler is here ({wanted})", limit=limit, remedy="install g++, or name one in CXX")
+        raise MachineError(
+            f"no C++ compiler was found ({wanted})", limit=limit, remedy="install g++, or name one in CXX"
+        )
 
 
 def _write_aoti(job: Job, path: Path) -> None:
@@ -166,7 +167,7 @@ def _load_onnx(job: Job, path: Path) -> Runner:
     if len(taken) == len(names):  # the order is that of the call; a name changes where an input is an output too
         names = taken
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def run(args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
         call = Example(args=args, kwargs=kwargs, batch=None, length=None)
         arrays = [tensor.detach().cpu().numpy() for tensor in call.tensors.values()]
         fed = {name: array for name, array in zip(names, arrays, strict=True) if name in taken}
@@ -199,7 +200,7 @@ def _load_executorch(job: Job, path: Path) -> Runner:
     program = Runtime.get().load_program(path)  # the method refers to its memory
     method = program.load_method("forward")
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def run(args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
         assert program is not None
         call = Example(args=args, kwargs=kwargs, batch=None, length=None)
         fed = [tensor.detach().cpu().contiguous() for tensor in call.tensors.values()]
@@ -216,7 +217,7 @@ def _write_torchscript(job: Job, path: Path) -> None:
         limit = "TorchScript's trace takes tensors only"
         remedy = "use pt2, or fix the other inputs in a wrapper's forward"
         raise UsageError(f"an input is {constants[0]!r}", limit=limit, remedy=remedy)
-    call: dict[str, Any] = {"example_inputs": job.example.args}
+    call: dict[str, object] = {"example_inputs": job.example.args}
     if job.example.kwargs:
         call = {"example_kwarg_inputs": job.example.kwargs}
     handle = job.model.register_forward_hook(lambda _module, _inputs, output: _one_level(output))
@@ -227,12 +228,12 @@ def _write_torchscript(job: Job, path: Path) -> None:
     torch.jit.save(traced, str(path))
 
 
-def _one_level(output: Any) -> Any:
+def _one_level(output: object) -> object:
     """TorchScript's dicts hold tensors alone: what is nested gets a longer name."""
     return dict(named_tensors(output)) if isinstance(output, dict) else output
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 

@@ -1,4 +1,4 @@
-"""The example inputs of an export: how the module is called with them, which sizes may vary, and fresh ones like them.
+"""The example inputs of an export: how the module is called, which sizes may vary, and fresh inputs like them.
 
 Dimension 0 that agrees with the first tensor's is the batch; dimension 1 that agrees with the first sequence's is the
 length. Fresh inputs keep dtypes and ranges: whole numbers stay within the example's, so that an index stays in its
@@ -8,10 +8,9 @@ table; floating-point values are drawn with its mean and spread; a mask's rows a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,8 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.
 class Example:
     """A call of the module. `batch` and `length` are the sizes that count as such; None: there is none."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     batch: int | None
     length: int | None
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class Example:
         return found
 
 
-def example_from(model: nn.Module, example_inputs: Any, dynamic: Dynamic) -> Example:
+def example_from(model: nn.Module, example_inputs: object, dynamic: Dynamic) -> Example:
     """How the module is called: a tensor or tuple is positional; a dict is by name where `forward` knows the names.
 
     Arrays of numpy are taken as tensors. UsageError: inputs that a file cannot take, or that `forward` does not.
@@ -70,18 +69,18 @@ def example_from(model: nn.Module, example_inputs: Any, dynamic: Dynamic) -> Exa
     return Example(args=args, kwargs=kwargs, batch=batch, length=length)
 
 
-def _as_tensors(model: nn.Module, inputs: Any) -> Any:
+def _as_tensors(model: nn.Module, inputs: object) -> object:
     """Arrays of numpy as tensors, floating-point ones in the dtype of the model's weights (numpy's own is float64)."""
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
 
-    def tensor(array: Any) -> Tensor:
-        made = torch.from_numpy(array)
+    def tensor(array: object) -> Tensor:
+        made: Tensor = torch.from_numpy(array)
         return made.to(dtype) if made.is_floating_point() else made
 
     return map_leaves(tensor, inputs, lambda one: type(one).__module__ == "numpy" and type(one).__name__ == "ndarray")
 
 
-def _call_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_of(model: nn.Module, inputs: object) -> tuple[tuple[object, ...], dict[str, object]]:
     signature = inspect.signature(model.forward)
     if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
         named = dict(inputs)
@@ -96,7 +95,7 @@ def _call_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, 
     return args, {}
 
 
-def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _binds(signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
@@ -104,9 +103,9 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
     return True
 
 
-def _check_kinds(value: Any, path: str = "inputs") -> None:
+def _check_kinds(value: object, path: str = "inputs") -> None:
     if isinstance(value, Mapping | tuple | list) and not hasattr(value, "_fields"):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        items: Iterable[tuple[object, object]] = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, one in items:
             _check_kinds(one, f"{path}[{key!r}]")
     elif not isinstance(value, (Tensor, *_PLAIN)):
@@ -190,10 +189,10 @@ def embedding_limits(model: nn.Module, example: Example) -> Iterator[Callable[[]
     known = {(tensor.data_ptr(), tensor.shape): path for path, tensor in example.tensors.items()}
     found: dict[str, int] = {}
 
-    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def note(module: nn.Embedding, inputs: tuple[object, ...]) -> None:
         looked_up = inputs[0] if inputs else None
         if isinstance(looked_up, Tensor) and (path := known.get((looked_up.data_ptr(), looked_up.shape))):
-            rows = int(getattr(module, "vocab_size", module.num_embeddings))  # type: ignore[arg-type]
+            rows = int(getattr(module, "vocab_size", module.num_embeddings))
             found[path] = min(rows, found.get(path, rows))
 
     handles = [one.register_forward_pre_hook(note) for one in model.modules() if isinstance(one, nn.Embedding)]

@@ -16,7 +16,6 @@ import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +31,14 @@ FORM = "an input is [name=]dtype[sizes], as in float32[8,3,32,32] or int64[2,16]
 
 def inputs_from(
     specs: Sequence[str], names: Sequence[str] = (), seed: int = 0
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Positional and named inputs, drawn from `seed` or read. UsageError: a spec or a file that cannot be used.
 
     names: those that the model knows; a file's only tensor, where its name is none of them, is positional.
     """
     generator = torch.Generator().manual_seed(seed)
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
     for spec in specs:
         if spec.endswith(_FILES):
             found = _read(Path(spec))
@@ -58,7 +57,7 @@ def inputs_from(
     return tuple(args), kwargs
 
 
-def example_inputs(model: nn.Module, specs: Sequence[str]) -> Any:
+def example_inputs(model: nn.Module, specs: Sequence[str]) -> tuple[object, ...] | dict[str, object]:
     """The specs' inputs as `flatout.export` takes them: a tuple, or a dict of named ones.
 
     Positional ones that stand beside named ones get the names that `forward` has for them.
@@ -72,13 +71,11 @@ def example_inputs(model: nn.Module, specs: Sequence[str]) -> Any:
     names = [name for name in inspect.signature(model.forward).parameters if name not in kwargs]
     if len(names) < len(args):
         limit = f"it is forward{inspect.signature(model.forward)}"
-        raise UsageError(
-            f"{len(args)} inputs stand without a name", limit=limit, remedy="name them all: name=dtype[..]"
-        )
+        raise UsageError(f"{len(args)} inputs have no name", limit=limit, remedy="name them all: name=dtype[..]")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _check_names(model: nn.Module, named: dict[str, Any]) -> None:
+def _check_names(model: nn.Module, named: dict[str, object]) -> None:
     signature = inspect.signature(model.forward)
     try:
         signature.bind(**named)
@@ -112,7 +109,7 @@ def _drawn(spec: str, generator: torch.Generator) -> tuple[str | None, Tensor]:
     return match["name"], drawn
 
 
-def _read(path: Path) -> dict[str, Any] | tuple[Any, ...]:
+def _read(path: Path) -> dict[str, object] | tuple[object, ...]:
     """A dict of named tensors, or the tensors of a .pt file in order."""
     if not path.is_file():
         raise UsageError(f"no such file: {path}", limit=FORM, remedy=f"looked in {Path.cwd()}")
@@ -131,7 +128,7 @@ def _read(path: Path) -> dict[str, Any] | tuple[Any, ...]:
     return {str(name): value for name, value in found.items()}
 
 
-def _content(path: Path) -> Any:
+def _content(path: Path) -> object:
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

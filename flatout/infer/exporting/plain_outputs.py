@@ -1,7 +1,7 @@
-"""A module's outputs as an exported file can hold them: tensors in tuples, lists and dicts, no class of anybody's.
+"""A module's outputs as an exported file can return them: tensors in tuples, lists and dicts, without classes.
 
 A file is read where the user's classes (and transformers) may not be installed, so a dataclass, a named tuple or a
-mapping with a class of its own becomes a dict of its fields. What is no tensor is left out, and that is said.
+custom mapping becomes a dict of its fields. Non-tensors are dropped, with a note.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from flatout.infer.exporting.report import ExportFailure, NotExported
 def with_plain_outputs(model: nn.Module, notes: list[str]) -> nn.Module:
     """A module with the same parameters, submodules and `forward` whose call returns plain outputs.
 
-    The very same parts, not copies; `notes` gets what was changed. The module itself is untouched.
+    The same objects, not copies; changes are added to `notes`. The module itself is not changed.
     """
     shallow = copy.copy(model)
     shallow._forward_hooks = OrderedDict(model._forward_hooks)
@@ -29,7 +28,7 @@ def with_plain_outputs(model: nn.Module, notes: list[str]) -> nn.Module:
     return shallow
 
 
-def plain(output: Any, notes: list[str]) -> Any:
+def plain(output: object, notes: list[str]) -> object:
     """The outputs without classes. NotExported where no tensor is left."""
     kept = _plain(output, "output", notes)
     if not any(True for _ in named_tensors(kept)):
@@ -39,7 +38,7 @@ def plain(output: Any, notes: list[str]) -> Any:
     return kept
 
 
-def _plain(value: Any, path: str, notes: list[str]) -> Any:
+def _plain(value: object, path: str, notes: list[str]) -> object:
     if isinstance(value, Tensor) or value is None:
         return value
     fields = _fields(value)
@@ -55,12 +54,12 @@ def _plain(value: Any, path: str, notes: list[str]) -> Any:
     return None
 
 
-def _fields(value: Any) -> Mapping[Any, Any] | None:
+def _fields(value: object) -> Mapping[object, object] | None:
     """Name -> value of what has named parts; None for anything else."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return value._asdict()
+        return dict(value._asdict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
@@ -71,7 +70,7 @@ def _note(notes: list[str], text: str) -> None:
         notes.append(text)
 
 
-def named_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: object, name: str = "output") -> Iterator[tuple[str, Tensor]]:
     """The tensors of plain outputs in their order, each with a name: 'logits', 'output_1'."""
     if isinstance(value, Tensor):
         yield name, value

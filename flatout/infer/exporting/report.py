@@ -1,4 +1,4 @@
-"""What an export came to: for each format a file that was verified, or why there is none.
+"""The result of an export: for each format a verified file, or the reason why there is none.
 
 >>> report = ExportReport(model="Net", parameters=10, weight_bytes=40, torch_version="2.13.0", files=(), seconds=1.0)
 >>> report.ok
@@ -8,7 +8,7 @@ True
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Format = Literal["pt2", "aoti", "onnx", "executorch", "torchscript"]
 Dynamic = Literal["none", "batch", "length"]
@@ -19,7 +19,7 @@ class ExportCheck:
     """One run of the file beside the module, on the same inputs."""
 
     inputs: Literal["example", "fresh", "resampled"]
-    """The user's own; newly drawn ones of the same kind; or rows of the user's, drawn anew (where others fail)."""
+    """The user's own; newly drawn ones of the same kind; or rows resampled from the user's (where drawn ones fail)."""
     batch: int | None
     """Samples; None where no size of the inputs is a batch."""
     length: int | None
@@ -90,7 +90,7 @@ class ExportedFile:
 
     @property
     def bit_identical(self) -> bool:
-        """Every output of every check has the very bits of the module's."""
+        """Every output of every check is bit-identical to the module's."""
         return bool(self.checks) and all(check.bit_identical for check in self.checks)
 
     @property
@@ -120,7 +120,7 @@ class ExportReport:
         """Every format that was asked for has a verified file."""
         return all(file.failure is None for file in self.files)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Bytes and seconds; unknown is None."""
         files = []
         for file in self.files:

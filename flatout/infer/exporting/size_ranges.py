@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.data.nested import map_tensors
 from flatout.infer.exporting.fresh_inputs import Example
@@ -20,7 +19,7 @@ from flatout.infer.exporting.trace import Traced, first_words
 from flatout.torch_private.attributes import EXPORT_GUARDS
 
 FURTHEST = 1 << 16
-"""No larger size is asked for."""
+"""Largest size that is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,10 @@ def ranges_of(traced: Traced | None, example: Example, dynamic: Dynamic) -> Rang
     for name, size in usual.items():
         if dynamic == "none" or size is None:
             continue
-        allows = lambda other, name=name: not why_not({name: other})  # noqa: E731
+
+        def allows(other: int, name: str = name) -> bool:
+            return not why_not({name: other})
+
         if traced is None or not allows(max(size, 2)):
             found.append(SizeRange(name=name))
             continue
@@ -57,9 +59,9 @@ class _Held(Exception):
 
 def _asks(traced: Traced, dynamic: Dynamic) -> Callable[[Mapping[str, int]], str]:
     module = traced.program.module()
-    guards: Any = getattr(module, EXPORT_GUARDS, None)
+    guards: nn.Module | None = getattr(module, EXPORT_GUARDS, None)
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         raise _Held
 
     if guards is not None:
@@ -80,7 +82,9 @@ def _asks(traced: Traced, dynamic: Dynamic) -> Callable[[Mapping[str, int]], str
     return why_not
 
 
-def _views(example: Example, sizes: Mapping[str, int], dynamic: Dynamic) -> Any:
+def _views(
+    example: Example, sizes: Mapping[str, int], dynamic: Dynamic
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The call with these sizes, each tensor a view of its first row."""
 
     def viewed(tensor: Tensor) -> Tensor:
@@ -91,11 +95,12 @@ def _views(example: Example, sizes: Mapping[str, int], dynamic: Dynamic) -> Any:
         shape = [sizes.get(named.get(number, ""), size) for number, size in enumerate(tensor.shape)]
         return tensor.expand(shape)
 
-    return map_tensors(viewed, (example.args, example.kwargs))
+    args, kwargs = map_tensors(viewed, (example.args, example.kwargs))
+    return args, kwargs
 
 
 def _largest(allows: Callable[[int], bool], known: int) -> int | None:
-    """The last size from `known` on that is allowed; None where there was no end."""
+    """The largest allowed size from `known` on; None where no bound was found."""
     good = known
     while allows(2 * good):
         good *= 2

@@ -1,7 +1,7 @@
-"""The step that formats share: torch.export, with sizes that may vary, and what it says when it cannot.
+"""The step that formats share: torch.export with varying sizes, and readable reasons where it fails.
 
-Each varying size is first let free from 1 on. Where the module holds it in narrower bounds (a table of positions),
-torch names them, and the second try is made with those; where it holds it at one value, it cannot vary.
+Each varying size is first unbounded from 1 on. Where the module needs narrower bounds (a table of positions), torch
+suggests them, and a second attempt uses those; where it needs one value, the size cannot vary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +29,8 @@ from flatout.infer.exporting.report import Dynamic, ExportFailure, NotExported
 from flatout.infer.user_lines import is_users, place, user_line
 from flatout.torch_private.compiler import export_refusal
 
-BY_DATA = "the module decides by the values of its data"
-ONE_OUTCOME = "traced with one outcome of a Python decision"
+BY_DATA = "the module branches on the values of its data"
+ONE_OUTCOME = "traced with one outcome of a Python branch"
 WORDS = 300
 """Characters of an exporter's own message that are passed on."""
 
@@ -77,11 +76,13 @@ def traceable_example(example: Example, dynamic: Dynamic) -> Example:
     return with_sizes(example, sizes, dynamic if sizes else "none", "resampled", seed=0)
 
 
-def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], Any]) -> dict[str, Any]:
+def dynamic_shapes(
+    model: nn.Module, example: Example, dynamic: Dynamic, make: Callable[[str], object]
+) -> dict[str, object]:
     """Argument of `forward` -> the same nest with, for each tensor, dimension -> what `make` gives for its name."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
 
-    def dimensions(tensor: torch.Tensor) -> dict[int, Any] | None:
+    def dimensions(tensor: torch.Tensor) -> dict[int, object] | None:
         sizes = example.sizes_named(tensor, dynamic)
         return {number: named.setdefault(name, make(name)) for number, name in sizes.items()} or None
 
@@ -89,7 +90,7 @@ def dynamic_shapes(model: nn.Module, example: Example, dynamic: Dynamic, make: C
     return {name: _nothing_but(map_tensors(dimensions, value)) for name, value in bound.items()}
 
 
-def _nothing_but(shapes: Any) -> Any:
+def _nothing_but(shapes: object) -> object:
     """None for everything that is no tensor's dimensions: numbers and texts are constants of the file."""
     if isinstance(shapes, dict):
         return {key: value if isinstance(key, int) else _nothing_but(value) for key, value in shapes.items()}
@@ -98,12 +99,12 @@ def _nothing_but(shapes: Any) -> Any:
     return None
 
 
-def _exported(model: nn.Module, example: Example, shapes: dict[str, Any]) -> ExportedProgram:
+def _exported(model: nn.Module, example: Example, shapes: dict[str, object]) -> ExportedProgram:
     with contextlib.redirect_stderr(io.StringIO()):  # there torch prints its graph where it fails
         return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes)
 
 
-def _refined(error: Exception, shapes: dict[str, Any]) -> dict[str, Any] | None:
+def _refined(error: Exception, shapes: dict[str, object]) -> dict[str, object] | None:
     """The shapes with the bounds that torch suggests; None where it suggests none."""
     refusal = export_refusal(error)
     if refusal is None:
@@ -116,11 +117,11 @@ def _refined(error: Exception, shapes: dict[str, Any]) -> dict[str, Any] | None:
     return None if repr(refined) == repr(shapes) else refined
 
 
-def _held_sizes(before: Any, after: Any) -> dict[str, int]:
+def _held_sizes(before: object, after: object) -> dict[str, int]:
     """Names of the sizes that are one number after refinement."""
-    if isinstance(before, dict):
+    if isinstance(before, dict) and isinstance(after, dict):
         pairs = [(one, after[key]) for key, one in before.items()]
-    elif isinstance(before, tuple | list):
+    elif isinstance(before, tuple | list) and isinstance(after, tuple | list):
         pairs = list(zip(before, after, strict=True))
     else:
         name = getattr(before, "__name__", "")
@@ -145,7 +146,7 @@ def _held(model: nn.Module, held: dict[str, int], error: Exception) -> ExportFai
 
 
 def failure_of(error: BaseException) -> ExportFailure:
-    """What an exporter or a runtime said, in our words where we know better, with the user's line."""
+    """The error of an exporter or a runtime, in our words where they are clearer, with the user's line."""
     if isinstance(error, NotExported):
         return error.failure
     line = user_line(error)
@@ -155,12 +156,12 @@ def failure_of(error: BaseException) -> ExportFailure:
         return ExportFailure(
             what=BY_DATA,
             limit="a trace holds one path for all inputs",
-            remedy="use torch.where or torch.cond, or take the decision out of the module",
+            remedy="use torch.where or torch.cond, or move the branch out of the module",
             line=line,
         )
     if ".numpy()" in first_words(error):  # torch raises a plain RuntimeError for it
         return ExportFailure(
-            what="the module leaves torch for numpy",
+            what="the module converts tensors to numpy",
             limit="a trace holds torch operations only",
             remedy="use torch's own operation, or register the code with torch.library.custom_op",
             line=line,
@@ -196,9 +197,9 @@ _HARMLESS = (
 
 @contextmanager
 def quiet(notes: list[str]) -> Iterator[None]:
-    """Torch's exporters say much on the way: what the user should know goes to `notes`, its own log is silent.
+    """Torch's exporters log a lot: what the user should know goes to `notes`, and its own log is silenced.
 
-    Warnings are sorted into the notes too: what is raised here must not cost a file that is good.
+    Warnings go to the notes too: under warnings-as-errors they must not fail a good export.
     """
     loggers = [one for one in logging.Logger.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     handlers = {handler for logger in (logging.root, *loggers) for handler in logger.handlers}

@@ -1,7 +1,7 @@
-"""Generates for many prompts with some slots: each free slot takes the next prompt, so none waits for the longest.
+"""Continuous batching: each free slot takes the next prompt, so that no prompt waits for the longest text.
 
-Tokens stay on the device for some passes at a time (one on a CPU, where looking costs nothing); then the host looks
-for ends and stops, and hands on what was made.
+Tokens stay on the device for several passes at a time (one on a CPU, where reading them is free); then the host checks
+for end tokens and stops, and yields what was generated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.generated import Piece, Reason
 from flatout.infer.generation.sampling import Uniforms, no_usable_logits
-from flatout.infer.generation.share import Untold, Work
+from flatout.infer.generation.share import UncountedWork, Work
 from flatout.infer.generation.stopping import Watch
 from flatout.infer.generation.token_choice import Choice, Place, Rows, place_of
 
 PASSES_BETWEEN_LOOKS = 16
-"""On a GPU: each look waits for it. What a text makes past its end is thrown away."""
+"""On a GPU: each look synchronises. Tokens past the end of a text are discarded."""
 
 
 class Passes(Protocol):
@@ -40,13 +40,13 @@ class Passes(Protocol):
     def note(self) -> str:
         """What this run found out about the model, in words; '' for nothing."""
 
-    def work(self) -> Work | Untold: ...
+    def work(self) -> Work | UncountedWork: ...
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor: ...
 
 
 class Guesses(Protocol):
-    """Who guesses ahead: Guesser."""
+    """What guesses ahead: Guesser."""
 
     proposed: int
     accepted: int
@@ -77,7 +77,7 @@ class Text:
     slot: int = -1
     made: list[int] = field(default_factory=list)
     given: int = 0
-    """Tokens that were handed on in pieces."""
+    """Tokens that were yielded in pieces."""
 
     @property
     def tokens(self) -> list[int]:
@@ -94,7 +94,8 @@ class Text:
     def uniform(self, use: str, step: int) -> Tensor:
         """fp64 []: the number for `use` at the token `step` after the next one; the last again past the limit."""
         table = getattr(self.uniforms, use)[0]
-        return table[min(len(self.made) + step, len(table) - 1)]
+        out: Tensor = table[min(len(self.made) + step, len(table) - 1)]
+        return out
 
     def add(self, tokens: Sequence[int]) -> int:
         """Takes tokens until one ends the text; how many it took."""
@@ -221,7 +222,7 @@ class BatchRun:
 
 
 def places_of(texts: Sequence[Text], *, device: torch.device, ahead: int = 0) -> Place:
-    """Where these texts stand now."""
+    """The current places of these texts."""
     prompts, limits = [len(text.prompt) for text in texts], [text.limit for text in texts]
     return place_of([text.tokens for text in texts], prompts, limits, device=device, ahead=ahead)
 

@@ -1,7 +1,7 @@
-"""Keys and values of what was read so far: held at full length from the start, so that nothing moves while it grows.
+"""The key-value cache: allocated at full length, so that nothing moves while it grows.
 
-A slot holds one sequence; position p of it is row p. What stands behind a sequence's end is never looked at, so a slot
-is given to another sequence, or cut back after a wrong guess, without being cleared.
+A slot holds one sequence; position p of it is row p. Positions past a sequence's end are never read, so a slot is
+reused, or truncated after a wrong guess, without being cleared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Span:
 
 
 LENGTH_STEP = 16
-"""Lengths are multiples of it: the native kernel keeps keys in panels of so many positions."""
+"""Lengths are multiples of it: the native kernel stores keys in panels of this size."""
 
 
 class KeyValueCache:

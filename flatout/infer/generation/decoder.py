@@ -1,7 +1,7 @@
-"""A decoder-only Transformer as generation needs it: its sizes and its weights, whoever's model they are from.
+"""A decoder-only Transformer as generation needs it: sizes and weights, independent of the model's class.
 
 A value of tensors and numbers, without modules: what runs it (native_decoder.py on a CPU with a compiler,
-torch_decoder.py anywhere) is chosen apart from where it came from (families.py).
+torch_decoder.py anywhere) does not depend on where it came from (families.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Storage = Literal["fp32", "bf16", "int8", "int4"]
 
 
 def storage_of(plan: Plan) -> Storage:
-    """int8 and int4 where the plan holds weights so, else its precision; without one: fp32, which changes nothing."""
+    """The plan's weights (int8, int4), else its precision; without either fp32, which changes nothing."""
     if plan.precision == "fp16":
         limit = "generation holds weights in fp32, bf16, int8 or int4"
         raise PlanError("precision is 'fp16'", limit=limit, remedy="set precision = 'bf16'")
@@ -29,7 +29,7 @@ def storage_of(plan: Plan) -> Storage:
 
 
 def storage_of_head(storage: Storage) -> Storage:
-    """In 4 bits the head would cost more exactness than all blocks together, and is a small part of a large model."""
+    """A 4-bit head would cost more accuracy than all blocks together, and is a small part of a large model."""
     return "int8" if storage == "int4" else storage
 
 

@@ -1,7 +1,7 @@
-"""Text from tokens as they come, without half characters.
+"""Streaming detokenisation without incomplete characters.
 
-A token is no piece of text: a character of four bytes may be spread over four tokens, and a tokeniser may write a
-token with or without a space depending on what stands before it. So each new token is decoded together with those
+A token is not a piece of text: a four-byte character may be spread over four tokens, and a tokeniser may write a token
+with or without a space depending on what precedes it. So each new token is decoded together with those
 since the last clean boundary and one group before it, and what that adds is the new text. What ends in U+FFFD, which
 tokenisers write for bytes that are no character (yet), waits for the next token.
 
@@ -20,7 +20,7 @@ Decode = Callable[[list[int]], str]
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 MOST_WAITING = 32
-"""Tokens that may wait for a character to be complete: above, the bytes are none, and decoding must stay cheap."""
+"""Tokens that may wait for a character to be complete: past it they are not text, and decoding must stay cheap."""
 
 MOST_BEFORE = 8
 """Tokens of the prompt that are decoded with the first ones generated."""

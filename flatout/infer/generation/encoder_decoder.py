@@ -1,4 +1,4 @@
-"""Encoder-decoders of transformers (T5, BART and their kin), by their own forward pass and their own cache.
+"""Encoder-decoders of transformers (T5, BART and others), by their own forward pass and their own cache.
 
 The encoder runs once for each source; texts that began together go on together, and leave the batch as they end.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(model, "generation_config")
 
 
+class _Cache(Protocol):
+    def batch_select_indices(self, indices: Tensor) -> None: ...
+
+
 @dataclass
 class _Read:
     """Sources that were encoded, and what the decoder keeps of the texts so far."""
@@ -33,7 +37,7 @@ class _Read:
     """[texts, source tokens, width]"""
     mask: Tensor
     """int64 [texts, source tokens], 1 = a real token."""
-    cache: Any = None
+    cache: _Cache | None = None
     """transformers' own; None before the first token."""
 
 
@@ -57,7 +61,7 @@ class EncoderDecoderSteps:
 
     def begin(self, sources: Tensor, valid: Tensor) -> _Read:
         mask = valid.to(torch.int64)
-        found = self._run(input_ids=sources, attention_mask=mask, method="get_encoder()")
+        found = self._run.call("get_encoder()", input_ids=sources, attention_mask=mask)
         return _Read(hidden=found[0], mask=mask)
 
     def advance(self, tokens: Tensor, state: _Read) -> tuple[Tensor, _Read]:

@@ -1,4 +1,4 @@
-"""Reads models as a Decoder: GPT-2 and TransformerLM of flatout.models; GPT-2, Llama and its kin of transformers.
+"""Reads models as a Decoder: GPT-2 and TransformerLM of flatout.models; GPT-2, Llama and similar ones of transformers.
 
 transformers is never imported: a model is known by its class and its config. Weights are not copied.
 """
@@ -6,7 +6,7 @@ transformers is never imported: a model is known by its class and its config. We
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,12 @@ from torch import Tensor, nn
 from flatout.errors import UsageError
 from flatout.infer.generation.decoder import Activation, Block, Decoder, Linear, Norm
 from flatout.infer.generation.plain_modules import check_all_read, check_plain
+from flatout.models.feed_forward import HUGGING_FACE_ACTIVATIONS
 from flatout.models.gpt2 import GPT2
+from flatout.models.pre_norm_block import PreNormBlock
 from flatout.models.transformer import TransformerLM
 
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-}
+_ACTIVATIONS: dict[str, Activation] = {**HUGGING_FACE_ACTIVATIONS, "silu": "silu", "swish": "silu"}
 
 
 def read_decoder(model: nn.Module) -> Decoder:
@@ -52,54 +46,66 @@ def read_decoder(model: nn.Module) -> Decoder:
 
 
 def _own_gpt2(model: GPT2) -> Decoder:
-    config = model.config
-    return Decoder(
+    return _own(
+        model,
         family="GPT-2 of flatout.models",
         positions=model.positions.weight,
         tokens=model.tokens.weight,
-        head=_cut_head(model.head, config.vocab_size),
-        **_own(model, config.heads, config.width, config.activation, config.max_tokens),
+        activation=model.config.activation,
     )
 
 
 def _own_transformer(model: TransformerLM) -> Decoder:
-    config, embedding = model.config, model.embedding
-    if not config.causal:
+    embedding = model.embedding
+    if not model.config.causal:
         what = "the TransformerLM is not causal"
         raise UsageError(what, limit="a next token follows from those before it", remedy="train it with causal=True")
-    return Decoder(
+    return _own(
+        model,
         family="TransformerLM of flatout.models",
         positions=embedding.sines,
         tokens=embedding.tokens.weight.detach() * embedding.scale,
-        head=_cut_head(model.head, config.vocab_size),
-        **_own(model, config.heads, config.width, "relu", config.max_tokens),
+        activation="relu",
     )
 
 
-def _own(model: Any, heads: int, width: int, activation: Any, max_tokens: int) -> dict[str, Any]:
+def _own(
+    model: GPT2 | TransformerLM, *, family: str, positions: Tensor, tokens: Tensor, activation: Activation
+) -> Decoder:
     """What the models of flatout.models have in common: pre-norm blocks and a last norm."""
-    return {
-        "heads": heads,
-        "kv_heads": heads,
-        "head_width": width // heads,
-        "max_tokens": max_tokens,
-        "norm": "layer",
-        "norm_epsilon": _one_value(model, "eps", model.norm.eps),
-        "activation": activation,
-        "attention_scale": (width // heads) ** -0.5,
-        "last_norm": _norm(model.norm),
-        "blocks": tuple(
-            Block(
-                norm1=_norm(block.norm1),
-                qkv=_linear(block.attention.qkv),
-                out=_linear(block.attention.out),
-                norm2=_norm(block.norm2),
-                up=_linear(block.feed_forward.up),
-                down=_linear(block.feed_forward.down),
-            )
-            for block in model.blocks
-        ),
-    }
+    config = model.config
+    head_width = config.width // config.heads
+    return Decoder(
+        family=family,
+        heads=config.heads,
+        kv_heads=config.heads,
+        head_width=head_width,
+        max_tokens=config.max_tokens,
+        norm="layer",
+        norm_epsilon=_one_value(model, "eps", model.norm.eps),
+        activation=activation,
+        attention_scale=head_width**-0.5,
+        tokens=tokens,
+        positions=positions,
+        blocks=tuple(_own_block(block) for block in model.blocks),
+        last_norm=_norm(model.norm),
+        head=Linear(weights=(model.head.weight[: config.vocab_size],)),
+    )
+
+
+def _own_block(block: nn.Module) -> Block:
+    assert isinstance(block, PreNormBlock), "these models are made of them"
+    return Block(
+        norm1=_norm(block.norm1),
+        qkv=_linear(block.attention.qkv),
+        out=_linear(block.attention.out),
+        norm2=_norm(block.norm2),
+        up=_linear(block.feed_forward.up),
+        down=_linear(block.feed_forward.down),
+    )
+
+
+# Classes of transformers are not imported here, so their modules have no types here.
 
 
 def _hugging_face_gpt2(model: Any) -> Decoder:
@@ -136,9 +142,9 @@ def _hugging_face_gpt2(model: Any) -> Decoder:
 
 
 def _hugging_face_llama(model: Any) -> Decoder:
-    """Llama and what descends from it: rms norms, rotary positions, gated feed-forward, grouped kv heads."""
+    """Llama and its derivatives: rms norms, rotary positions, gated feed-forward, grouped kv heads."""
     config, body = model.config, model.model
-    cosines, sines_ = _rotary(body.rotary_emb, config)
+    cosines, sines_ = _rotary(body.rotary_emb, config.max_position_embeddings)
     first = body.layers[0].self_attn
     return Decoder(
         family=f"{type(model).__name__.removesuffix('ForCausalLM')} of transformers",
@@ -182,8 +188,8 @@ def _llama_block(layer: Any, config: Any) -> Block:
     )
 
 
-_OWN: dict[type[nn.Module], Callable[[Any], Decoder]] = {GPT2: _own_gpt2, TransformerLM: _own_transformer}
-_FOREIGN: dict[str, Callable[[Any], Decoder]] = {
+_OWN: dict[type[nn.Module], Callable[..., Decoder]] = {GPT2: _own_gpt2, TransformerLM: _own_transformer}
+_FOREIGN: dict[str, Callable[..., Decoder]] = {
     "GPT2LMHeadModel": _hugging_face_gpt2,
     "LlamaForCausalLM": _hugging_face_llama,
     "MistralForCausalLM": _hugging_face_llama,
@@ -192,20 +198,20 @@ _FOREIGN: dict[str, Callable[[Any], Decoder]] = {
 }
 
 
-def _rotary(module: Any, config: Any) -> tuple[Tensor, Tensor]:
+def _rotary(module: nn.Module, max_tokens: int) -> tuple[Tensor, Tensor]:
     """The model's own angles for every position, computed by itself: cosines and sines [max_tokens, half]."""
     kind = getattr(module, "rope_type", "default")
     if kind in ("dynamic", "longrope"):
         limit = "they must be the same for a text of any length"
         raise UsageError(f"the model's rotary positions are {kind!r}", limit=limit, remedy="use its own generate()")
-    places = torch.arange(config.max_position_embeddings, device=module.inv_freq.device)
+    places = torch.arange(max_tokens, device=module.get_buffer("inv_freq").device)
     with torch.no_grad():
         cosines, sines_ = module(torch.zeros(1, device=places.device), places[None])
     half = cosines.shape[-1] // 2
     return cosines[0, :, :half].contiguous(), sines_[0, :, :half].contiguous()
 
 
-def _require(config: Any, **values: Any) -> None:
+def _require(config: object, **values: object) -> None:
     for name, wanted in values.items():
         if getattr(config, name, wanted) != wanted:
             what = f"the config's {name} is {getattr(config, name)!r}"
@@ -222,26 +228,30 @@ def _one_value(model: nn.Module, attribute: str, wanted: float) -> float:
     return float(wanted)
 
 
-def _activation(name: Any) -> Activation:
-    if name not in _ACTIVATIONS:
+def _activation(name: object) -> Activation:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         limit = f"generation here knows {', '.join(_ACTIVATIONS)}"
         raise UsageError(f"the config's activation is {name!r}", limit=limit, remedy="use the model's own generate()")
     return _ACTIVATIONS[name]
 
 
-def _norm(module: Any) -> Norm:
+class _Weighted(Protocol):
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+def _norm(module: _Weighted) -> Norm:
     return Norm(weight=module.weight, bias=getattr(module, "bias", None))
 
 
-def _linear(*modules: Any) -> Linear:
-    """Of one module, or of several whose outputs stand one after the other."""
+def _linear(*modules: _Weighted) -> Linear:
+    """Of one module, or of several with concatenated outputs."""
     return Linear(weights=tuple(one.weight for one in modules), biases=tuple(one.bias for one in modules))
 
 
-def _cut_head(module: Any, vocabulary: int) -> Linear:
-    return Linear(weights=(module.weight[:vocabulary],))
-
-
-def _transposed(module: Any) -> Linear:
+def _transposed(module: _Weighted) -> Linear:
     """transformers' Conv1D holds [inputs, outputs]."""
     return Linear(weights=(module.weight.t(),), biases=(module.bias,))

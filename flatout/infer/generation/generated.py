@@ -1,10 +1,10 @@
-"""What generating gives: the texts of all prompts with figures, or pieces of them as they come."""
+"""Results of generation: the texts of all prompts with timings, or pieces of them as they are generated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.units import format_rate, format_seconds
 
@@ -74,7 +74,7 @@ class Generation:
     """How the weights were held (fp32, bf16, int8, int4), or in what numbers the model's own forward pass computes."""
     engine: str
     """What ran the passes, and why if that is not the fastest there is."""
-    model_settings: Mapping[str, Any]
+    model_settings: Mapping[str, object]
     """What the model's generation_config changed, by name: settings that the caller did not give."""
     speculation: Speculation | None
 
@@ -85,7 +85,7 @@ class Generation:
         later = self.generated_tokens - first
         return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
 
-    def to_json(self) -> Mapping[str, Any]:
+    def to_json(self) -> Mapping[str, object]:
         """Everything as JSON types."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 

@@ -1,7 +1,7 @@
-"""Generates with guesses: one pass over each text's last token and what may follow it (speculation.py has the proof).
+"""Speculative decoding: one pass over each text's last token and guesses (speculation.py has the proof).
 
 Guesses come from the text itself, or from a draft model with a cache of its own. How many are tried, and whether any,
-is decided by what they cost and brought so far, so that a text that cannot be guessed is not slowed down.
+depends on their cost and acceptance so far, so that unpredictable text is not slowed down.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Guesser:
         return any(self._looked)
 
     def note_plain_pass(self, texts: int, seconds: float) -> None:
-        """A pass without guesses over so many texts took `seconds`."""
+        """A pass without guesses over this many texts took `seconds`."""
         self._throttle.observe(0, [0] * texts, seconds)
 
     def advance(self, engine: Passes, texts: Sequence[Text]) -> tuple[list[list[int]], list[tuple[int, int]]]:

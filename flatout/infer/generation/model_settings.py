@@ -1,13 +1,13 @@
-"""What a model's generation_config says about its texts: taken over setting by setting, or refused by name.
+"""What a model's generation_config says about generation: each setting is applied, or refused by name.
 
-A model of transformers carries the settings that its makers found good, and its own `generate` applies them. Left out
-in silence, they would make even a greedy text another one. So each setting is known here as one of three: carried out,
-without effect on the text, or refused with its value. What the caller gives goes before.
+A model of transformers comes with its authors' settings, and its own `generate` applies them. Ignoring them silently
+would change even a greedy text. So each setting is one of three: applied, without effect on the text, or refused with
+its value. The caller's settings take precedence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ _RULES = (
     *("min_new_tokens", "min_length", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
 )
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
     "min_length": (0,),
@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,),
     "max_length": (20,),  # the default of releases that wrote it into every config
 }
-"""Setting -> values that mean the same as none."""
+"""Setting -> values that are equivalent to unset."""
 _WITHOUT_EFFECT = frozenset(
     {
         *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "low_memory"),
@@ -66,32 +66,36 @@ _DEFAULT_TOP_K = 50
 """What transformers keeps where do_sample is set and top_k is not."""
 
 
+_Read = Callable[[str], Any]  # a config of transformers may hold any type; each use checks it
+"""Name -> value, None where it is not set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Of a model's generation_config; empty for a model without one."""
 
     end_tokens: tuple[int, ...] = ()
     pad_token: int | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, object] = field(default_factory=dict)
     """Fields of Sampling."""
-    rules: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, object] = field(default_factory=dict)
     """Fields of TokenRules."""
     max_new_tokens: int | None = None
     max_length: int | None = None
-    """Prompt and new tokens together; not looked at beside max_new_tokens."""
+    """Prompt and new tokens together; ignored if max_new_tokens is set."""
     stop_strings: tuple[str, ...] = ()
     decoder_start_token: int | None = None
     """What an encoder-decoder's text begins with, before the first generated token."""
 
     @property
-    def taken(self) -> dict[str, Any]:
+    def taken(self) -> dict[str, object]:
         """Everything that changes texts, by name, for the result to say."""
         limits = {"max_new_tokens": self.max_new_tokens, "max_length": self.max_length}
         found = {**self.sampling, **self.rules, **limits, "stop_strings": self.stop_strings or None}
         return {name: value for name, value in found.items() if value is not None}
 
 
-def read_settings(model: Any, given: Mapping[str, Any], *, encodes: bool = False) -> ModelSettings:
+def read_settings(model: object, given: Mapping[str, object], *, encodes: bool = False) -> ModelSettings:
     """`given`: what the caller set, which goes before. encodes: whether the model is an encoder-decoder.
 
     UsageError for a setting that cannot be carried out here.
@@ -122,7 +126,7 @@ def read_settings(model: Any, given: Mapping[str, Any], *, encodes: bool = False
     )
 
 
-def _drawing(value: Callable[[str], Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _drawing(value: _Read, given: Mapping[str, object]) -> dict[str, object]:
     """As transformers draws. Its own default of top_k belongs to do_sample, not to a temperature of the caller's."""
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
     if given.get("temperature") is None and top_k is None:
@@ -135,8 +139,8 @@ def _drawing(value: Callable[[str], Any], given: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool, encodes: bool) -> None:
-    """Whatever transformers knows and would carry out, and nothing here does. Entries unknown to it have no effect."""
+def _refuse_others(config: object, value: _Read, sampled: bool, encodes: bool) -> None:
+    """Settings that transformers would apply and Flatout does not. Entries unknown to transformers have no effect."""
     known = set(vars(type(config)())) | {"num_beams", "penalty_alpha", "guidance_scale"}
     for name in sorted(set(vars(config)) & known):
         if name.startswith("_") or name in _HANDLED or name in _WITHOUT_EFFECT or value(name) is None:
@@ -153,21 +157,25 @@ def _refuse_others(config: Any, value: Callable[[str], Any], sampled: bool, enco
         raise UsageError(what, limit=limit, remedy=remedy)
 
 
-def _reader(config: Any) -> Callable[[str], Any]:
+def _reader(config: object) -> _Read:
     """name -> value; None where it is not set, or means the same as not being set."""
 
-    def value(name: str) -> Any:
+    def value(name: str) -> object:
         found = getattr(config, name, None)
         return None if found is None or any(found is one or found == one for one in _NEUTRAL.get(name, ())) else found
 
     return value
 
 
-def _start(value: Callable[[str], Any]) -> int | None:
+def _start(value: _Read) -> int | None:
     """As transformers finds it."""
-    start = value("decoder_start_token_id")
-    return value("bos_token_id") if start is None else start
+    start: int | None = value("decoder_start_token_id")
+    if start is None:
+        start = value("bos_token_id")
+    return start
 
 
-def _tokens(found: Any) -> tuple[int, ...]:
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+def _tokens(found: int | Sequence[int] | None) -> tuple[int, ...]:
+    if found is None:
+        return ()
+    return (int(found),) if isinstance(found, int) else tuple(found)

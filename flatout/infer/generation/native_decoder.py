@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ ROWS_PER_PASS = 128
 """A longer prompt goes through in parts: the inputs of one stay in the processor's caches."""
 
 BYTES_PER_THREAD = 2**20
-"""Of weights, below which a further thread costs more than it brings."""
+"""Weight bytes per thread below which another thread costs more than it gains."""
 
 
 class NativeDecoder:
@@ -38,7 +37,7 @@ class NativeDecoder:
     def __init__(self, decoder: Decoder, *, storage: Storage, threads: int | None = None) -> None:
         self.decoder, self.storage, self.threads = decoder, storage, threads
         self.device = torch.device("cpu")
-        self._kept: list[Any] = []
+        self._kept: list[object] = []
         """What C points into."""
         self.weight_bytes = 0
         """Read in every pass: the matrices with their scales."""
@@ -127,7 +126,7 @@ class NativePasses:
 
         Returns logits, fp32: of each span's last token [spans, vocabulary], or of every token [tokens, vocabulary].
         """
-        for span in spans:  # the kernel writes where it is told
+        for span in spans:  # the kernel does not check where it writes
             self.cache.check(span)
         threads = self._threads_for(len(tokens))
         slots = torch.tensor([span.slot for span in spans for _ in range(span.length)])
@@ -146,7 +145,7 @@ class NativePasses:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _threads_for(self, rows: int) -> int:
-        """A pass over a small model is over before several threads have met."""
+        """A pass over a small model is shorter than synchronising several threads."""
         work = self._of.weight_bytes * max(1, min(rows, ROWS_PER_PASS) // 8)
         return max(1, min(self._of.threads or torch.get_num_threads(), work // BYTES_PER_THREAD))
 

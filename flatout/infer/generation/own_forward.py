@@ -1,7 +1,7 @@
 """Runs a model by its own forward pass, for models whose weights generation does not read itself.
 
-In evaluation mode without gradients, whatever the model and the caller's code are set to; both are left as they were.
-The model is referred to weakly, so that what was prepared for it can be kept as long as it lives.
+In evaluation mode without gradients, whatever mode the model and the caller are in; both are restored. The model is
+held by a weak reference, so that the prepared form can be kept as long as the model lives.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LONGEST = (
     *("max_position_embeddings", "n_positions", "max_tokens", "block_size", "max_seq_len", "max_seq_length"),
     *("max_sequence_length", "context_length", "n_ctx"),
 )
-"""What configs call the longest text that a model reads."""
+"""Config names for the maximum sequence length."""
 FULL_CLOSENESS, HALF_CLOSENESS = 2e-3, 0.15
-"""In fp32, and where products are rounded to fewer bits."""
+"""In fp32, and where products use fewer bits."""
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 """One pass of a model at a time: each puts it into evaluation mode and back."""
 
@@ -33,7 +33,7 @@ _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyD
 class OwnForward:
     """A model as the plan runs it. PlanError for a plan that only weights read here can follow.
 
-    why: what keeps the model from being read, for the errors.
+    why: why the model's weights cannot be read, for errors.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, why: str) -> None:
@@ -58,20 +58,21 @@ class OwnForward:
     def closeness(self) -> float:
         """The most by which logits computed in two ways may differ, as a share of their spread; see `difference`."""
         exact = self.storage in ("fp32", "fp64") and torch.get_float32_matmul_precision() == "highest"
-        rounded = self.device.type == "cuda" and torch.backends.cudnn.allow_tf32  # recurrent layers, unless told not to
+        rounded = self.device.type == "cuda" and torch.backends.cudnn.allow_tf32  # on by default for recurrent layers
         return FULL_CLOSENESS if exact and not rounded else HALF_CLOSENESS
 
     @property
-    def model(self) -> Any:
+    def model(self) -> nn.Module:
         found = self._model()
         assert found is not None, "whoever generates holds the model"
         return found
 
-    def __call__(self, *given: Any, method: str = "forward", **named: Any) -> Any:
-        """What the model, or one of its methods, gives; of "get_encoder()" what that module gives.
+    def __call__(self, *given: object, **named: object) -> Any:  # outputs of a model unknown here
+        """The model's output. UsageError if it fails on this text."""
+        return self.call("forward", *given, **named)
 
-        UsageError where it fails on this text.
-        """
+    def call(self, method: str, /, *given: object, **named: object) -> Any:  # as above
+        """The output of one of its methods; for "get_encoder()" of the module that it returns."""
         model = self.model
         call = model if method == "forward" else getattr(model, method.removesuffix("()"))
         call = call() if method.endswith("()") else call
@@ -87,7 +88,7 @@ class OwnForward:
                 remedy = "if the text became too long for it, pass a smaller max_new_tokens"
                 raise UsageError(what, limit=limit, remedy=remedy) from error
 
-    def _numbers(self) -> Any:
+    def _numbers(self) -> torch.autocast:
         """The plan's precision, and not that of an autocast around the call."""
         kind = self.device.type
         return torch.autocast(kind, dtype=self._autocast, enabled=self._autocast is not None)
@@ -105,8 +106,8 @@ class OwnForward:
             raise PlanError(f"the plan's precision is {plan.precision!r}", limit=limit, remedy=remedy)
 
 
-def longest_text(model: Any) -> int | None:
-    """What the model, or its config, says under one of the usual names; None if there is none."""
+def longest_text(model: object) -> int | None:
+    """The maximum sequence length from the model or its config; None if neither states one."""
     config = getattr(model, "config", None)
     found = (
         [config] if isinstance(config, Mapping) else [vars(one) for one in (config, model) if hasattr(one, "__dict__")]
@@ -119,19 +120,21 @@ def longest_text(model: Any) -> int | None:
     return None
 
 
-def logits_of(found: Any, tokens: Tensor, model: Any, places: int | None = None) -> Tensor:
+def logits_of(found: object, tokens: Tensor, model: object, places: int | None = None) -> Tensor:
     """The logits [batch, tokens, vocabulary] of what a model gave for tokens [batch, tokens].
 
     They may be all that it gave, its `logits`, or the first of several things; of the last token alone, [batch, 1,
     vocabulary], if it gives no others. places: of how many tokens they were asked for, if not of all. UsageError for
     anything else.
     """
-    logits = found
+    logits: object = found
     if isinstance(found, Mapping) and "logits" in found:
         logits = found["logits"]
     elif not isinstance(found, Tensor) and hasattr(found, "logits"):
         logits = found.logits
-    elif type(found) in (tuple, list) and found:  # the fields of a named tuple have other names
+    elif (
+        isinstance(found, tuple | list) and type(found) in (tuple, list) and found
+    ):  # the fields of a named tuple have other names
         logits = found[0]
     batch, count = len(tokens), places or tokens.shape[1]
     if (
@@ -164,7 +167,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; each module is left in the mode that it was in."""
+    """In evaluation mode; each module's own mode is restored."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:

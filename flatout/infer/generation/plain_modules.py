@@ -1,7 +1,7 @@
-"""Whether a model computes what its weights say: modules of the very classes that are known, with nothing put on them.
+"""Whether a model computes only what its weights say: modules of exactly the known classes, with nothing added.
 
-Generation reads weights and runs them itself. What else a model does in its forward pass would be lost silently:
-a LoRA layer's second product, a hook that steers, a weight that is normalised when it is used. So each module must be
+Generation reads weights and runs them itself. Anything else in the forward pass would be lost silently: a LoRA layer's
+second product, a steering hook, a weight that is normalised on use. So each module must be
 of exactly a known class, with that class's forward, no hooks and no parametrization, and each weight a plain tensor.
 """
 

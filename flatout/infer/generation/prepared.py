@@ -1,7 +1,7 @@
-"""A model made ready for generating: its weights in the form in which they are read fastest, checked against the model.
+"""A model prepared for generation: its weights in the layout that is read fastest, checked against the model.
 
-What was prepared is of use as long as the model stays as it was (weights_seen.py). `kept` remembers it with the model,
-so that a second call of `flatout.generate` begins at once; it goes when the model does.
+The prepared form is valid as long as the model does not change (weights_seen.py). `kept` caches it per model, so that a
+second call of `flatout.generate` starts at once; it is freed with the model.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from flatout.plan import Plan
 
 Engine = NativeDecoder | TorchDecoder | WholeTexts | StateEngine
 CACHE_STEP = 64
-"""Cache lengths are multiples of it, so that one cache serves calls of about the same length."""
+"""Cache lengths are multiples of it, so that calls of similar length share a cache."""
 MOST_FREE = 4
-"""Caches that wait for a next call: a server has some calls at a time."""
+"""Free caches that are kept for later calls: a server has several calls at a time."""
 DEVICES = ("cpu", "cuda")
 
 
 class Prepared:
-    """Of one model under one plan. Any number of runs may use it at once: each has a cache of its own for its time."""
+    """One model under one plan. Several runs may use it at once, each with its own cache."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         _check_device(model)
-        self.seen = WeightsSeen(model)  # before they are read: what changes meanwhile is noticed
+        self.seen = WeightsSeen(model)  # before they are read, to notice changes in between
         self.engine: Engine
         self.engine, self.reason = _engine(model, plan)
         if isinstance(self.engine, WholeTexts | StateEngine):
@@ -76,7 +76,7 @@ class Prepared:
         return isinstance(self.engine, StateEngine) and self.engine.encodes
 
     def lease(self, length: int, slots: int) -> Passes:
-        """Passes that hold so many sequences of this length, for one run until it gives them back."""
+        """Passes with room for `slots` sequences of this length, for one run until it gives them back."""
         engine = self.engine
         if isinstance(engine, WholeTexts | StateEngine):
             return engine.passes(slots)
@@ -98,7 +98,7 @@ class Prepared:
         )
 
     def give_back(self, passes: Passes) -> None:
-        """Caches are used again; texts and states of a run are not."""
+        """Caches are reused; the texts and states of a run are not."""
         if isinstance(passes, NativePasses | TorchPasses) and len(self._free) < MOST_FREE:
             self._free.append(passes)
 
@@ -108,9 +108,9 @@ _KEPT_LOCK = threading.RLock()
 
 
 def kept(model: nn.Module, plan: Plan) -> Prepared:
-    """What was prepared for this model before, if neither the model nor how it is to be held has changed; else anew.
+    """The form prepared for this model before, or a new one if the model or the plan has changed.
 
-    One form is kept for a model. It holds no reference to the model itself.
+    One form is kept per model. It holds no reference to the model itself.
     """
     key = (plan.weights, plan.precision, plan.threads)
     with _KEPT_LOCK:
@@ -127,7 +127,7 @@ def kept(model: nn.Module, plan: Plan) -> Prepared:
 
 
 def _engine(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
-    """What runs the model where its weights are, and in words: with the reason, if that is not the fastest."""
+    """The engine for the model's device and a description, with the reason if it is not the fastest one."""
     if isinstance(model, Seq2SeqTransformer) or is_encoder_decoder(model):
         return _encoder_decoder(model, plan)
     if isinstance(model, TransformerLM) and not model.config.causal:
@@ -156,7 +156,7 @@ def _encoder_decoder(model: nn.Module, plan: Plan) -> tuple[Engine, str]:
 
 
 def _by_own_forward(model: nn.Module, plan: Plan, why: str) -> tuple[Engine, str]:
-    """By its states, if it keeps any; else the whole text each time. why: what keeps its weights from being read."""
+    """By its state, if it has one; else over the whole text each time. why: why its weights cannot be read."""
     run = OwnForward(model, plan, why)
     steps, no_state = (None, "") if run.from_transformers else recurrent_steps(run)
     if steps is not None:

@@ -1,4 +1,4 @@
-"""Prompts as users have them (texts, lists of ids, tensors, padded batches) as lists of ids, checked before any run.
+"""Prompts in any form (texts, lists of ids, tensors, padded batches) as lists of ids, checked before the run.
 
 Padding is never text. An attention mask says what is padding. Where there is none, a batch of equal lengths that
 begins or ends in pad tokens was padded, as transformers takes it; unless the pad token also ends texts: then only a
@@ -7,26 +7,27 @@ mask can tell.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import torch
 
 from flatout.errors import UsageError
+from flatout.infer.generation.token_ids import whole_number
+from flatout.infer.tokenizer_source import Tokenizer
 
 _OF_A_TOKENIZER = frozenset({"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "length"})
 """What a tokenizer of transformers returns; only the first two say anything about a text."""
 
 
 def read_prompts(
-    prompts: Any,
+    prompts: object,
     *,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     vocabulary: int,
     max_tokens: int | None,
     leave: int = 1,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     pad_token: int | None = None,
     end_tokens: Sequence[int] = (),
 ) -> list[list[int]]:
@@ -54,7 +55,7 @@ def read_prompts(
     return [_checked(index, one, vocabulary, most) for index, one in enumerate(ids)]
 
 
-def _of_tokenizer(found: Mapping[str, Any], mask: Any) -> tuple[Any, Any]:
+def _of_tokenizer(found: Mapping[str, object], mask: object) -> tuple[object, object]:
     if "input_ids" not in found:
         what = f"the prompts are a mapping with {', '.join(map(repr, found)) or 'nothing'}"
         raise UsageError(what, limit="it needs input_ids, as a tokenizer returns them")
@@ -66,7 +67,7 @@ def _of_tokenizer(found: Mapping[str, Any], mask: Any) -> tuple[Any, Any]:
     return found["input_ids"], found.get("attention_mask") if mask is None else mask
 
 
-def _several(prompts: Any) -> list[Any]:
+def _several(prompts: object) -> list[object]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, torch.Tensor):
@@ -78,21 +79,17 @@ def _several(prompts: Any) -> list[Any]:
     return [held] if alone else held
 
 
-def _is_id(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, torch.Tensor) or value.dim() == 0
+def _is_id(value: object) -> bool:
+    return whole_number(value) is not None and (not isinstance(value, torch.Tensor) or value.dim() == 0)
 
 
-def _ids(index: int, prompt: Any, tokenizer: Any) -> list[int]:
+def _ids(index: int, prompt: object, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             limit = "without a tokenizer a prompt is a list of token ids"
             raise UsageError(f"prompt {index} is a text", limit=limit, remedy="pass tokenizer=...")
         found = tokenizer.encode(prompt)
-        return list(getattr(found, "ids", found))  # the tokenizers library wraps them
+        return list(found.ids if hasattr(found, "ids") else found)
     if isinstance(prompt, torch.Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype is torch.bool:
             what = f"prompt {index} is {prompt.dtype} {list(prompt.shape)}"
@@ -100,15 +97,15 @@ def _ids(index: int, prompt: Any, tokenizer: Any) -> list[int]:
         return [int(one) for one in prompt.tolist()]
     if not _is_row(prompt) or not all(_is_id(one) for one in prompt):
         raise _wrong_type(f"prompt {index} is", prompt)
-    return [operator.index(one) for one in prompt]
+    return [number for one in prompt if (number := whole_number(one)) is not None]
 
 
-def _is_row(prompt: Any) -> bool:
+def _is_row(prompt: object) -> TypeGuard[Sequence[object]]:
     """A list, a tuple, or an array of numpy."""
     return isinstance(prompt, Sequence) or (hasattr(prompt, "__array__") and getattr(prompt, "ndim", 0) == 1)
 
 
-def _unmasked(ids: list[list[int]], mask: Any) -> list[list[int]]:
+def _unmasked(ids: list[list[int]], mask: object) -> list[list[int]]:
     rows = mask.tolist() if hasattr(mask, "tolist") else mask
     if isinstance(rows, Sequence) and rows and all(_is_id(one) for one in rows):
         rows = [rows]
@@ -123,14 +120,14 @@ def _unmasked(ids: list[list[int]], mask: Any) -> list[list[int]]:
     return [_kept(index, one, row) for index, (one, row) in enumerate(zip(ids, rows, strict=True))]
 
 
-def _kept(index: int, ids: list[int], mask: Sequence[Any]) -> list[int]:
+def _kept(index: int, ids: list[int], mask: Sequence[int]) -> list[int]:
     places = [place for place, one in enumerate(mask) if one == 1]
     if any(one not in (0, 1) for one in mask):
         raise UsageError(
             f"the attention_mask of prompt {index} holds {max(mask)!r}", limit="it is 1 or 0 for each token"
         )
     if not places:
-        raise UsageError(f"prompt {index} is all padding", limit="a text goes on from at least one token")
+        raise UsageError(f"prompt {index} is all padding", limit="a prompt needs at least one token")
     if places[-1] - places[0] + 1 != len(places):
         gap = next(place for place in range(places[0], places[-1]) if place not in places)
         what = f"the attention_mask of prompt {index} is 0 at place {gap}, within the text"
@@ -138,13 +135,13 @@ def _kept(index: int, ids: list[int], mask: Sequence[Any]) -> list[int]:
     return ids[places[0] : places[-1] + 1]
 
 
-def _may_be_padded(prompts: Any, ids: list[list[int]], pad_token: int | None) -> bool:
+def _may_be_padded(prompts: object, ids: list[list[int]], pad_token: int | None) -> bool:
     """Ids of equal lengths: ragged ones, and texts, were not padded by anybody."""
     if pad_token is None or len({len(one) for one in ids}) != 1 or isinstance(prompts, str):
         return False
     if isinstance(prompts, torch.Tensor):
         return True
-    return len(ids) > 1 and not any(isinstance(one, str) for one in prompts)
+    return len(ids) > 1 and isinstance(prompts, Iterable) and not any(isinstance(one, str) for one in prompts)
 
 
 def _without_pads(ids: list[list[int]], pad: int, ends: Sequence[int]) -> list[list[int]]:
@@ -153,7 +150,7 @@ def _without_pads(ids: list[list[int]], pad: int, ends: Sequence[int]) -> list[l
     if pad not in ends:
         for index, (one, count) in enumerate(zip(ids, before, strict=True)):
             if count == len(one):
-                limit = f"token {pad} is the model's padding; a text goes on from at least one token"
+                limit = f"token {pad} is the model's padding; a prompt needs at least one token"
                 raise UsageError(f"prompt {index} is all padding", limit=limit, remedy="pass attention_mask=...")
         return [one[first : len(one) - last] for one, first, last in zip(ids, before, behind, strict=True)]
     if len(ids) > 1 and (any(behind) or len(set(before)) > 1 or max(before) > 1):
@@ -171,10 +168,10 @@ def _leading(ids: Sequence[int], pad: int) -> int:
 def _checked(index: int, ids: list[int], vocabulary: int, most: int | None) -> list[int]:
     if not ids:
         remedy = "begin with the model's first token (often called bos)"
-        raise UsageError(f"prompt {index} is empty", limit="a text goes on from at least one token", remedy=remedy)
+        raise UsageError(f"prompt {index} is empty", limit="a prompt needs at least one token", remedy=remedy)
     if most is not None and len(ids) > most:
         limit = f"the model reads prompts of at most {most} tokens"
-        raise UsageError(f"prompt {index} has {len(ids)} tokens", limit=limit, remedy="cut it at the front")
+        raise UsageError(f"prompt {index} has {len(ids)} tokens", limit=limit, remedy="truncate it on the left")
     for place, token in enumerate(ids):
         if not 0 <= token < vocabulary:
             what = f"prompt {index} holds token {token} at place {place}"
@@ -183,6 +180,6 @@ def _checked(index: int, ids: list[int], vocabulary: int, most: int | None) -> l
     return ids
 
 
-def _wrong_type(subject: str, value: Any) -> UsageError:
+def _wrong_type(subject: str, value: object) -> UsageError:
     kinds = "a text, a list of token ids or a whole-number tensor"
     return UsageError(f"{subject} of type {type(value).__name__}", limit=f"a prompt is {kinds}")

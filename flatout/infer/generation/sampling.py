@@ -1,7 +1,7 @@
-"""From logits to the next token: penalties, truncation, and a draw that depends on nothing but the prompt.
+"""From logits to the next token: penalties, truncation, and a draw that depends on the prompt only.
 
-A sampled text should be the same whether its prompt is alone or among others, on whatever step it finished and on
-whatever device. So no generator runs along here: the uniform number for generated token `position` of prompt `index`
+A sampled text should be the same whether its prompt is alone or in a batch, at any step and on any device. So there is
+no stateful generator: the uniform number for generated token `position` of prompt `index`
 is a function of (seed, index, position), from a counter-based generator (Salmon et al., "Parallel Random Numbers: As
 Easy as 1, 2, 3", 2011). Nothing here waits for the device.
 
@@ -21,10 +21,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flatout.errors import NumericsError, UsageError
@@ -53,7 +53,7 @@ class Sampling:
     no_repeat_ngram: int | None = None
     """No run of this many tokens comes a second time."""
     seed: int | None = None
-    """The text is a function of it; None = another one each time, which the result reports."""
+    """The text is a function of it; None = a new one each time, which the result reports."""
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, low=0, remedy="pass 0 for greedy, or about 0.7 to 1.0 to sample")
@@ -86,7 +86,7 @@ class Sampling:
 
 def _check(
     name: str,
-    value: Any,
+    value: object,
     *,
     low: int,
     high: int | None = None,
@@ -95,14 +95,19 @@ def _check(
     remedy: str,
 ) -> None:
     """UsageError unless None or a number of the interval; `above` excludes `low` itself."""
-    kinds = int if whole else int | float
     if value is None and name not in ("temperature", "repetition_penalty"):
         return
     noun = "a whole number" if whole else "a number"
     bounds = f"above {low}" if above else f"of at least {low}"
     bounds += f" and at most {high}" if high is not None else ""
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value < low or (above and value == low) or (high is not None and value > high):
+    if (
+        not isinstance(value, int if whole else int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value < low
+        or (above and value == low)
+        or (high is not None and value > high)
+    ):
         raise UsageError(f"{name} is {value!r}", limit=f"it must be {noun} {bounds}", remedy=remedy)
 
 
@@ -127,7 +132,7 @@ def adjusted(logits: Tensor, sampling: Sampling, history: Tensor, lengths: Tenso
 
 def _penalised(logits: Tensor, penalty: float, history: Tensor, lengths: Tensor) -> Tensor:
     columns = torch.arange(history.shape[1], device=history.device)
-    # Columns that do not count stand in for the row's first token: it is penalised anyway, and to the same value.
+    # Columns past the length are set to the row's first token: it is penalised anyway, to the same value.
     tokens = torch.where(columns < lengths, history, history[:, :1]).clamp(min=0)
     values = logits.gather(1, tokens)
     penalised = torch.where(values < 0, values * penalty, values / penalty)
@@ -198,7 +203,7 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     sums = probs.cumsum(-1, dtype=torch.float64)
     targets = uniforms[:, None] * sums[:, -1:]
     if probs.device.type == "cpu":
-        # A CPU adds from left to right: sums never fall, stand still at 0, and the last exceeds u times itself.
+        # A CPU adds from left to right: sums never decrease, stay equal at 0, and the last exceeds u times itself.
         return torch.searchsorted(sums, targets, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
     return _first_above(sums, targets, probs > 0)
 
@@ -265,7 +270,7 @@ class Uniforms:
         return torch.from_numpy(table).to(self._device)
 
 
-def uniform_row(seed: int, use: int, prompt: int, length: int) -> Any:
+def uniform_row(seed: int, use: int, prompt: int, length: int) -> NDArray[np.float64]:
     """fp64 [length]: 53 random bits each. Another `length` gives the same numbers, more or fewer of them."""
     # One counter gives 4 numbers, and words 0 and 1 count them; prompts differ in word 2, so no two ever overlap.
     bits = np.random.Philox(
@@ -275,7 +280,7 @@ def uniform_row(seed: int, use: int, prompt: int, length: int) -> Any:
 
 
 def fresh_seed() -> int:
-    """From the operating system: no generator of the user's is moved. Short enough to be typed again."""
+    """From the operating system: does not advance the user's generators. Short enough to retype."""
     return secrets.randbits(32)
 
 

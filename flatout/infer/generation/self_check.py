@@ -52,10 +52,10 @@ def _compare(found: Tensor, wanted: Tensor, most: float, what: str) -> None:
     off = difference(found, wanted)
     if not off <= most:
         place = int((found - wanted).square().mean(-1).argmax())
-        told = f"with {what}, the logits of a test prompt differ from the model's by {off:.1%} of their spread"
+        what = f"with {what}, the logits of a test prompt differ from the model's by {off:.1%} of their spread"
         limit = f"{most:.1%} is allowed; token {place} differs most"
         remedy = f"look for what changes the forward pass of its class or of torch; {REMEDY}"
-        raise UsageError(told, limit=limit, remedy=remedy)
+        raise UsageError(what, limit=limit, remedy=remedy)
 
 
 def _logits(engine: NativeDecoder | TorchDecoder, tokens: Tensor, *, cut: int) -> Tensor:

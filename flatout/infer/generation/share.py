@@ -1,4 +1,4 @@
-"""How near generation came to what the machine can do: time at the ceiling over time taken.
+"""How close generation came to what the machine can do: time at the ceiling over the time it took.
 
 A pass must read its weights and the keys and values of what came before, and must multiply; whichever takes longer at
 the ceilings measured on this machine is the limit that binds. Weights that lie in the processor's cache are not read
@@ -45,7 +45,7 @@ def lying_in_cache(weight_bytes: int) -> str:
 
 @functools.cache
 def last_cache_bytes() -> int | None:
-    """Of the processor's largest cache; None if the system does not tell."""
+    """Size of the processor's largest cache; None if unknown."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -62,8 +62,8 @@ _UNITS = {"K": 2**10, "M": 2**20}
 
 
 @dataclass
-class Untold:
-    """Seconds of passes whose work is not counted."""
+class UncountedWork:
+    """The time of passes whose work is not counted."""
 
     why: str
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class Untold:
 
 @dataclass
 class Work:
-    """Adds up over passes what they could not do without."""
+    """Accumulates the minimum work of passes."""
 
     decoder: Decoder
     storage: Storage
@@ -125,5 +125,5 @@ class Work:
 
 
 def work_of(decoder: Decoder, storage: Storage, weight_bytes: int, cache: KeyValueCache) -> Work:
-    """Nothing yet, of passes that read so many bytes of weights and this cache."""
+    """An empty count, for passes that read `weight_bytes` and this cache."""
     return Work(decoder, storage, weight_bytes, cache.dtype.itemsize, cache.keys[0].is_cuda)

@@ -1,4 +1,4 @@
-"""Several tokens from one pass of the model: guess them, let one pass judge them all, keep those that are right.
+"""Several tokens from one pass of the model: guess them, verify them all in one pass, keep the correct ones.
 
 One row's decoding reads every weight for a single token, so a pass over k + 1 tokens costs little more than one over
 one. Guesses come from the text itself (`Lookup`: what followed the last time) or from a smaller model. The judgement
@@ -44,7 +44,7 @@ class Lookup:
     def extend(self, tokens: Iterable[int]) -> None:
         """Tokens that belong to the text for good: the prompt's, later those accepted."""
         for token in tokens:
-            # The run that ends the text is entered when it is followed by something, lest it find itself.
+            # The run that ends the text is entered once something follows it, so that it does not find itself.
             for size in self._sizes:
                 if size <= len(self._tokens):
                     self._after[tuple(self._tokens[-size:])] = len(self._tokens)
@@ -71,7 +71,7 @@ def accept_equal(own: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
 
     For guesses made without chance this is exact speculative sampling: a guess x is accepted with probability p(x), as
     min(1, p / q) demands for q = 1 at x, and a token drawn from p that is not x follows max(p - q, 0). And as the token
-    comes from p by its own uniform number, the text is the very one that comes without guessing, whatever was guessed.
+    comes from p by its own uniform number, the text is identical to the one without guessing, whatever was guessed.
     """
     accepted = (own[..., :-1] == proposed).long().cumprod(-1).sum(-1)
     return accepted, own.gather(-1, accepted[..., None])[..., 0]
@@ -94,7 +94,7 @@ def accept(
     columns of Uniforms from the first guess's position on. Returns (accepted, next token), int64 [...] each.
 
     A guess x drawn from q is accepted with probability min(1, p(x) / q(x)); the first one refused is replaced by a draw
-    from max(p - q, 0), normalised. For the truth of it see Leviathan et al., appendix A.1.
+    from max(p - q, 0), normalised. For the proof see Leviathan et al., appendix A.1.
     """
     if draft_probs is None:
         flat = draw(target_probs.reshape(-1, target_probs.shape[-1]), draws.reshape(-1))

@@ -1,6 +1,6 @@
-"""Generates with models that keep what they have read in a state: recurrent ones, and encoders with a decoder.
+"""Generates with models that keep a state: recurrent models and encoder-decoders.
 
-The protocol for a model of one's own:
+The protocol for your own model:
 
     advance(tokens, state) -> (logits, state)      tokens int64 [batch, tokens], logits [batch, tokens, vocabulary]
     begin(source, valid) -> state                  of an encoder-decoder only: source int64 [batch, source tokens],
@@ -20,7 +20,7 @@ torch.Size([1, 1, 11])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,12 +30,11 @@ from torch import Tensor, nn
 from flatout.errors import UsageError
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of, trial_tokens
-from flatout.infer.generation.share import Untold
+from flatout.infer.generation.share import UncountedWork
 from flatout.infer.generation.whole_texts import PADDING
 from flatout.torch_private.dispatch import tree_flatten, tree_unflatten
 
-State = Any
-"""Whatever a model keeps."""
+State = Any  # each model has its own kind, and only its stepper looks into it
 TOKENS, CUT = 6, 4
 """Of the texts that a model is tried on, and where they are cut in two."""
 
@@ -70,7 +69,7 @@ class StateEngine:
         self.max_tokens, self.vocabulary, self.encodes = max_tokens, stepper.vocabulary, stepper.encodes
 
     def passes(self, slots: int) -> StatePasses:
-        """Passes over so many texts of one run."""
+        """Passes over `slots` texts of one run."""
         return StatePasses(self.stepper, slots, self.device)
 
 
@@ -92,10 +91,10 @@ class StatePasses:
     @property
     def note(self) -> str:
         """What was found out about the model, in words; '' for nothing."""
-        return "" if self._stepper.shares else "one text at a time: its states cannot be told apart by rows"
+        return "" if self._stepper.shares else "one text at a time: its state has no batch dimension"
 
-    def work(self) -> Untold:
-        return Untold("the model is run by its own forward pass, which is not counted")
+    def work(self) -> UncountedWork:
+        return UncountedWork("the model is run by its own forward pass, which is not counted")
 
     def encode(self, slots: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
         """Read the sources of texts that begin; the one time that the encoder runs for them."""
@@ -146,7 +145,7 @@ class StatePasses:
         ended = set(slots)
         self._keep_only([slot for group in self._groups for slot in group.slots if slot not in ended])
 
-    def _keep_only(self, slots: Any) -> None:
+    def _keep_only(self, slots: Container[int]) -> None:
         groups = []
         for group in self._groups:
             rows = [row for row, slot in enumerate(group.slots) if slot in slots]
@@ -190,11 +189,11 @@ class ModelSteps:
         return self._dimensions is not None
 
     def begin(self, sources: Tensor, valid: Tensor) -> State:
-        return self._run(sources, valid, method="begin")
+        return self._run.call("begin", sources, valid)
 
     def advance(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         given = (tokens,) if state is None else (tokens, state)
-        found = self._run(*given, method=self._method)
+        found = self._run.call(self._method, *given)
         if not isinstance(found, tuple | list) or len(found) != 2:
             what = f"{type(self._run.model).__name__}.{self._method} gives a {type(found).__name__}"
             raise UsageError(what, limit="it gives (logits, state)", remedy="see flatout.infer.generation.stepping")

@@ -16,16 +16,18 @@ Ending(reason='stop', tokens=2, generated=5, characters=None)
 
 from __future__ import annotations
 
-import operator
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from flatout.errors import UsageError
 from flatout.infer.generation.detokenising import Decode, Detokeniser
+from flatout.infer.generation.token_ids import whole_number
+from flatout.infer.tokenizer_source import Tokenizer
 
 Reason = Literal["eos", "stop", "length"]
+S = TypeVar("S", bound=Sized)
 
 
 class Automaton:
@@ -96,9 +98,9 @@ class Stops:
 
 
 def stops_from(
-    stop: Any = None,
+    stop: object = None,
     eos: int | Sequence[int] | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | Decode | None = None,
     *,
     vocabulary: int | None = None,
 ) -> Stops:
@@ -122,30 +124,27 @@ def stops_from(
         token_ids=frozenset(ids),
         sequences=tuple(dict.fromkeys(sequences)),
         texts=tuple(dict.fromkeys(texts)),
-        decode=getattr(tokenizer, "decode", tokenizer),
+        decode=tokenizer.decode if tokenizer is not None and hasattr(tokenizer, "decode") else tokenizer,
     )
 
 
-def _not_empty(one: Any, stop: Any) -> Any:
+def _not_empty(one: S, stop: object) -> S:
     if not one:
         what = f"stop {stop!r} holds an empty {type(one).__name__}"
-        raise UsageError(what, limit="it is in every text", remedy="leave it out, or put a character or token in")
+        raise UsageError(what, limit="every text contains it", remedy="leave it out, or put a character or token in")
     return one
 
 
 KINDS = {"stop": "a token id, a text, or a list of ids, texts or lists of ids", "eos": "an id or a list of ids"}
 
 
-def _token(value: Any, given: Any, name: str, vocabulary: int | None) -> int:
+def _token(value: object, given: object, name: str, vocabulary: int | None) -> int:
     """A token id, numpy's integers included."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        token = operator.index(value)
-    except TypeError:
+    token = None if isinstance(value, bool) else whole_number(value)
+    if token is None:
         what = f"{name} is {given!r}: {value!r} is of type {type(value).__name__}"
         remedy = f"pass {name}=[...] with those; tensors and arrays as lists, by tolist()"
-        raise UsageError(what, limit=f"it must be {KINDS[name]}", remedy=remedy) from None
+        raise UsageError(what, limit=f"it must be {KINDS[name]}", remedy=remedy)
     if token < 0 or (vocabulary is not None and token >= vocabulary):
         limit = f"token ids are 0 to {vocabulary - 1}" if vocabulary is not None else "token ids are not negative"
         raise UsageError(f"{name} token {token}", limit=limit, remedy="pass an id of this model's vocabulary")

@@ -1,13 +1,12 @@
-"""How many tokens to guess, by what it was seen to cost and to bring.
+"""How many tokens to guess, from the measured cost and acceptance.
 
-A pass over k guesses and one token takes T(k) and brings E(k) = 1 + the expected number of guesses accepted; the best
+A pass over k guesses and one token takes T(k) and yields E(k) = 1 + the expected number of guesses accepted; the best
 k has the greatest E(k) / T(k), and k = 0 is a plain pass. T is a running median, since a shared machine now and then
 stalls a pass tenfold; E comes from the share accepted at each position, recent passes counting most.
 
 Where guessing does not pay it is switched off and tried again after 4, 8, 16 ... passes. Each try costs time on a text
-that cannot be guessed, so what tries have lost and not brought in is kept below a small share of the time elapsed:
-that is the promise. Only the first pass of a size may break it: how long it takes is not known before, nor
-whether that was its warming up. `learn` spares the text this.
+that cannot be guessed, so the net loss of tries is kept below a small share of the elapsed time. Only the first pass of
+a size may exceed that bound: its duration is not known beforehand, and may include warm-up. `learn` avoids this.
 
 >>> throttle = Throttle()
 >>> for _ in range(5):
@@ -30,36 +29,36 @@ SIZES = (2, 4, 8)
 """Numbers of guesses to choose from: few, as each is a shape to compile or record."""
 
 BUDGET = 0.015
-"""Share of the time that tries may have lost, net of what guessing brought since; promised is twice that."""
+"""Share of the time that tries may lose, net of later gains; the bound is twice that."""
 CREDIT = 0.5
-"""Plain passes that may be lost from the start, so that short texts get a try."""
+"""Plain passes that may be lost at the start, so that short texts get a try."""
 MOST_SAVED = 4.0
-"""Plain passes gained that may be spent later, so that one stall does not end what pays."""
+"""Gained plain passes that may be spent later, so that one stall does not switch off what pays."""
 TRY = 0.1
-"""Plain passes that a try may lose before it is given up for want of a hit ..."""
+"""Plain passes that a try may lose before it is abandoned without a hit ..."""
 MOST_TRIES = 3
-"""... and most passes of one: where they are cheap, a single miss proves little."""
+"""... and the most passes of a try: where they are cheap, a single miss proves little."""
 
 FIRST_WAIT, MOST_WAIT = 4, 128
 """Plain passes until the first try, and at most between two."""
 RENEWAL = 64
-"""Passes with guesses after which a plain one is due, lest the time of one be that of a shorter text."""
+"""Passes with guesses after which a plain one is due, to keep the plain time current as the text grows."""
 LEAST_GAIN = 1.02
 """Guessing goes on while it is this many times as fast."""
 
 WINDOW = 9
-"""Of the last so many passes of a size the median is taken."""
+"""Passes of a size over which the median is taken."""
 SETTLED = 3
-"""Samples from which a median outlives a spike; with fewer the benefit of the doubt is given."""
+"""Samples for a median that is robust to one spike; with fewer the optimistic estimate is used."""
 ASSUMED_SLOPE = 0.1
-"""What a guess is taken to cost, in plain passes, before any was measured."""
+"""Assumed cost of a guess, in plain passes, before any was measured."""
 STALL = 1.5
-"""Times the longest that a pass can need, from which it is taken to have stalled."""
+"""Multiple of the longest plausible pass above which it counts as stalled."""
 
 FADING = 0.9
 """Weight of a pass's acceptances against the next one's: about ten passes are remembered."""
 PRIOR_HITS, PRIOR_TRIALS = 0.3, 1.0
-"""What all positions together count as having seen before the first guess."""
+"""Prior counts for all positions together."""
 ALIKE = 2.0
 """Guesses of all positions together that each position counts as its own."""
 
@@ -133,7 +132,7 @@ class Throttle:
         self._elapsed += min(seconds, self._longest(size))
         if size:
             self._count_acceptances(proposed, rows)
-            self._settle_accounts(size, fmean(rows) + 1, seconds)
+            self._record_loss(size, fmean(rows) + 1, seconds)
             self._since_plain += 1
             self._decide(hit=any(rows))
         else:
@@ -157,7 +156,7 @@ class Throttle:
         return tokens
 
     def expected_seconds(self, size: int) -> float:
-        """Of a pass with so many guesses: measured, or as much as a hopeful guess makes of its neighbours."""
+        """Of a pass with so many guesses: measured, or estimated optimistically from other sizes."""
         times = self._times[size]
         if times.settled or (size == 0 and times.samples):
             return times.typical()
@@ -165,7 +164,7 @@ class Throttle:
         return min(guess, times.typical()) if times.samples else guess
 
     def gain(self, size: int) -> float:
-        """How many times as fast the text comes with so many guesses as with none."""
+        """Speedup with this many guesses over none."""
         return self.expected_tokens(size) * self.expected_seconds(0) / self.expected_seconds(size)
 
     def _seconds_by_neighbours(self, size: int) -> float:
@@ -190,8 +189,8 @@ class Throttle:
         """What a pass can take: judging k guesses needs no longer than k plain passes. Above, something stalled."""
         return (size + 1) * STALL * self.expected_seconds(0)
 
-    def _blame(self, size: int, seconds: float) -> float:
-        """What a pass counts as having taken. Little hope here: this is what keeps the promise."""
+    def _charged_seconds(self, size: int, seconds: float) -> float:
+        """The time that a pass is charged with: pessimistic, since this keeps the bound."""
         times = self._times[size]
         if times.settled:
             return times.typical()
@@ -199,8 +198,8 @@ class Throttle:
             return min(times.typical(), self._longest(size))
         return seconds if seconds < self._longest(size) else self._seconds_by_neighbours(size)  # a shape's first time
 
-    def _settle_accounts(self, size: int, tokens: float, seconds: float) -> None:
-        loss = self._blame(size, seconds) - tokens * self.expected_seconds(0)
+    def _record_loss(self, size: int, tokens: float, seconds: float) -> None:
+        loss = self._charged_seconds(size, seconds) - tokens * self.expected_seconds(0)
         self._lost = max(-MOST_SAVED * self.expected_seconds(0), self._lost + loss)
         self._gained -= loss
 
@@ -211,7 +210,7 @@ class Throttle:
         if self._size:
             return
         plain, smallest = self.expected_seconds(0), self.sizes[0]
-        loss = self._blame(smallest, self._seconds_by_neighbours(smallest)) - plain
+        loss = self._charged_seconds(smallest, self._seconds_by_neighbours(smallest)) - plain
         if self._waited >= self._wait and loss <= self._allowance():
             self._size, self._trying, self._tries, self._gained = smallest, True, 0, 0.0
             self._forget_acceptances()

@@ -16,21 +16,20 @@ Everything is computed from where each row stands, on the device: nothing waits 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatout.errors import UsageError
 from flatout.infer.generation.sampling import Sampling, Uniforms, adjusted, next_tokens, unusable
+from flatout.infer.generation.token_ids import whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the rows of some logits stand in their texts."""
+    """The places in their texts that rows of logits belong to."""
 
     history: Tensor
     """int64 [rows, columns]: prompt and text so far, from column 0 on."""
@@ -52,9 +51,9 @@ class TokenRules:
     """Names and meaning are those of transformers' generation_config."""
 
     min_new_tokens: int | None = None
-    """No end token before so many new ones."""
+    """No end token before this many new tokens."""
     min_length: int | None = None
-    """No end token before so many, prompt and new ones together; not looked at beside min_new_tokens."""
+    """No end token before this many tokens, prompt included; ignored if min_new_tokens is set."""
     suppress_tokens: Sequence[int] = ()
     """Never generated."""
     begin_suppress_tokens: Sequence[int] = ()
@@ -80,7 +79,7 @@ class TokenRules:
             raise UsageError(f"bad_words_ids is {words!r}", limit="it is a list of lists of token ids")
         object.__setattr__(self, "bad_words_ids", tuple(_ids("bad_words_ids", one) for one in words))
         if not all(self.bad_words_ids):
-            raise UsageError("bad_words_ids holds an empty list", limit="it is in every text", remedy="leave it out")
+            raise UsageError("bad_words_ids holds an empty list", limit="every text contains it", remedy="leave it out")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else _ids(name, value))
@@ -119,9 +118,9 @@ class TokenRules:
             early = made < self.min_new_tokens if self.min_new_tokens is not None else early
             logits = _banned(logits, early, self.ends)
         if self.forced_bos_token_id is not None:
-            logits = _forced(logits, place.lengths == 1, self.forced_bos_token_id)
+            logits = _forced(logits, place.lengths == 1, _flat(self.forced_bos_token_id))
         if self.forced_eos_token_id is not None:
-            logits = _forced(logits, made == place.limits - 1, self.forced_eos_token_id)
+            logits = _forced(logits, made == place.limits - 1, _flat(self.forced_eos_token_id))
         if self.suppress_tokens:
             logits = _banned(logits, torch.ones_like(made, dtype=torch.bool), self.suppress_tokens)
         if self.begin_suppress_tokens:
@@ -139,7 +138,7 @@ def _banned(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
     return logits.masked_fill(rows[:, None] & where, -math.inf)
 
 
-def _forced(logits: Tensor, rows: Tensor, tokens: Any) -> Tensor:
+def _forced(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
     """0 for these tokens in these rows and -inf for all others."""
     only = torch.full_like(logits[:1], -math.inf)
     only[:, list(tokens)] = 0.0
@@ -152,27 +151,30 @@ def _without_words(logits: Tensor, words: Sequence[Sequence[int]], place: Place)
     before = known.shape[1] - 1
     places = place.lengths[:, None] - before + torch.arange(before, device=logits.device)
     ends = place.history.gather(1, places.clamp(min=0))  # [rows, length - 1]
-    met = (ends[:, None] == known[:, :-1]).all(-1) & (place.lengths >= before)[:, None]  # [rows, words]
+    matches = (ends[:, None] == known[:, :-1]).all(-1) & (place.lengths >= before)[:, None]  # [rows, words]
     # The least of a logit and +inf is the logit: where no word would be completed, nothing changes.
-    bans = torch.where(met, -math.inf, math.inf).to(logits.dtype)
+    bans = torch.where(matches, -math.inf, math.inf).to(logits.dtype)
     return logits.scatter_reduce(1, known[:, -1].expand(len(logits), -1), bans, "amin")
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
+def _ids(name: str, value: object) -> tuple[int, ...]:
     """One id or several as a tuple."""
     if value is None:
         return ()
-    try:
-        ids = tuple(operator.index(one) for one in (value if isinstance(value, Iterable) else [value]))
-    except TypeError:
-        raise UsageError(f"{name} is {value!r}", limit="it holds token ids, whole numbers") from None
-    if any(one < 0 for one in ids):
-        raise UsageError(f"{name} is {value!r}", limit="token ids are not negative")
-    return ids
+    ids = []
+    for one in value if isinstance(value, Iterable) else [value]:
+        token = whole_number(one)
+        if token is None:
+            raise UsageError(f"{name} is {value!r}", limit="it holds token ids, whole numbers")
+        if token < 0:
+            raise UsageError(f"{name} is {value!r}", limit="token ids are not negative")
+        ids.append(token)
+    return tuple(ids)
 
 
-def _flat(value: Any) -> list[int]:
-    if value is None:
+def _flat(value: object) -> list[int]:
+    """The ids of a field, which `_ids` made a tuple of."""
+    if not isinstance(value, tuple):
         return []
     return [token for one in value for token in (one if isinstance(one, tuple) else (one,))]
 

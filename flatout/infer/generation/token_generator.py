@@ -1,4 +1,4 @@
-"""Text generation for a model as it is: prepared once, then called with any prompts.
+"""Text generation with a model: prepared once, then called with prompts.
 
 >>> import torch
 >>> from flatout.models import GPT2, GPT2Config
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,18 +35,18 @@ from flatout.infer.generation.stepping import StatePasses
 from flatout.infer.generation.stopping import Stops, Watch, stops_from
 from flatout.infer.generation.token_choice import Choice, TokenRules
 from flatout.infer.generation.torch_decoder import TorchPasses
-from flatout.infer.tokenizer_source import decode_of
+from flatout.infer.tokenizer_source import Encoding, Tokenizer, decode_of
 from flatout.plan import Plan
 
 DEFAULT_SLOTS = {"cpu": 16, "cuda": 64}
-"""Sequences that are worked on at once: where a step still costs about what reading the weights costs."""
+"""Sequences processed at once: a step still costs about as much as reading the weights."""
 MAX_NEW_TOKENS = 64
 """Where neither the caller nor the model says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """One call, checked: everything but the cache that it will use."""
+    """One checked call: everything but its cache."""
 
     prepared: Prepared
     draft: Prepared | None
@@ -68,24 +68,24 @@ class TokenGenerator:
     """What generating with one model needs, prepared once.
 
     Models whose layout is known (GPT-2 and TransformerLM of flatout.models; GPT-2, Llama, Mistral, Qwen2 and Qwen3 of
-    transformers) have their weights read, in the form in which they are read fastest. Any other model is run by its own
+    transformers) have their weights read, in the form in which they are read fastest. Other models are run by their own
     forward pass, and the result's `engine` says how and why:
 
     - with a state, where it keeps one (CharacterGenerator, any recurrent model: see stepping.py for the protocol);
     - an encoder-decoder (Seq2SeqTransformer, T5, BART) by its decoder's cache, each source encoded once;
-    - else, for logits [batch, tokens, vocabulary], without a cache: the whole text is computed anew for each token.
+    - else, for logits [batch, tokens, vocabulary], without a cache: the whole text is recomputed for each token.
 
-    Making it checks the model: the logits of a few tokens against the model's own (UsageError names what differs). The
-    model is left alone. Before each text the weights are looked at again: where they have changed (a training step,
-    `load_state_dict`), they are prepared anew, so that a text is always that of the model as it is when the text is
-    begun. Weights that change while a text is being made are an error in that text.
+    The constructor checks the model: the logits of a few tokens against the model's own (UsageError says what differs).
+    The model is not changed. Before each text the weights are checked for changes (a training step,
+    `load_state_dict`) and prepared again if need be, so that a text is always that of the current model. Weights that
+    change while a text is being generated are an error.
 
-    Settings of a `generation_config` that the model carries are the defaults, as in transformers; what is given to
-    `generate` goes before, and what cannot be carried out here is refused by name.
+    The settings of the model's `generation_config` are the defaults, as in transformers; arguments of `generate` take
+    precedence, and settings that are not supported are refused by name.
 
-    Threads may share a generator, and streams may be read in turns: each run has a cache of its own, and its text is
-    the one that it would have alone. On a GPU that holds up to rounding: its kernels depend on the number of sequences
-    and on the length of the cache, and so may the choice between tokens that are nearly as likely.
+    Threads may share a generator, and streams may be interleaved: each run has its own cache, and its text does not
+    depend on the others. On a GPU that holds up to rounding: kernels depend on the number of sequences and the length
+    of the cache, and so may the choice between tokens that are about equally likely.
 
     plan: precision (fp32 unless it says bf16), weights (int8, int4), speculation, threads; a model run by its own
     forward pass keeps its precision unless it says bf16, and takes neither weights nor speculation. tokenizer:
@@ -98,7 +98,7 @@ class TokenGenerator:
         model: nn.Module,
         plan: Plan | None = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         draft: nn.Module | None = None,
         slots: int | None = None,
     ) -> None:
@@ -139,16 +139,16 @@ class TokenGenerator:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: object,
         *,
         max_new_tokens: int | None = None,
-        attention_mask: Any = None,
-        stop: Any = None,
+        attention_mask: object = None,
+        stop: object = None,
         ignore_end: bool = False,
         decoder_start_token_id: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         pieces: Callable[[Piece], None] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Generation:
         """New tokens for every prompt, in the order of the prompts.
 
@@ -186,14 +186,14 @@ class TokenGenerator:
 
     def stream(
         self,
-        prompts: Any,
+        prompts: object,
         *,
         max_new_tokens: int | None = None,
-        attention_mask: Any = None,
-        stop: Any = None,
+        attention_mask: object = None,
+        stop: object = None,
         ignore_end: bool = False,
         decoder_start_token_id: int | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Iterator[Piece]:
         """The same as pieces, as they come; those of several prompts take turns."""
         start = decoder_start_token_id
@@ -204,11 +204,11 @@ class TokenGenerator:
 
     def _request(
         self,
-        prompts: Any,
-        max_new_tokens: Any,
-        attention_mask: Any,
-        settings: dict[str, Any],
-        stop: Any,
+        prompts: object,
+        max_new_tokens: int | None,
+        attention_mask: object,
+        settings: dict[str, object],
+        stop: object,
         no_end: bool,
         start: int | None,
     ) -> _Request:
@@ -257,7 +257,7 @@ class TokenGenerator:
         return Prepared(model, plan)
 
     def _current(self) -> tuple[Prepared, Prepared | None]:
-        """What was prepared, anew where the model has changed since."""
+        """The prepared model and draft, prepared again if they have changed."""
         with self._preparing:
             if self._prepared.seen.changed(self._model):
                 self._prepared = self._prepare(self._model, self.plan)
@@ -294,7 +294,7 @@ class TokenGenerator:
 
 
 class _Run:
-    """One request being carried out, with caches of its own from its first piece to its last."""
+    """One running request, with its own caches from the first piece to the last."""
 
     def __init__(self, request: _Request) -> None:
         self._request = request
@@ -356,7 +356,7 @@ class _Run:
         return Guesser(self._request.choice, draft) if wanted else None
 
     def _check(self) -> None:
-        """Between two passes: half of a text from one model and half from another would be nobody's."""
+        """Between passes: a text must not come half from the old weights and half from the new."""
         for one in (self._request.prepared, self._request.draft):
             if one is not None and one.seen.written():
                 limit = "its first part is that of the old weights"
@@ -366,22 +366,22 @@ class _Run:
 
 def generate(
     model: nn.Module,
-    prompts: Any,
+    prompts: object,
     *,
     max_new_tokens: int | None = None,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     plan: Plan | None = None,
-    stop: Any = None,
-    tokenizer: Any = None,
+    stop: object = None,
+    tokenizer: Tokenizer | None = None,
     draft: nn.Module | None = None,
     ignore_end: bool = False,
     decoder_start_token_id: int | None = None,
-    **settings: Any,
+    **settings: Any,  # may hold progress and pieces of TokenGenerator.generate
 ) -> Generation:
     """New tokens for every prompt: see TokenGenerator and its `generate`.
 
-    What was prepared is kept as long as the model lives, so that the next call with the same plan begins at once. It
-    takes as much memory as the weights in that form: to decide when it goes, use a TokenGenerator.
+    The prepared weights are kept as long as the model lives, so that the next call with the same plan starts at once.
+    They take as much memory as the weights in that form: to control when they are freed, use a TokenGenerator.
     """
     return _OfKept(model, plan, tokenizer=tokenizer, draft=draft).generate(
         prompts,
@@ -405,14 +405,14 @@ class _OfKept(TokenGenerator):
 
 
 class _OneAtATime:
-    """A tokenizer that several threads use: those of transformers fail where two encode at once."""
+    """A tokenizer shared by threads: those of transformers fail when two threads encode at once."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
         self._decode = decode_of(tokenizer)
         self.pad_token_id: int | None = getattr(tokenizer, "pad_token_id", None)
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str) -> Iterable[int] | Encoding:
         with self._lock:
             return self._tokenizer.encode(text)
 
@@ -421,7 +421,7 @@ class _OneAtATime:
             return self._decode(tokens)
 
 
-def _one_at_a_time(tokenizer: Any) -> tuple[_OneAtATime | None, Decode | None]:
+def _one_at_a_time(tokenizer: Tokenizer | None) -> tuple[_OneAtATime | None, Decode | None]:
     if tokenizer is None:
         return None, None
     shared = _OneAtATime(tokenizer)
@@ -443,12 +443,12 @@ def _wanted(prompt: list[int], max_new_tokens: int | None, own: ModelSettings) -
     return own.max_length - len(prompt)
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise UsageError(f"{name} is {value!r}", limit="it is a whole number of at least 1")
 
 
-def _choice(settings: dict[str, Any], own: ModelSettings, ends: Sequence[int]) -> Choice:
+def _choice(settings: dict[str, object], own: ModelSettings, ends: Sequence[int]) -> Choice:
     """What the caller set, and else the model."""
     of_sampling = [one.name for one in fields(Sampling)]
     of_rules = [one.name for one in fields(TokenRules) if one.init]
@@ -463,7 +463,9 @@ def _choice(settings: dict[str, Any], own: ModelSettings, ends: Sequence[int]) -
     given = {name: value for name, value in settings.items() if value is not None}
     sampling = {**own.sampling, **{name: value for name, value in given.items() if name in of_sampling}}
     rules = {**own.rules, **{name: value for name, value in given.items() if name in of_rules}}
-    return Choice(sampling=Sampling(**sampling), rules=TokenRules(**rules).with_ends(ends))
+    make_sampling: Callable[..., Sampling] = Sampling  # both check their fields themselves
+    make_rules: Callable[..., TokenRules] = TokenRules
+    return Choice(sampling=make_sampling(**sampling), rules=make_rules(**rules).with_ends(ends))
 
 
 def _start_token(given: int | None, own: ModelSettings, vocabulary: int, encodes: bool) -> int | None:

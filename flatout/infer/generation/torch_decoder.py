@@ -213,7 +213,7 @@ class _StepGraph:
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
         )
         self._expected: list[Span] = []
-        """Spans for which slots and positions stand right already: those of the last step, one further."""
+        """Spans for which slots and positions are already set: those of the last step, advanced by one."""
         self._step = step
         self._replay: Callable[[], Tensor] | None = None
 
@@ -231,7 +231,7 @@ class _StepGraph:
 
 
 def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `step`: what is returned replays it and gives its result, in the same memory each time.
+    """A CUDA graph of `step`: returns a function that replays it and returns its result, always in the same memory.
 
     The step runs some times before. It writes the keys that the replay will, to the same places: that is harmless.
     """

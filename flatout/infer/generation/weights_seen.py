@@ -1,9 +1,8 @@
-"""Whether a model is still the one whose weights were made ready: cheap enough to be asked before every text."""
+"""Detects changes of a model since it was prepared; cheap enough to run before every text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,12 @@ from torch import Tensor, nn
 from flatout.infer.generation.plain_modules import HOOKS
 
 
-def settings_of(model: nn.Module) -> tuple[Any, ...]:
-    """Every module with its class, hooks and plain attributes: it differs as soon as anybody changes one."""
+def settings_of(model: nn.Module) -> tuple[object, ...]:
+    """Every module with its class, hooks and plain attributes, to detect a change of any of them."""
     return tuple(_settings(module) for module in model.modules())
 
 
-def _settings(module: nn.Module) -> tuple[Any, ...]:
+def _settings(module: nn.Module) -> tuple[object, ...]:
     held = vars(module)
     plain = [(name, value) for name, value in held.items() if type(value) in _SCALARS and name != "training"]
     return (id(module), type(module), "forward" in held, *(len(held[hooks]) for hooks in HOOKS), *plain)
@@ -68,7 +67,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 

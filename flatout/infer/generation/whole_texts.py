@@ -1,27 +1,26 @@
-"""Generates with any model that gives logits, without a cache: the whole text is computed anew for each token.
+"""Generates with any model that returns logits, without a cache: the whole text is recomputed for each token.
 
-Texts of a pass share a batch, the shorter ones with padding behind them. That is right only for a model in which no
-token sees those behind it, nor other rows, so it is tried on the texts at hand: where a text alone has other logits,
-each text has a pass of its own.
+Texts of a pass share a batch, the shorter ones padded on the right. That is correct only if no token attends to later
+tokens or to other rows, so it is checked on the actual texts: where a text alone has other logits, each text gets its
+own pass.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatout.infer.generation.cache import Span
 from flatout.infer.generation.own_forward import OwnForward, difference, logits_of
-from flatout.infer.generation.share import Untold
+from flatout.infer.generation.share import UncountedWork
 
 LOGITS_BYTES = 256 << 20
 """Of one call of the model, which may give logits for every token of every text."""
 PADDING = 0
-"""Any id that the model has: what stands there is not read."""
+"""A valid id: padding is not read."""
 
 
 class WholeTexts:
@@ -38,7 +37,7 @@ class WholeTexts:
         self.vocabulary = self.logits(torch.zeros(1, 1, dtype=torch.int64, device=self.device)).shape[-1]
 
     def passes(self, slots: int) -> WholeTextPasses:
-        """Passes over so many texts of one run."""
+        """Passes over `slots` texts of one run."""
         return WholeTextPasses(self, slots)
 
     def logits(self, tokens: Tensor, places: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -47,7 +46,7 @@ class WholeTexts:
         places: int64, the tokens whose logits are asked for, of a model that `takes_places`. mask: int64 [batch,
         tokens], 0 = padding, for one that `takes_mask`.
         """
-        named: dict[str, Any] = {**self._no_cache, "logits_to_keep": places, "attention_mask": mask}
+        named: dict[str, object] = {**self._no_cache, "logits_to_keep": places, "attention_mask": mask}
         found = self.run(tokens, **{name: one for name, one in named.items() if one is not None})
         return logits_of(found, tokens, self.run.model, None if places is None else len(places))
 
@@ -66,8 +65,8 @@ class WholeTextPasses:
         """What was found out on the way, in words; '' for nothing."""
         return "" if all(self._together.values()) else "one text at a time: together they have other logits"
 
-    def work(self) -> Untold:
-        return Untold("the model is run by its own forward pass, which is not counted")
+    def work(self) -> UncountedWork:
+        return UncountedWork("the model is run by its own forward pass, which is not counted")
 
     def advance(self, tokens: Tensor, spans: Sequence[Span], *, every: bool = False) -> Tensor:
         """Put tokens, int64 [sum of the spans' lengths], behind their texts. Returns fp32 logits [spans, vocabulary]

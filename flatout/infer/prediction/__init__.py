@@ -1,1 +1,1 @@
-"""Any number of inputs through a model: predict, and what it is made of."""
+"""Running a model on many inputs: `predict` and its parts."""

@@ -1,8 +1,8 @@
-"""Is this the output of the same sample run alone? Within rounding, which is measured on the model itself.
+"""Whether an output equals that of the same sample run alone, within the model's own measured rounding.
 
-Floating-point outputs are compared row by row (a row: the last dimension, so one token), relative to the usual size of
-a row: one wrong token among a thousand is as wrong as a thousand. Sums in another order differ by far less than the
-limits; a wrong position, mask or neighbour by far more, or (where it is less) not by the same bits twice.
+Floating-point outputs are compared row by row (a row is the last dimension, so one token), relative to the typical norm
+of a row: one wrong token among a thousand is as wrong as a thousand. A different order of summation stays far below the
+limits; a wrong position, mask or neighbour is far above them, or (where it is not) differs from run to run.
 
 >>> agreement = Agreement("fp32")
 >>> agreement.learn([{"output": torch.tensor([1.0, 2.0])}])
@@ -16,12 +16,11 @@ import math
 import random
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.data.nested import leaves_in
+from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.model_batch import Batching, Runner
 from flatout.infer.prediction.samples import Sample
 
@@ -30,14 +29,14 @@ Outputs = Mapping[str, Tensor]
 
 _ROUNDING = {"fp32": (1e-4, 2e-3), "bf16": (0.05, 0.15), "fp16": (0.01, 0.03), "int8": (0.1, 0.2)}
 """Relative distance of a batched row from the same alone: what is always allowed, and what is never exceeded however
-much the model was seen to round. Padding in other amounts takes other kernels, so the first is no measured value."""
+much rounding was measured. Other amounts of padding use other kernels, so the first is not measured."""
 TIMES_MEASURED = 4
 ANSWERS_ALIKE = 0.98
 """Of whole numbers (classes, ranks) in reduced precision, where ties are broken by rounding."""
 
 
 class Agreement:
-    """Of one kind of sample on one model: the sizes that rows have, and how much rounding is usual."""
+    """For one kind of sample on one model: typical norms of rows, and typical rounding."""
 
     def __init__(self, rate: str) -> None:
         self.lowest, self.highest = _ROUNDING[rate]
@@ -46,7 +45,7 @@ class Agreement:
         self._sizes: dict[str, tuple[float, int]] = {}
 
     def learn(self, outputs: Iterable[Outputs]) -> None:
-        """What size rows have: without it one output that happens to lie near 0 would look wrong."""
+        """Learn the norms of rows: without them an output that happens to be near 0 would look wrong."""
         for output in outputs:
             for path, leaf in output.items():
                 if leaf.is_floating_point() and leaf.numel():
@@ -55,7 +54,7 @@ class Agreement:
                     self._sizes[path] = total + float(rows.square().sum()), count + len(rows)
 
     def measured(self, found: Outputs, right: Outputs) -> None:
-        """These two are known to differ by rounding alone."""
+        """These two are known to differ only by rounding."""
         usual = max((self._apart(path, leaf, right[path]) for path, leaf in found.items() if _inexact(leaf)), default=0)
         if usual <= self.highest:
             self.limit = max(self.limit, min(self.highest, TIMES_MEASURED * usual))
@@ -95,7 +94,7 @@ class Agreement:
 
 
 def same_bits(a: Sequence[Outputs], b: Sequence[Outputs]) -> bool:
-    """Every value of both; NaN equals NaN."""
+    """Whether all values are equal; NaN equals NaN."""
     return all(
         one.keys() == other.keys()
         and all(torch.allclose(leaf, other[path], rtol=0, atol=0, equal_nan=True) for path, leaf in one.items())
@@ -112,11 +111,11 @@ def _inexact(leaf: Tensor) -> bool:
 
 
 SHARE = 0.01
-"""Of the time spent on batches, for samples at random."""
+"""Share of the batches' time that is spent on random samples."""
 
 
 class Mismatch(Exception):
-    """This sample's output in a batch is not what the sample alone gives."""
+    """A sample's output in a batch differs from its output alone."""
 
     def __init__(self, sample: Sample, how: Batching, batch: int, why: str) -> None:
         super().__init__(f"input {sample.index}, in a batch ({how}) of {batch}: {why}")
@@ -124,11 +123,11 @@ class Mismatch(Exception):
 
 
 class Audit:
-    """Finished samples run again, alone, while a run goes on: what was tried at its beginning may not hold throughout.
+    """Reruns finished samples alone during a run: what held for the first samples may not hold for all.
 
     Of each new size of batch (in steps of two, by samples and by tokens) the sample with the most padding and one more;
-    after that one sample at random whenever it costs no more than a hundredth of the time. `batch_seconds` is added to
-    by whoever runs batches.
+    after that one sample at random whenever it costs no more than a hundredth of the time. `batch_seconds` is
+    updated by the caller.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -140,7 +139,7 @@ class Audit:
         self._seconds = self._last_seconds = 0.0
 
     def check(
-        self, batch: Sequence[Sample], how: Batching, outputs: Sequence[Any], agreement: Agreement, *, compiled: bool
+        self, batch: Sequence[Sample], how: Batching, outputs: Sequence[object], agreement: Agreement, *, compiled: bool
     ) -> None:
         """Raises Mismatch. A sample that the model does not take alone is passed over."""
         if how == "alone" or (len(batch) == 1 and not compiled):
@@ -149,12 +148,12 @@ class Audit:
         if not places:
             return
         start = time.perf_counter()
-        found = [dict(leaves_in(one, "output", lambda leaf: isinstance(leaf, Tensor))) for one in outputs]
+        found = [dict(output_tensors(one)) for one in outputs]
         agreement.learn(found)
         for place in places:
             try:
                 right = self._runner.alone(batch[place])
-            except Exception:  # as where it only works in batches: then nobody can say what is right
+            except Exception:  # it may only work in batches: then there is no reference
                 continue
             self.checked += 1
             if why := agreement.why_not(found[place], right):
@@ -164,7 +163,7 @@ class Audit:
             self._seconds += self._last_seconds
 
     def _places(self, batch: Sequence[Sample], how: Batching) -> tuple[list[int], bool]:
-        """Places in the batch, and whether they were drawn by chance alone."""
+        """Places in the batch, and whether they were drawn at random only."""
         longest = max(sample.tokens for sample in batch)
         size = (batch[0].kind, how, len(batch).bit_length(), longest.bit_length())
         if size not in self._sizes:

@@ -1,23 +1,21 @@
-"""What a model allows: tried on a few of the user's own samples, never assumed.
+"""Which kinds of batches a model supports: tested on a few of the user's own samples, never assumed.
 
-    alone        each sample by itself: what is right
+    alone        each sample by itself: the reference
     equal        a batch of one shape gives what the samples give alone, at any place, and no bit of a sample's output
                  changes with its neighbours
     padded       the same for samples of unlike lengths, the shortest beside the longest, at two amounts of padding,
                  and no bit of it changes with what stands in the padding
     packed       the same for a row of sequences, and no bit of one changes with its neighbours
 
-The second half of each is what makes the test sharp: a leak from padding or a neighbour may be smaller than rounding
-is in bf16, but it cannot leave every bit as it was. What was found holds for the lengths that were tried; beyond them
-it is tried again.
+The second half of each makes the test sharp: a leak from padding or a neighbour may be smaller than bf16 rounding, but
+it cannot leave every bit unchanged. The result holds for the lengths that were tested; beyond them it is tested again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor
 
@@ -28,16 +26,16 @@ from flatout.infer.prediction.packing import CannotPack
 from flatout.infer.prediction.samples import Noise, Sample, disturbed, shortened
 
 BEYOND = 2
-"""Lengths that leave what was tried by this factor are tried anew."""
+"""Lengths beyond the tested range by this factor are tested again."""
 TRIES = 4
-"""Samples that are passed over because the model fails on them."""
+"""Failing samples that are skipped."""
 SHORTENED = 8
-"""A sample of the longest's first eighth stands beside it, where the user has none as short."""
+"""The first eighth of the longest sample is tested with it, if the user has none as short."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which batchings were found right, with the reasons of the others."""
+    """Which kinds of batches are correct, with reasons for the others."""
 
     equal: bool
     packed: bool = False
@@ -109,7 +107,7 @@ class Trial:
         level, reason = _token_level(alone, chosen)
         if reason:
             return replace(tried, packed=False, padded=False, reasons={"padded": reason, "packed": reason})
-        self.runner.token_level = (self.runner.token_level or frozenset()) | level  # another kind may have told of more
+        self.runner.token_level = (self.runner.token_level or frozenset()) | level  # another kind may have added more
         reasons = {"padded": self._why_not_padded(chosen, alone)}
         reasons["packed"] = self._why_not_packed(chosen, alone) if packing else "the plan compiles the model"
         why = {name: reason for name, reason in reasons.items() if reason}
@@ -184,7 +182,7 @@ class Trial:
         if reason := self._difference(found, alone):
             return f"padded, {reason}"
         if not all(same_bits(found, one) for one in changed):
-            return "padded, the outputs depend on what stands in the padding"
+            return "padded, the outputs depend on the content of the padding"
         try:
             wider = self._together(samples, "padded", tokens=self._more_than(samples[0].tokens), padding=self._noise(3))
         except Exception:  # the model may take no longer inputs
@@ -232,7 +230,7 @@ class Trial:
 
 def _with_a_neighbour(samples: Sequence[Sample]) -> list[tuple[Sample, Sample | None]]:
     """(sample, another of its shape or None): short ones first, those that have another before those that have none."""
-    by_shape: dict[Any, list[Sample]] = {}
+    by_shape: dict[Hashable, list[Sample]] = {}
     for sample in samples:
         by_shape.setdefault(sample.shape, []).append(sample)
     groups = sorted(by_shape.values(), key=lambda group: (len(group) == 1, group[0].tokens))
@@ -253,6 +251,6 @@ def _token_level(alone: Sequence[Outputs], samples: Sequence[Sample]) -> tuple[f
         follows = all(len(shape) and shape[0] == one.length for shape, one in zip(shapes, samples, strict=True))
         if not follows or len({shape[1:] for shape in shapes}) > 1:
             shown = f"{path} is {list(leaf.shape)} for {samples[0].length} tokens"
-            return frozenset(), f"{shown}: nobody can tell its padding"
+            return frozenset(), f"{shown}: its padding cannot be identified"
         paths.add(path)
     return frozenset(paths), ""

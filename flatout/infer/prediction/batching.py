@@ -1,7 +1,7 @@
-"""Which samples go together: a window of the input, sorted by length, cut into batches of at most so many tokens.
+"""Forms batches: a window of the input, sorted by length, cut into batches of a bounded number of tokens.
 
-Memory is bounded by the window: so many samples are read ahead and no more. Sorting them brings equals together, so
-that little is padded; the results of a window are put back into the order of its inputs.
+The window bounds memory: no more samples are read ahead. Sorting brings similar lengths together, so that there is
+little padding; the results of a window are returned in the order of its inputs.
 
 >>> [len(batch) for batch in batches_of([3, 3, 1, 4], lambda n: n, max_tokens=8, padded=True)]
 [2, 2]

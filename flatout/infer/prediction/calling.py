@@ -1,15 +1,15 @@
-"""How a model wants to be called: the names of its inputs, its mask, its vocabulary, the longest input it takes.
+"""How to call a model: the names of its inputs, its mask, its vocabulary, its maximum input length.
 
-Read from the signature of `forward` and from the model's config. What nothing tells is None, and then nothing is
-checked against it: the model's own error says what was wrong, and `predict` finds the sample that caused it.
+Read from the signature of `forward` and the model's config. Unknown values are None and are not checked: then the
+model's own error says what is wrong, and `predict` finds the sample that caused it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,8 @@ class Calling:
     longest: int | None = None
     """Tokens of the longest input that the model has positions for."""
     padding_id: int = 0
-    """What stands in padding."""
-    constants: tuple[tuple[str, Any], ...] = ()
+    """The token id of padding."""
+    constants: tuple[tuple[str, object], ...] = ()
     """Further keywords of every call."""
 
     def mask(self, lengths: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class Calling:
 
 
 def calling_of(model: nn.Module) -> Calling:
-    """What the model's signature and config tell."""
+    """From the model's signature and config."""
     names = _parameters(model)
     mask_name = next((name for name in _MASKS if name in names), None)
     config = getattr(model, "config", None)
@@ -85,10 +85,11 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _vocabulary(model: nn.Module, config: Any) -> tuple[int | None, bool]:
+def _vocabulary(model: nn.Module, config: object) -> tuple[int | None, bool]:
     """Its size, and whether it is surely that of the first input."""
-    if hasattr(model, "get_input_embeddings"):
-        size = getattr(_embedding(model), "num_embeddings", None)
+    find = getattr(model, "get_input_embeddings", None)
+    if find is not None:
+        size = getattr(_embedding(find), "num_embeddings", None)
         return (size, True) if isinstance(size, int) else (None, True)
     size = getattr(config, "vocab_size", None)
     if isinstance(size, int):
@@ -97,14 +98,14 @@ def _vocabulary(model: nn.Module, config: Any) -> tuple[int | None, bool]:
     return (embeddings[0].num_embeddings, False) if len(embeddings) == 1 else (None, True)
 
 
-def _embedding(model: Any) -> Any:
+def _embedding(find: Callable[[], object]) -> object:
     try:
-        return model.get_input_embeddings()
+        return find()
     except (NotImplementedError, AttributeError):
         return None
 
 
-def _longest(model: nn.Module, config: Any) -> int | None:
+def _longest(model: nn.Module, config: object) -> int | None:
     size = getattr(config, "max_tokens", None)
     if isinstance(size, int):
         return size

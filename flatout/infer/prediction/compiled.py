@@ -1,4 +1,4 @@
-"""A compiled model that cannot fall into a storm of recompilations.
+"""A compiled model with a bound on recompilations.
 
 torch compiles a version for each new shape, and each takes seconds to minutes. Here shapes are made few (lengths in
 buckets, batches filled up), the versions are counted, and past a bound the model goes on uncompiled. On the CPU the
@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -34,10 +33,10 @@ class CompiledModel:
         self.model, self.mode = model, mode
         self.versions = 0
         self.gave_up: str | None = None
-        self._call: Any = model
+        self._call: Callable[..., object] = model
         self._targets = repeated_blocks(model) if mode == "regional" else []
         self._most = MOST_VERSIONS * (1 if mode != "regional" else 4)
-        options: dict[str, Any] = {}
+        options: dict[str, str | int | bool | Callable[..., object]] = {}
         if device == "cpu":
             options = {"freezing": True}
             if not any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++")):
@@ -52,7 +51,7 @@ class CompiledModel:
             else:  # not model.compile(): that leaves modules of torch's own, as nn.Sequential, uncompiled
                 self._call = torch.compile(model, dynamic=False, options=options or None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.gave_up is not None:
             return self.model(*args, **kwargs)
         before = versions_compiled()

@@ -1,4 +1,4 @@
-"""Linear layers that hold their weights as the processor multiplies them fastest.
+"""Linear layers with weights in the layout that the processor multiplies fastest.
 
 torch reorders a weight for oneDNN at every call and, in fp32, may not use oneDNN at all (on some processors its other
 library is half as fast). A layer that is only run can reorder once:
@@ -19,7 +19,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
-        return onednn_linear(x, self.weight, self.bias, "none", [], "")
+        out: Tensor = onednn_linear(x, self.weight, self.bias, "none", [], "")
+        return out
 
 
 class RoundedLinear(nn.Linear):
@@ -116,12 +117,14 @@ class Int8Linear(nn.Linear):
         else:  # whole numbers in floating point: slow, the same result
             y = nn.functional.linear(levels.float() - ZERO_POINT, self.values.float()) * self.scales
         y = scale_back(y, token_scales, self.bias)
-        return y.to(self.dtype).unflatten(0, x.shape[:-1])
+        out: Tensor = y.to(self.dtype).unflatten(0, x.shape[:-1])
+        return out
 
     def _by_onednn(self, levels: Tensor) -> Tensor:
         out = self.dtype if self.dtype is torch.bfloat16 else torch.float32
         quantised = (levels, self.one, self.zero_point, self.weight, self.scales, self.no_zeros)
-        return torch.ops.onednn.qlinear_pointwise.tensor(*quantised, None, 1.0, 0, out, "none", [], "")
+        result: Tensor = torch.ops.onednn.qlinear_pointwise.tensor(*quantised, None, 1.0, 0, out, "none", [], "")
+        return result
 
 
 INT_MM_ROWS, INT_MM_MULTIPLE = 17, 8
@@ -142,7 +145,7 @@ def whole_number_products(levels: Tensor, values: Tensor) -> Tensor:
 
 
 def multiplies_int8() -> bool:
-    """Has this processor products of whole numbers that cannot overflow on the way (VNNI or AMX)?"""
+    """Whether this processor has integer products that cannot overflow midway (VNNI or AMX)."""
     if onednn_is_limited():  # without them it saturates sums in 16 bits
         return False
     return bool({"avx_vnni", "avx512_vnni", "amx_int8"} & set(detect().cpu.features)) and hasattr(
@@ -151,19 +154,19 @@ def multiplies_int8() -> bool:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Can oneDNN hold weights of this dtype in its own layout here?"""
+    """Whether oneDNN can hold weights of this dtype in its own layout here."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
     if dtype is torch.float32:
         return True
     features = set(detect().cpu.features)
-    # Without instructions for it oneDNN would convert at every step; and it may be told to use fewer than there are.
+    # Without instructions for it oneDNN would convert at every step; a setting may limit its instruction set.
     fast = bool({"avx512_bf16", "amx_bf16"} & features)
     return dtype is torch.bfloat16 and fast and onednn_takes_bf16()
 
 
 def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None], besides: Collection[str] = ()) -> int:
-    """Put `make(layer)` in the place of every plain linear layer that is called (None: leave it); how many were.
+    """Replace every plain linear layer by `make(layer)` (None: keep it); returns how many.
 
     besides: names of layers that stay as they are.
     """
@@ -177,7 +180,7 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
             if not _plain(child) or id(child) in stay:
                 continue
             if id(child) not in made:
-                replacement = make(child)  # type: ignore[arg-type]
+                replacement = make(child)
                 if replacement is None:
                     continue
                 made[id(child)] = replacement.eval()
@@ -186,8 +189,8 @@ def swap_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]
     return swapped
 
 
-def _plain(module: Any) -> bool:
-    """A Linear itself, no kind of it, that nobody hooked into or gave a parametrisation."""
+def _plain(module: object) -> TypeGuard[nn.Linear]:
+    """An nn.Linear, not a subclass, without hooks or parametrisation."""
     if type(module) is not nn.Linear or "forward" in vars(module) or module._parameters.get("weight") is None:
         return False
     hooked = module._forward_hooks or module._forward_pre_hooks
@@ -197,7 +200,7 @@ def _plain(module: Any) -> bool:
 class _Watched(nn.Linear):
     """A Linear that remembers whether its weight was read by anything but its own call."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         if name in ("weight", "bias") and not self.__dict__.get("_in_call"):
             self.__dict__["_read"] = True
         return super().__getattr__(name)
@@ -210,7 +213,7 @@ class _Watched(nn.Linear):
             self.__dict__["_in_call"] = False
 
 
-def read_by_others(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+def read_by_others(model: nn.Module, run: Callable[[], object]) -> list[str]:
     """Names of the plain linear layers whose weights the model reads itself while it runs."""
     watched = {name: layer for name, layer in model.named_modules() if _plain(layer)}
     for layer in watched.values():

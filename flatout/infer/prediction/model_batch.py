@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from flatout.data.nested import leaves_in, map_leaves
+from flatout.data.nested import map_leaves
 from flatout.errors import UsageError
+from flatout.infer.output_tensors import is_tensor, output_tensors
 from flatout.infer.prediction.calling import Calling
 from flatout.infer.prediction.packing import packed_blocks
 from flatout.infer.prediction.placed import Placed
@@ -36,7 +38,7 @@ class Layout:
     """Paths that have no batch dimension where the batch is one row."""
 
     def dimension(self, path: str, leaf: Tensor, rows: int) -> int | None:
-        """Along which the samples of an output of so many rows lie; None: it is one sample's as it stands.
+        """The dimension of samples in an output of `rows` rows; None: it is a single sample without one.
 
         UsageError where it has not a row for each.
         """
@@ -80,11 +82,11 @@ class Runner:
     calling: Calling
     blocks: Sequence[nn.Module] = ()
     token_level: frozenset[str] | None = None
-    """Which leaves of the output have a row for each token, by path; None until samples of two lengths were seen."""
+    """Which leaves of the output have a row for each token, by path; None until two lengths have run."""
     layout: Layout = field(default_factory=Layout)
     """Where samples lie in the output."""
-    call: Any = None
-    """What is called in place of the model: its compiled form."""
+    call: Callable[..., object] | None = None
+    """Called instead of the model: its compiled form."""
 
     def run(
         self,
@@ -94,7 +96,7 @@ class Runner:
         rows: int | None = None,
         tokens: int | None = None,
         padding: Noise | None = None,
-    ) -> Any:
+    ) -> object:
         """The model's output for these samples of one kind, its batch dimension first, on the model's device.
 
         equal, alone: they are of one length. rows, tokens: fill the batch up to that shape (so that few shapes are
@@ -111,24 +113,24 @@ class Runner:
         if rows is not None and rows > len(samples):
             tensors = {name: _filled(one, rows) for name, one in tensors.items()}
         args = [tensors.pop(place) for place in range(len(tensors)) if place in tensors]
-        keywords: dict[str, Any] = {str(name): one for name, one in tensors.items()}
+        keywords: dict[str, object] = {str(name): one for name, one in tensors.items()}
         keywords |= dict(self.calling.constants)
-        packing: Any = contextlib.nullcontext()
+        packing: AbstractContextManager[None] = contextlib.nullcontext()
         if how == "packed" and ragged:
             packing = packed_blocks(self.blocks, lengths, self.placed.device)
         with packing:
             return (self.call or self.placed.model)(*args, **keywords)
 
-    def cut(self, output: Any, samples: Sequence[Sample], *, padded: bool, rows: int | None = None) -> list[Any]:
+    def cut(self, output: object, samples: Sequence[Sample], *, padded: bool, rows: int | None = None) -> list[object]:
         """The output of each sample, on the CPU, in the dtype of the user's model; a row of its own memory each.
 
         rows: of the batch, if it was filled up. Raises UsageError where a tensor has not a row for each of them.
         """
-        host = map_leaves(self._to_host, output, _is_tensor)
+        host = map_leaves(self._to_host, output, is_tensor)
         trimmed = (self.token_level or frozenset()) if padded else frozenset()
         taken = {
             id(leaf): (self.layout.dimension(path, leaf, rows or len(samples)), path in trimmed)
-            for path, leaf in leaves_in(host, "output", _is_tensor)
+            for path, leaf in output_tensors(host)
         }
 
         def take(leaf: Tensor, place: int, length: int | None) -> Tensor:
@@ -136,25 +138,25 @@ class Runner:
             row = leaf if dimension is None else leaf.select(dimension, place)
             return (row[:length] if trim else row).clone()
 
-        if _is_tensor(host):
+        if is_tensor(host):
             return [take(host, place, sample.length) for place, sample in enumerate(samples)]
         return [
-            map_leaves(partial(take, place=place, length=sample.length), host, _is_tensor)
+            map_leaves(partial(take, place=place, length=sample.length), host, is_tensor)
             for place, sample in enumerate(samples)
         ]
 
-    def outputs(self, output: Any, samples: Sequence[Sample], *, padded: bool) -> list[dict[str, Tensor]]:
+    def outputs(self, output: object, samples: Sequence[Sample], *, padded: bool) -> list[dict[str, Tensor]]:
         """The tensors of each sample by path, cut as by `cut`."""
         cut = self.cut(output, samples, padded=padded)
-        return [dict(leaves_in(row, "output", _is_tensor)) for row in cut]
+        return [dict(output_tensors(row)) for row in cut]
 
     @staticmethod
-    def leaves(output: Any) -> dict[str, Tensor]:
-        """The tensors of the output as the model gave them, copied: it may return what it changes at the next call."""
-        return {path: leaf.detach().clone() for path, leaf in leaves_in(output, "output", _is_tensor)}
+    def leaves(output: object) -> dict[str, Tensor]:
+        """The tensors of the output, copied: a model may return buffers that it overwrites in the next call."""
+        return {path: leaf.detach().clone() for path, leaf in output_tensors(output)}
 
     def alone(self, sample: Sample) -> dict[str, Tensor]:
-        """What is right: the outputs of a sample that is run by itself, uncompiled."""
+        """The reference: the outputs of a sample run by itself, uncompiled."""
         call, self.call = self.call, None
         try:
             return self.outputs(self.run([sample], "alone"), [sample], padded=False)[0]
@@ -204,7 +206,3 @@ class Runner:
 def _filled(tensor: Tensor, rows: int) -> Tensor:
     """The last row again and again: any other content might be one that the model refuses."""
     return torch.cat((tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])))
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from flatout.torch_private.lookup import is_missing
 from flatout.torch_private.tensors import onednn_linear
 from flatout.train.flops import count_step
 
+T = TypeVar("T")
+
 
 class Operations:
     """Counted on one model, by kind of sample."""
@@ -19,15 +21,15 @@ class Operations:
     def __init__(self) -> None:
         self._known: dict[Hashable, dict[int, float]] = {}
 
-    def learn(self, samples: Sequence[Sample], run: Callable[[Sample], Any]) -> None:
+    def learn(self, samples: Sequence[Sample], run: Callable[[Sample], object]) -> None:
         """From the shortest and the longest of these, of one kind; `run` calls the model on one."""
         known = self._known.setdefault(samples[0].kind, {})
         lengths = {sample.tokens: sample for sample in samples}
         for length in sorted({min(lengths), max(lengths)} - set(known))[: 2 - len(known)]:
             self.counted(lengths[length], run)
 
-    def counted(self, sample: Sample, run: Callable[[Sample], Any]) -> Any:
-        """What `run` gives; its operations are counted where two lengths are not yet known."""
+    def counted(self, sample: Sample, run: Callable[[Sample], T]) -> T:
+        """Returns what `run` returns; its operations are counted until two lengths are known."""
         known = self._known.setdefault(sample.kind, {})
         if len(known) >= 2 or sample.tokens in known:
             return run(sample)
@@ -55,11 +57,11 @@ class Operations:
         return (of_short / short - b * short + b * sample.tokens) * sample.tokens
 
 
-def _formulas() -> dict[Any, Any]:
+def _formulas() -> dict[object, Callable[..., int]]:
     """Operations of oneDNN's products, which torch's counter does not know."""
-    found: dict[Any, Any] = {}
+    found: dict[object, Callable[..., int]] = {}
 
-    def product(x: Any, weight: Any) -> int:
+    def product(x: Sequence[int], weight: Sequence[int]) -> int:
         return 2 * int(torch.Size(x).numel()) * (weight[0] if weight[1] == x[-1] else weight[1])
 
     if not is_missing(onednn_linear):

@@ -1,4 +1,4 @@
-"""No padding: the tokens of many sequences in one row, while a model's repeated blocks run.
+"""Packing without padding: the tokens of many sequences in one row while a model's repeated blocks run.
 
     embeddings    [batch, longest]       as the model has it: positions, token types and masks are right by themselves
     blocks        [1, all real tokens]   nearly all of the work; attention within each sequence alone
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flatout.data.nested import map_leaves
+from flatout.infer.output_tensors import is_tensor
+
+_Arguments = tuple[tuple[object, ...], dict[str, object]]
+"""Positional and keyword arguments of a call."""
+_Hook = Callable[[nn.Module, tuple[object, ...], dict[str, object]], _Arguments]
 
 
 class CannotPack(Exception):
@@ -84,10 +89,10 @@ class _Row(TorchFunctionMode):
 
     # the borders
 
-    def entering(self, *, first: bool) -> Callable[..., Any]:
+    def entering(self, *, first: bool) -> _Hook:
         """A hook before a block: the hidden states into one row (first), and whatever else is laid out as they were."""
 
-        def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def enter(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> _Arguments:
             if first:
                 if self.packed or self.finished:
                     raise CannotPack("its first block is called twice")
@@ -97,14 +102,15 @@ class _Row(TorchFunctionMode):
                     raise CannotPack(f"its blocks take {_shape(hidden)}, not [batch, tokens, width]")
             elif not self.packed:
                 raise CannotPack("its blocks are not called in the order in which they stand")
-            return map_leaves(self._pack, (args, kwargs), lambda leaf: isinstance(leaf, Tensor))
+            args, kwargs = map_leaves(self._pack, (args, kwargs), is_tensor)
+            return args, kwargs
 
         return enter
 
-    def leaving(self, block: nn.Module, args: Any, output: Any) -> Any:
+    def leaving(self, block: nn.Module, args: object, output: object) -> object:
         """A hook behind the last block: hidden states as they were, with zeros in padding."""
         self.packed, self.finished = False, True
-        return map_leaves(self._unpack, output, lambda leaf: isinstance(leaf, Tensor))
+        return map_leaves(self._unpack, output, is_tensor)
 
     def check_done(self) -> None:
         if not self.finished:
@@ -112,7 +118,7 @@ class _Row(TorchFunctionMode):
         if not self.attentions:
             raise CannotPack("its blocks do not call scaled_dot_product_attention")
 
-    def _is_laid_out(self, value: Any) -> bool:
+    def _is_laid_out(self, value: object) -> TypeGuard[Tensor]:
         """[batch or 1, longest, features], so a value for each token."""
         if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point():
             return False
@@ -127,15 +133,22 @@ class _Row(TorchFunctionMode):
         if value.dim() != 3 or value.shape[:2] != (1, self.width):
             return value
         padded = value.new_zeros(self.batch * self.longest, value.shape[2])
-        return padded.index_copy_(0, self.real, value[0, : self.total]).unflatten(0, (self.batch, self.longest))
+        out: Tensor = padded.index_copy_(0, self.real, value[0, : self.total]).unflatten(0, (self.batch, self.longest))
+        return out
 
     # attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        call: Callable[..., object] = func
         if self.packed and func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        return func(*args, **kwargs)
+            call = self._attend
+        return call(*args, **(kwargs or {}))
 
     def _attend(
         self,
@@ -145,7 +158,8 @@ class _Row(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **options: Any,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
         for name, part in (("queries", query), ("keys", key), ("values", value)):
             if part.dim() != 4 or part.shape[0] != 1 or part.shape[2] != self.width:
@@ -157,7 +171,9 @@ class _Row(TorchFunctionMode):
         out[:, :, self.total :] = 0
         for (_, count, length, start), mask in zip(self.runs, masks, strict=True):
             q, k, v = (_sequences(part, start, count, length) for part in (query, key, value))
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
             _sequences(out, start, count, length).copy_(mixed)
         return out
 
@@ -184,8 +200,9 @@ class _Row(TorchFunctionMode):
 
 def _sequences(part: Tensor, start: int, count: int, length: int) -> Tensor:
     """[1, heads, tokens, features] -> a view of `count` sequences, [count, heads, length, features]."""
-    return part[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+    out: Tensor = part[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+    return out
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""A private copy of the user's model, made as a plan says: dtype, bits, layout, folded norms.
+"""A private copy of the user's model, as a plan says: dtype, bits, layout, folded norms.
 
 The user's model is read and never changed. Weights are converted while they are copied, so a copy in bf16 costs half
 the memory of the model and nothing besides; what needs no change is shared on request only (`share`).
@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from flatout.arguments import as_device, as_model
 from flatout.errors import PlanError, UsageError
@@ -47,17 +47,17 @@ class Placed:
     """Whose ceiling binds: fp32, bf16, fp16 or int8."""
     channels_last: bool
     remake: Callable[[], nn.Module] | None
-    """The copy anew, as it was before anything was done to it; None once nothing more is to be done."""
+    """Makes a fresh, unmodified copy; None once preparation is done."""
     notes: list[str] = field(default_factory=list)
     """What was done, and what could not be done and why."""
 
 
-def place(model: nn.Module, plan: Plan, device: Any = None) -> Placed:
+def place(model: nn.Module, plan: Plan, device: Device = None) -> Placed:
     """The copy in evaluation mode on `device` (None: where the model is), without gradients.
 
     Raises PlanError for choices that contradict one another, UsageError for what is no module.
     """
-    _check(model, plan)
+    as_model(model)
     first = next((one for one in model.parameters() if one.is_floating_point()), None)
     result_dtype = torch.float32 if first is None else first.dtype
     dtype = DTYPES[plan.precision] if plan.precision else result_dtype
@@ -130,19 +130,16 @@ def _packable(layer: nn.Linear, placed: Placed) -> bool:
     return layer.weight.dtype is placed.dtype
 
 
-def _check(model: Any, plan: Plan) -> None:
-    as_model(model)
-
-
-def _device(asked: Any, here: torch.device) -> torch.device:
+def _device(asked: Device, here: torch.device) -> torch.device:
     if asked is None:
         return here
-    return as_device(asked)
+    device: torch.device = as_device(asked)
+    return device
 
 
 def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A deep copy whose tensors are already in their new dtype and place when they are made."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     kept = _kept_in_their_dtype(model)
     copies: dict[int, Tensor] = {}
 
@@ -170,8 +167,8 @@ def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
 
 
 def _kept_in_their_dtype(model: nn.Module) -> set[int]:
-    """Batch norms' statistics (their kernels take inputs of another dtype), and what a Hugging Face model computes
-    anew and keeps out of its state dict: rotary frequencies lose their meaning in 8 bits of mantissa."""
+    """Batch norms' statistics (their kernels take inputs of another dtype), and what a Hugging Face model recomputes
+    and keeps out of its state dict: rotary frequencies lose their meaning in 8 bits of mantissa."""
     kept: set[int] = set()
     foreign = hasattr(model, "main_input_name")
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Any number of inputs through a model: ragged, streamed, in order, near what the machine can do.
+"""Run a model on many inputs: ragged, streamed, in order, close to what the machine can do.
 
     for output in flatout.predict(model, inputs, flatout.Plan(precision="bf16")):
         ...                                               # in the order of the inputs, as they are ready
@@ -17,10 +17,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
+from torch.types import Device
 from torch.utils.data import DataLoader
 
 from flatout.arguments import as_plan, as_whole_number
@@ -41,7 +42,7 @@ from flatout.machine.kept_ceilings import load_ceilings
 from flatout.plan import Plan
 
 BATCH_TOKENS_CPU = 2048
-"""Beyond it products get no faster on a CPU, and what lies between them falls out of the cache."""
+"""More does not make products faster on a CPU, and activations no longer fit in the cache."""
 BATCH_TOKENS_CUDA = 16384
 BATCH_SIZE = 32
 """Inputs of fixed size, such as images, in one batch."""
@@ -51,12 +52,12 @@ RESULTS_PER_LOOK = 64
 
 def predict(
     model: nn.Module,
-    inputs: Iterable[Any],
+    inputs: Iterable[object],
     plan: Plan | None = None,
     *,
     batch_size: int | None = None,
     look_ahead: int | None = None,
-    device: Any = None,
+    device: Device = None,
     check_finite: bool = False,
     on_error: str = "mark",
     progress: bool = False,
@@ -68,13 +69,13 @@ def predict(
     the CPU, in the dtype of the model's weights. The model itself is not changed: a copy runs, as the plan says.
 
     plan: precision, weights, activations, batching, batch_tokens (2048 on a CPU, 16384 on a GPU), memory_format,
-    fold_batch_norm, compile, threads; choices of training are left aside. batch_size: of inputs of fixed size (32).
-    look_ahead: inputs that are held at most with their outputs (4096, and no more than 16 batches' tokens, or 2 batches
-    of inputs of fixed size).
+    fold_batch_norm, compile, threads; training choices are ignored. batch_size: of inputs of fixed size (32).
+    look_ahead: the most inputs held in memory with their outputs (4096, and no more than 16 batches' tokens, or 2
+    batches of inputs of fixed size).
     check_finite: an output with inf or NaN counts as failed. on_error: "mark" puts a `Failed` in the place of a
     result, "raise" ends the run with a UsageError that names the input. progress: a bar on the terminal's stderr.
 
-    Raises UsageError for what is no module or cannot be iterated, PlanError for a plan that contradicts itself.
+    Raises UsageError for an argument that is not a module or not iterable, PlanError for contradicting choices.
     """
     predictor = Predictor(
         model, plan, batch_size=batch_size, look_ahead=look_ahead, device=device, check_finite=check_finite
@@ -83,7 +84,7 @@ def predict(
 
 
 class Predictor:
-    """A model made ready once, for several runs: the same arguments as `predict`; call it with inputs."""
+    """A model prepared once for several runs: the same arguments as `predict`; call it with inputs."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Predictor:
         *,
         batch_size: int | None = None,
         look_ahead: int | None = None,
-        device: Any = None,
+        device: Device = None,
         check_finite: bool = False,
     ) -> None:
         self.plan = as_plan(plan, "predict")
@@ -114,7 +115,7 @@ class Predictor:
 
     def __call__(
         self,
-        inputs: Iterable[Any],
+        inputs: Iterable[object],
         *,
         on_error: str = "mark",
         first_index: int = 0,
@@ -126,24 +127,25 @@ class Predictor:
         `progress`: with a bar on the terminal's stderr; `total`: how many inputs there are, if they do not say.
         """
         _check_inputs(inputs)
-        dataset = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
-        if isinstance(inputs, str | bytes) or not (hasattr(inputs, "__iter__") or dataset):
+        iterable = hasattr(inputs, "__iter__")
+        if isinstance(inputs, str | bytes) or not (iterable or _is_map_style(inputs)):
             limit = "predict takes an iterable of inputs, each without a batch dimension"
             raise UsageError(f"inputs is {type(inputs).__name__}", limit=limit, remedy="for one: [input]")
-        if not hasattr(inputs, "__iter__"):
-            inputs = _of_dataset(inputs)
+        source: Iterable[object] = inputs
+        if not iterable and _is_map_style(inputs):
+            source = _of_dataset(inputs)
         if on_error not in ("mark", "raise"):
             raise UsageError(f"on_error is {on_error!r}", limit="it is 'mark' or 'raise'")
-        predictions = Predictions(self, inputs, on_error=on_error, first_index=first_index)
+        predictions = Predictions(self, source, on_error=on_error, first_index=first_index)
         if progress:
             predictions.show_progress(len(inputs) if total is None and isinstance(inputs, Sized) else total)
         return predictions
 
 
 class Predictions:
-    """Outputs in the order of the inputs; an iterator, so each is given once. `figures` says how far it is."""
+    """Outputs in the order of the inputs, as an iterator. `figures` reports the progress."""
 
-    def __init__(self, predictor: Predictor, inputs: Iterable[Any], *, on_error: str, first_index: int) -> None:
+    def __init__(self, predictor: Predictor, inputs: Iterable[object], *, on_error: str, first_index: int) -> None:
         self._predictor, self._run = predictor, predictor.run
         self._on_error, self._next = on_error, first_index
         self._source = iter(inputs)
@@ -152,18 +154,18 @@ class Predictions:
         self._begun = _Counts.of(self._run)
         self._ready = self._in_order()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # here and below: what the model returns
         return self
 
     def __next__(self) -> Any:
         return next(self._ready)
 
     def show_progress(self, total: int | None) -> None:
-        """From now on with a bar on the terminal's stderr, of `total` inputs (None: unknown)."""
+        """Show a progress bar on stderr from now on, for `total` inputs (None: unknown)."""
         self._ready = self._with_bar(self._ready, total)
 
     def collect(self) -> list[Any]:
-        """The outputs that are left, as a list: they all must fit into the memory."""
+        """The remaining outputs as a list: they must all fit into memory."""
         return list(self)
 
     @property
@@ -188,7 +190,7 @@ class Predictions:
             notes=tuple(run.notes),
         )
 
-    def _in_order(self) -> Iterator[Any]:
+    def _in_order(self) -> Iterator[object]:
         bounds = self._predictor.bounds
         for window in windows(self._read(), lambda one: _weight(one, bounds), bounds):
             start = time.perf_counter()
@@ -207,7 +209,7 @@ class Predictions:
                         raise UsageError(what, limit=result.limit, remedy=result.remedy)
                 yield result
 
-    def _with_bar(self, results: Iterator[Any], total: int | None) -> Iterator[Any]:
+    def _with_bar(self, results: Iterator[object], total: int | None) -> Iterator[object]:
         with progress_bar(total) as show:
             for number, result in enumerate(results):
                 if number % RESULTS_PER_LOOK == 0:
@@ -232,7 +234,7 @@ class Predictions:
 
     @contextlib.contextmanager
     def _as_planned(self) -> Iterator[None]:
-        """Settings of the process are put back before a result is handed out."""
+        """Settings of the process are restored before a result is returned."""
         levers = [lever for lever in levers_of("predict") if lever.of_process]
         applied = Applied(Subject())
         applied.set(choices_of_plan(self._predictor.plan.choices(), levers))
@@ -254,8 +256,8 @@ class _Counts:
         return cls(run)
 
 
-def _check_inputs(inputs: Any) -> None:
-    """What is iterable, but not over inputs."""
+def _check_inputs(inputs: object) -> None:
+    """Refuse iterables that do not yield inputs."""
     if isinstance(inputs, Mapping):
         what = f"inputs is a {type(inputs).__name__} of {', '.join(map(repr, list(inputs)[:3]))}"
         remedy = "for one input: [input]; for columns: [dict(zip(columns, row)) for row in zip(*columns.values())]"
@@ -265,7 +267,17 @@ def _check_inputs(inputs: Any) -> None:
         raise UsageError("inputs is a DataLoader, which gives batches", limit=limit, remedy="pass its dataset")
 
 
-def _of_dataset(dataset: Any) -> Iterator[Any]:
+class _MapStyle(Protocol):
+    def __getitem__(self, place: int, /) -> object: ...
+
+    def __len__(self) -> int: ...
+
+
+def _is_map_style(inputs: object) -> TypeGuard[_MapStyle]:
+    return hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
+
+
+def _of_dataset(dataset: _MapStyle) -> Iterator[object]:
     """A map-style dataset, which has a length and no iterator of its own."""
     return (dataset[place] for place in range(len(dataset)))
 

@@ -1,10 +1,9 @@
-"""What predicting gives besides results: the inputs that failed, and the figures of the run."""
+"""What prediction returns besides results: failed inputs, and the figures of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from flatout.errors import FlatoutError, describe_error
 
@@ -85,6 +84,6 @@ class Figures:
             parts.append(f"{self.failed} failed")
         return " · ".join(parts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         derived = ("padding_share", "items_per_second", "tokens_per_second", "share_of_ceiling")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}

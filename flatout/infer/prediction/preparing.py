@@ -1,13 +1,12 @@
-"""Once, before the first results: the copy is folded, rounded and packed, and run on a sample to see what that changed.
+"""Preparation before the first results: the copy is folded, quantized and packed, and verified on a sample.
 
-A model may read the weights of its own layers, or ask of what class they are. So a sample is run before and after: a
-copy that fails, or differs by more than rounding, is made anew with those layers as they were.
+A model may read the weights of its own layers, or check their class. So a sample is run before and after: a copy that
+fails, or differs by more than rounding, is made again without changing those layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +22,9 @@ from flatout.infer.prediction.samples import Sample
 from flatout.plan import Plan
 
 OWN_LAYERS = (Int8Linear, PackedLinear, RoundedLinear)
-"""Their calls change nothing, and their buffers are weights: too many to be copied."""
+"""Calling them changes nothing, and their buffers are weights: too large to copy."""
 TRIES = 4
-"""Samples that are passed over because the model fails on them."""
+"""Failing samples that are skipped."""
 
 
 def prepare(runner: Runner, plan: Plan, samples: Sequence[Sample], *, fold: bool = True) -> None:
@@ -59,7 +58,7 @@ def why_depends_on_more(runner: Runner, samples: Sequence[Sample]) -> str:
     if same_bits([first], [again]):
         return ""
     if runner.placed.device.type == "cuda" and not Agreement(runner.placed.rate).why_not(again, first):
-        return ""  # sums of atomic additions, in whatever order
+        return ""  # atomic additions have no fixed order
     return "the model gives two results for one input (it draws random numbers or keeps state between calls)"
 
 
@@ -87,7 +86,7 @@ def _fold(runner: Runner, samples: Sequence[Sample]) -> None:
         return
     agreement = Agreement(placed.rate)
 
-    def why_not(after: Any, before: Any) -> str:
+    def why_not(after: object, before: object) -> str:
         return agreement.why_not(runner.leaves(after), runner.leaves(before))
 
     try:
@@ -101,7 +100,7 @@ def _fold(runner: Runner, samples: Sequence[Sample]) -> None:
 
 def _round_and_pack(runner: Runner, plan: Plan, samples: Sequence[Sample]) -> None:
     placed = runner.placed
-    plain: list[Any] = []
+    plain: list[nn.Linear] = []
     swap_linears(placed.model, plain.append)
     if not plain:
         return

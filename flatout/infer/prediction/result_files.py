@@ -1,11 +1,10 @@
-"""Results on the disk as they come, so that a run that was killed goes on where it was.
+"""Results written to disk as they arrive, so that an interrupted run resumes where it stopped.
 
     NAME.jsonl    a line for each input: {"index": 3, "output": [...]} or {"index": 3, "failed": "why"}
     a folder      files of 1024 results each, results-00000000.safetensors: tensors "3" or "3.last_hidden_state"
 
-A line that was cut off by a kill is taken away when the run goes on; a file in a folder is there whole or not at all.
-Beside them lies what the results are of (`run.json`): another model, plan or input file is never mixed in. It has the
-schema of all these files.
+An incomplete last line is removed on resume; a file in a folder is written atomically. `run.json` beside them records
+the model, plan and input file: results of different ones are never mixed. It has the schema of all these files.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 from flatout import __version__
 from flatout.data.nested import leaves_in
@@ -39,14 +40,14 @@ class Results(Protocol):
     failed: int
     """How many of all are failures, earlier runs included."""
 
-    def add(self, index: int, result: Any) -> None:
+    def add(self, index: int, result: object) -> None:
         """The result of input `index`; they come in order."""
 
     def close(self) -> None:
         """Everything that was added is on the disk."""
 
 
-def open_results(path: Path, of: Mapping[str, Any], *, restart: bool, keep: str = "") -> Results:
+def open_results(path: Path, of: Mapping[str, object], *, restart: bool, keep: str = "") -> Results:
     """`of` says what the results are of. UsageError where the place holds other results, or anything else."""
     lines = path.suffix == ".jsonl"
     note = path.with_name(f"{path.name}.run.json") if lines else path / "run.json"
@@ -65,7 +66,7 @@ def open_results(path: Path, of: Mapping[str, Any], *, restart: bool, keep: str 
         raise UsageError(f"cannot write {path}: {error.strerror}", remedy="name a place you may write") from error
 
 
-def _check_same(path: Path, note: Path, expected: dict[str, Any]) -> None:
+def _check_same(path: Path, note: Path, expected: dict[str, object]) -> None:
     try:
         known = {"schema": 1, **json.loads(note.read_text())}
     except (OSError, ValueError, TypeError):
@@ -81,7 +82,7 @@ def _check_same(path: Path, note: Path, expected: dict[str, Any]) -> None:
     for name in sorted({*known, *expected}):
         if known.get(name) != expected.get(name):
             what = f"{path} holds results with {name} {known.get(name)!r}"
-            remedy = "name another place, or start anew with --restart"
+            remedy = "name another place, or start over with --restart"
             raise UsageError(what, limit=f"this run has {expected.get(name)!r}", remedy=remedy)
 
 
@@ -115,8 +116,8 @@ class _Lines:
         self._file.truncate()
         self._unsaved = 0
 
-    def add(self, index: int, result: Any) -> None:
-        line: dict[str, Any] = {"index": index}
+    def add(self, index: int, result: object) -> None:
+        line: dict[str, object] = {"index": index}
         if isinstance(result, Failed):
             self.failed += 1
             line["failed"] = str(result).partition(": ")[2]
@@ -143,7 +144,7 @@ class _Folder:
 
         self.done = self.failed = 0
         self._path, self._keep = path, keep
-        self._tensors: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._failures: dict[int, str] = {}
         self._added = 0
         while (file := self._name()).exists():
@@ -154,7 +155,7 @@ class _Folder:
         for left in path.glob("*.tmp"):
             left.unlink()
 
-    def add(self, index: int, result: Any) -> None:
+    def add(self, index: int, result: object) -> None:
         if isinstance(result, Failed):
             self.failed += 1
             self._failures[index] = str(result).partition(": ")[2]
@@ -182,7 +183,7 @@ class _Folder:
         self._tensors, self._failures = {}, {}
 
 
-def kept(result: Any, name: str) -> Any:
+def kept(result: object, name: str) -> object:
     """The part of a result with this name (a key, an attribute or a place); all of it for ''."""
     if not name:
         return result
@@ -196,7 +197,7 @@ def kept(result: Any, name: str) -> Any:
     raise UsageError(f"the output has no {name!r}", limit=f"it has {there}", remedy="name another with --keep")
 
 
-def named_tensors(result: Any) -> dict[str, Any]:
+def named_tensors(result: object) -> dict[str, Tensor]:
     """The tensors of a result by name: '' for a single one, else 'pooled', '0', 'a.b'."""
     found = {}
     if hasattr(result, "_asdict"):  # a named tuple
@@ -207,21 +208,21 @@ def named_tensors(result: Any) -> dict[str, Any]:
     return found
 
 
-def _plain(result: Any) -> Any:
+def _plain(result: object) -> object:
     tensors = named_tensors(result)
     if set(tensors) == {""}:
         return _numbers(tensors[""].tolist())
     return {name: _numbers(tensor.tolist()) for name, tensor in tensors.items()}
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> object:
     """JSON has no NaN and no infinity: null."""
     if isinstance(value, list):
         return [_numbers(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     try:
         with written_whole(path) as temporary:
             write(temporary)

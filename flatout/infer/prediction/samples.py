@@ -1,4 +1,4 @@
-"""One input as a person gives it, read into tensors: what it is, how long, and with which others it can share a batch.
+"""One input of the user as tensors: its kind, its length, and which others it can share a batch with.
 
     tensor, array, list of numbers    [tokens] or [tokens, features], or of fixed size, as an image [3, 224, 224]
     dict                              keywords of the model's call: {"input_ids": [...], "token_type_ids": [...]}
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +49,9 @@ class Sample:
         return 1 if self.length is None else self.length
 
 
-def read_sample(index: int, value: Any, calling: Calling) -> Sample:
+def read_sample(index: int, value: object, calling: Calling) -> Sample:
     """The sample; UsageError says what is wrong with the input."""
-    if isinstance(value, UsageError):  # whoever made the inputs could not read this one
+    if isinstance(value, UsageError):  # the source of the inputs could not read this one
         raise value
     named = _named(value, calling)
     if not named:
@@ -70,7 +69,7 @@ def read_sample(index: int, value: Any, calling: Calling) -> Sample:
     return Sample(index, tensors, length, kind if mask_dtype is None else (*kind, mask_dtype), mask_dtype)
 
 
-def _named(value: Any, calling: Calling) -> dict[str | int, Any]:
+def _named(value: object, calling: Calling) -> dict[str | int, object]:
     if isinstance(value, Mapping):
         return {str(name): part for name, part in value.items() if part is not None}
     if isinstance(value, tuple):
@@ -80,7 +79,7 @@ def _named(value: Any, calling: Calling) -> dict[str | int, Any]:
     return {0 if calling.input_name is None else calling.input_name: value}
 
 
-def _tensor(name: str | int, part: Any) -> Tensor:
+def _tensor(name: str | int, part: object) -> Tensor:
     try:
         tensor = part.detach() if isinstance(part, Tensor) else torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -92,7 +91,7 @@ def _tensor(name: str | int, part: Any) -> Tensor:
     return tensor
 
 
-def _shown(part: Any) -> str:
+def _shown(part: object) -> str:
     text = repr(part)
     return f"{type(part).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
@@ -188,7 +187,7 @@ def shortened(sample: Sample, length: int) -> Sample:
 
 
 class Noise:
-    """What stands in padding while it is tried: never twice the same, and loud."""
+    """Content of the padding while it is tested: large values, different each time."""
 
     def __init__(self, calling: Calling, seed: int) -> None:
         self._vocabulary = calling.vocabulary

@@ -1,10 +1,10 @@
 """One window of samples through a model: batches formed, run, split where the memory ends or a sample is bad.
 
-Whatever fails is looked for by halves: the batch is run again in two parts, and so on, until one sample is found alone
-with its error. It becomes a `Failed` in the place of its result; the others are not lost.
+Failures are found by bisection: the batch is run again in two halves, and so on, until a single sample fails. It
+becomes a `Failed` in place of its result; the others are not lost.
 
-How samples are batched was tried before (allowed.py) and is checked on the way (audit.py). A batch that is found wrong
-before any of its kind was handed out is done again, sample by sample; later it ends the run.
+How samples are batched was tested before (allowed.py) and is checked during the run (agreement.py). A batch that is
+found wrong before any of its kind was returned is run again, sample by sample; later it ends the run.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import copy
 import gc
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from flatout.data.nested import leaves_in
 from flatout.errors import UsageError
 from flatout.infer.left_unchanged import left_unchanged
+from flatout.infer.output_tensors import output_tensors
 from flatout.infer.prediction.agreement import Agreement, Audit, Mismatch
 from flatout.infer.prediction.allowed import Allowed, Trial
 from flatout.infer.prediction.batching import Bounds, batches_of, bucket_length
@@ -40,7 +38,7 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 
 HOPELESS = 16
-"""After so many samples that failed one by one, and none that did not, the fault is not theirs."""
+"""After this many failures and no success, the samples are not to blame."""
 FEW = 4
 """Fewer samples of a kind are run one by one: trying what the model allows would take longer."""
 
@@ -55,7 +53,11 @@ class Kind:
     layout: Layout = field(default_factory=Layout)
     layout_tried: bool = False
     batched: bool = False
-    """Results of batches were handed out."""
+    """Whether results of batches were returned."""
+
+
+_Counts = tuple[Counter[str], int, int, float | None]
+"""Batches by how they were run, tokens, computed tokens, flops."""
 
 
 class WindowRun:
@@ -77,10 +79,10 @@ class WindowRun:
         self._kinds: dict[Hashable, Kind] = {}
         self._operations = Operations()
 
-    def run(self, samples: Sequence[Sample]) -> dict[int, Any]:
+    def run(self, samples: Sequence[Sample]) -> dict[int, object]:
         """Results or `Failed` by index. Raises UsageError or the model's own error where no sample ever worked, and
-        UsageError where results that were handed out before are in doubt."""
-        results: dict[int, Any] = {}
+        UsageError where results that were returned before are in doubt."""
+        results: dict[int, object] = {}
         if not samples:
             return results
         self._prepare(samples)
@@ -96,7 +98,7 @@ class WindowRun:
             self._run_kind(self._kind(members[0]), members, results)
         return results
 
-    def _run_kind(self, kind: Kind, members: list[Sample], results: dict[int, Any]) -> None:
+    def _run_kind(self, kind: Kind, members: list[Sample], results: dict[int, object]) -> None:
         self._start(kind)
         how = self._choose(kind, members)
         before = self._counts()
@@ -121,7 +123,7 @@ class WindowRun:
         self.runner.layout = kind.layout
 
     def _distrust(self, kind: Kind, found: Mismatch) -> None:
-        """From now on each of this kind alone; UsageError where others were handed out already."""
+        """From now on each of this kind alone; UsageError where results of batches were returned already."""
         if kind.batched:
             alone = "Plan(batch_tokens=1)" if found.sample.length is not None else "batch_size=1"
             raise UsageError(
@@ -133,10 +135,10 @@ class WindowRun:
         kind.allowed = kind.allowed.only_alone(str(found))
         self._say_alone(kind.allowed.reasons["equal"])
 
-    def _counts(self) -> tuple[Any, ...]:
+    def _counts(self) -> _Counts:
         return copy.copy(self.batches), self.tokens, self.computed_tokens, self.flops
 
-    def _put_back(self, counts: tuple[Any, ...]) -> None:
+    def _put_back(self, counts: _Counts) -> None:
         """What is done again counts once."""
         self.batches, self.tokens, self.computed_tokens, self.flops = counts
 
@@ -254,7 +256,7 @@ class WindowRun:
         tokens = self._bucket(longest) if how == "padded" else longest
         return max(len(batch), self.batch_tokens // tokens), tokens if how == "padded" else None
 
-    def _run_batch(self, batch: list[Sample], how: Batching, results: dict[int, Any]) -> None:
+    def _run_batch(self, batch: list[Sample], how: Batching, results: dict[int, object]) -> None:
         half = len(batch) // 2
         if half and self._exceeds(batch):  # memory ended at such a size before
             self._run_batch(batch[:half], how, results)
@@ -282,7 +284,7 @@ class WindowRun:
         shrunk = self.batch_tokens < self.bounds.batch_tokens and batch[0].length is not None
         return shrunk and sum(sample.tokens for sample in batch) > self.batch_tokens
 
-    def _outputs(self, batch: list[Sample], how: Batching) -> list[Any]:
+    def _outputs(self, batch: list[Sample], how: Batching) -> list[object]:
         rows, tokens = (None, None) if how == "alone" else self._filled_shape(batch, how)
         with torch.no_grad():
             if how == "alone":
@@ -308,7 +310,7 @@ class WindowRun:
             self.notes.append(self.compiled.gave_up)
         return found
 
-    def _after(self, error: Exception, batch: list[Sample], how: Batching, results: dict[int, Any]) -> None:
+    def _after(self, error: Exception, batch: list[Sample], how: Batching, results: dict[int, object]) -> None:
         """Two halves again; a single sample is given up."""
         no_memory = is_out_of_memory(error)
         if no_memory:
@@ -350,10 +352,10 @@ class WindowRun:
                 return plainer
         return error
 
-    def _checked(self, sample: Sample, output: Any) -> Any:
+    def _checked(self, sample: Sample, output: object) -> object:
         if not self.check_finite:
             return output
-        for path, leaf in leaves_in(output, "output", lambda leaf: isinstance(leaf, Tensor)):
+        for path, leaf in output_tensors(output):
             if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 count = int((~leaf.isfinite()).sum())
                 what = f"{path} has {count} of {leaf.numel()} values that are inf or NaN"
@@ -369,7 +371,7 @@ def _computed(lengths: Sequence[int], how: Batching, rows: int | None, tokens: i
     return (rows or len(lengths)) * (tokens or max(lengths))
 
 
-def _grouped(samples: Sequence[Sample], key: Any) -> list[list[Sample]]:
+def _grouped(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> list[list[Sample]]:
     groups: dict[Hashable, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(key(sample), []).append(sample)

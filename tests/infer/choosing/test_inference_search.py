@@ -166,7 +166,7 @@ def test_break_even_decides() -> None:
     assert trial.outcome == "kept"
     assert "unknown" in trial.reason
     ((_, why),) = not_tried(searched(fake, COMPILED, items=100))
-    assert why.endswith("no time to earn it back")
+    assert why.endswith("too short to pay off")
     assert len(fake.made) == 7  # nothing was made for it
 
 

@@ -24,9 +24,9 @@ ALL = ("pt2", "onnx", "torchscript")
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("Branch", "the module decides by the values of its data"),
-        ("Item", "the module decides by the values of its data"),
-        ("Numpy", "the module leaves torch for numpy"),
+        ("Branch", "the module branches on the values of its data"),
+        ("Item", "the module branches on the values of its data"),
+        ("Numpy", "the module converts tensors to numpy"),
     ],
 )
 def test_python_decisions_name_their_line(name: str, what: str, tmp_path: Path, capfd: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_missing_extra_or_compiler_names_the_remedy(tmp_path: Path, monkeypatc
     report = export(nn.Linear(4, 2), torch.randn(3, 4), tmp_path / "net", format=("aoti", "onnx", "pt2"))
     aoti, onnx, pt2 = report.files
     assert aoti.failure is not None
-    assert "no C++ compiler is here" in aoti.failure.what
+    assert "no C++ compiler was found" in aoti.failure.what
     assert "install g++" in aoti.failure.remedy
     assert onnx.failure is not None
     assert onnx.failure.what == "onnx is not installed"

@@ -77,5 +77,5 @@ def test_bad_specs(spec: str, says: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_too_many_without_a_name() -> None:
-    with pytest.raises(UsageError, match="2 inputs stand without a name"):
+    with pytest.raises(UsageError, match="2 inputs have no name"):
         example_inputs(Two(), ["bool[2]", "bool[2]", "mask=bool[2]"])

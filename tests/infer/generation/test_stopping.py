@@ -67,7 +67,7 @@ def test_the_kinds_of_stop(stop: Any, expected: Stops) -> None:
         ([["a"]], "'a' is of type str"),
         ([[[1]]], "[1] is of type list"),
         (torch.tensor([1, 2]), "tensors and arrays as lists, by tolist()"),
-        ("", "stop '' holds an empty str; it is in every text"),
+        ("", "stop '' holds an empty str; every text contains it"),
         (["a", []], "holds an empty list"),
         (-1, "stop token -1; token ids are 0 to 99"),
         ([[3, 100]], "stop token 100; token ids are 0 to 99; pass an id of this model's vocabulary"),

@@ -185,7 +185,7 @@ def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        ([[]], "prompt 0 is empty; a text goes on from at least one token"),
+        ([[]], "prompt 0 is empty; a prompt needs at least one token"),
         ([[1], [2] * CONTEXT], f"prompt 1 has {CONTEXT} tokens; the model reads prompts of at most {CONTEXT - 1}"),
         ([[1, 211]], "prompt 0 holds token 211 at place 1; the model's ids are 0 to 210"),
         ([[1, -1]], "prompt 0 holds token -1 at place 1"),

@@ -147,7 +147,7 @@ def test_ids_and_the_maximum_over_them() -> None:
     with torch.no_grad():
         for one, found in zip(inputs, predictions, strict=True):
             torch.testing.assert_close(found, model(one[None])[0], atol=1e-4, rtol=1e-4)
-    assert "depend on what stands in the padding" in " ".join(predictions.figures.notes)
+    assert "depend on the content of the padding" in " ".join(predictions.figures.notes)
 
 
 class Maximum(nn.Module):
