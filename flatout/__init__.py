@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flatout import errors as errors
@@ -167,14 +167,16 @@ _MODULES = ("errors", "models", "plan")
 """Modules that `import flatout` is enough for."""
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name's module when the name is first used, so that `import flatout` costs nothing."""
-    if name in _MODULES:
-        return importlib.import_module(f"flatout.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'flatout' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+if not TYPE_CHECKING:  # type checkers have the imports above, and are to report any other name
+
+    def __getattr__(name: str) -> object:
+        """Load a public name's module when the name is first used, so that `import flatout` costs nothing."""
+        if name in _MODULES:
+            return importlib.import_module(f"flatout.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""`flatout VERB ...` and `python -m flatout VERB ...`: pick the verb, turn what we raise into an exit code.
+"""`flatout VERB ...` and `python -m flatout VERB ...`: pick the verb, turn our exceptions into exit codes.
 
-`flatout run` goes on in this very process with the user's script, so nothing is imported on its way that the
-script did not ask for: neither typer, nor torch.
+`flatout run` runs the user's script in this same process, so nothing is imported before it that the script did not ask
+for: neither typer nor torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from flatout.errors import FlatoutError
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as shells say it."""
+"""Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 READER_GONE = 141
 """Exit code when the reader of our output went away (`flatout check | head -1`): 128 + SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code. What a script under `flatout run` raises is the run verb's to report."""
+    """Run one verb; returns the exit code. Exceptions of a script under `flatout run` are reported by the run verb."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments[1:]) if arguments[:1] == ["run"] else _verb(arguments)
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         if arguments[:1] == ["run"]:
-            raise  # the script's own end: Python finalizes, and dies of the signal
+            raise  # as the script alone would end: Python shuts down, and is killed by the signal
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
-    """Import what is ours from where we are, not from the folder that `python -m flatout` was started in."""
+    """Import our modules from this package, not from the folder that `python -m flatout` was started in."""
     if not sys.flags.safe_path and sys.path:
         sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     import flatout.cli.run as run
@@ -51,10 +51,10 @@ def _verb(arguments: list[str]) -> int:
 
     try:
         code = dispatch(arguments)
-        sys.stdout.flush()  # here, where a closed pipe can still be met in silence
+        sys.stdout.flush()  # here, where the error of a closed pipe can still be caught
         return code
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # the interpreter flushes once more as it ends: into nothing
+        with contextlib.suppress(OSError):  # the interpreter flushes once more at exit: to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
 

@@ -10,18 +10,25 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any, get_args
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from flatout.errors import PlanError, UsageError
 from flatout.plan import Plan
-from flatout.plan_choices import Exactness, Scope
+from flatout.plan_choices import EXACTNESS_ORDER, Exactness, Scope
 from flatout.plan_document import short
 from flatout.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torch import device
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+T = TypeVar("T")
 
 _SHOWN = (str, bytes, int, float, type(None), PurePath)
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """A wrong value in a few words: itself where it is short, else its type."""
     if isinstance(value, _SHOWN):
         return short(value)
@@ -31,19 +38,19 @@ def described(value: Any) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def wrong(name: str, value: Any, limit: str, remedy: str = "") -> UsageError:
+def wrong(name: str, value: object, limit: str, remedy: str = "") -> UsageError:
     return UsageError(f"{name} is {described(value)}", limit=limit, remedy=remedy)
 
 
-def as_instance(value: Any, name: str, kinds: type | tuple[type, ...], *, limit: str, remedy: str = "") -> Any:
+def as_instance(value: object, name: str, kind: type[T], *, limit: str, remedy: str = "") -> T:
     """One of the library's own objects."""
-    if not isinstance(value, kinds):
+    if not isinstance(value, kind):
         raise wrong(name, value, limit, remedy)
     return value
 
 
-def as_model(value: Any, name: str = "model") -> Any:
-    """A module whose parameters are there."""
+def as_model(value: object, name: str = "model") -> Module:
+    """A module whose parameters have their shapes."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -64,14 +71,19 @@ def as_model(value: Any, name: str = "model") -> Any:
     return value
 
 
-def as_optimizer(value: Any, name: str = "optimizer") -> Any:
-    if isinstance(value, type) or not hasattr(value, "param_groups") or not callable(getattr(value, "step", None)):
+def as_optimizer(value: object, name: str = "optimizer") -> Optimizer:
+    if not _works_as_optimizer(value):
         limit, remedy = "it is a torch.optim.Optimizer", "for example torch.optim.AdamW(model.parameters(), lr=1e-3)"
         raise wrong(name, value, limit, remedy)
     return value
 
 
-def check_optimizer_of(optimizer: Any, model: Any) -> None:
+def _works_as_optimizer(value: object) -> TypeGuard[Optimizer]:
+    """Wrappers around an optimizer, which need not be subclasses, count too."""
+    return not isinstance(value, type) and hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+def check_optimizer_of(optimizer: Optimizer, model: Module) -> None:
     """Refuse an optimizer none of whose parameters is one of the model's."""
     own = {id(parameter) for parameter in model.parameters()}
     moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -83,17 +95,17 @@ def check_optimizer_of(optimizer: Any, model: Any) -> None:
         )
 
 
-def as_loss_fn(value: Any, name: str = "loss_fn") -> Any:
-    """`loss_fn(model, batch)`: a criterion of torch would be called with a model for scores."""
+def as_loss_fn(value: T, name: str = "loss_fn") -> T:
+    """`loss_fn(model, batch)`. A criterion of torch is refused: it would get the model in place of the scores."""
     return _of_model_and_batch(value, name, "returns the mean loss", "")
 
 
-def as_metrics(value: Any, name: str = "metrics") -> Any:
+def as_metrics(value: T, name: str = "metrics") -> T:
     """`metrics(model, batch)`."""
     return _of_model_and_batch(value, name, "returns a dict of figures", ".metrics")
 
 
-def _of_model_and_batch(value: Any, name: str, returns: str, part: str) -> Any:
+def _of_model_and_batch(value: T, name: str, returns: str, part: str) -> T:
     from flatout.torch_private.modules import Loss
 
     limit = f"it is called as {name}(model, batch) and {returns}"
@@ -101,14 +113,15 @@ def _of_model_and_batch(value: Any, name: str, returns: str, part: str) -> Any:
         remedy = f"wrap it: flatout.supervised(torch.nn.{type(value).__name__}(...)){part}"
         raise wrong(name, value, limit, remedy)
     if getattr(value, "__module__", None) == "torch.nn.functional":
-        what = f"{name} is torch.nn.functional.{value.__name__}"
-        raise UsageError(what, limit=limit, remedy=f"wrap it: flatout.supervised({value.__name__}){part}")
+        function = getattr(value, "__name__", "")
+        what = f"{name} is torch.nn.functional.{function}"
+        raise UsageError(what, limit=limit, remedy=f"wrap it: flatout.supervised({function}){part}")
     remedy = f"for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss()){part}"
     return as_function(value, name, 2, limit=limit, remedy=remedy)
 
 
-def as_function(value: Any, name: str, arguments: int, *, limit: str, remedy: str = "") -> Any:
-    """Something that can be called with so many positional arguments."""
+def as_function(value: T, name: str, arguments: int, *, limit: str, remedy: str = "") -> T:
+    """Something that can be called with that many positional arguments."""
     import torch
 
     if not callable(value) or isinstance(value, type):
@@ -125,10 +138,10 @@ def as_function(value: Any, name: str, arguments: int, *, limit: str, remedy: st
     return value
 
 
-def as_plan(value: Any, scope: Scope | None = None) -> Plan:
-    """The plan; an empty one for None. scope: where it is going to be applied, if it is.
+def as_plan(value: object, scope: Scope | None = None) -> Plan:
+    """The plan; an empty one for None. `scope`: where it is going to be applied, if it is.
 
-    A choice that does not apply there, nor where the same plan is given, is a PlanError.
+    Raises PlanError for a choice that applies neither there nor in a scope that shares its plan.
     """
     if value is None:
         return Plan()
@@ -145,27 +158,27 @@ def as_plan(value: Any, scope: Scope | None = None) -> Plan:
     raise PlanError(error.what, limit=error.limit, remedy=error.remedy)
 
 
-def as_whole_number(value: Any, name: str, *, least: int = 1, remedy: str = "") -> int:
+def as_whole_number(value: object, name: str, *, least: int = 1, remedy: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise wrong(name, value, f"it is a whole number of at least {least}", remedy)
     return value
 
 
-def as_exactness(value: Any) -> Exactness:
-    """What may be done to the numbers."""
-    words = get_args(Exactness)
-    if value not in words:
-        raise UsageError(f"exactness is {value!r}", limit=f"it is one of {', '.join(words)}")
-    return value
+def as_exactness(value: object) -> Exactness:
+    """How much the numbers may change."""
+    for word in EXACTNESS_ORDER:
+        if value == word:
+            return word
+    raise UsageError(f"exactness is {value!r}", limit=f"it is one of {', '.join(EXACTNESS_ORDER)}")
 
 
-def as_seconds(value: Any, name: str = "seconds") -> float:
+def as_seconds(value: object, name: str = "seconds") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UsageError(f"{name} is {value!r}", limit="it is above 0", remedy="300 are five minutes")
     return value
 
 
-def as_bytes(value: Any, name: str) -> int:
+def as_bytes(value: object, name: str) -> int:
     """A number of bytes, or a text such as '2 GiB'."""
     found = parse_bytes(value) if isinstance(value, str) else value
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
@@ -173,7 +186,7 @@ def as_bytes(value: Any, name: str) -> int:
     return found
 
 
-def as_device(value: Any, name: str = "device") -> Any:
+def as_device(value: device | str | int, name: str = "device") -> device:
     """A torch.device that torch can use here."""
     import torch
 
@@ -189,14 +202,14 @@ def as_device(value: Any, name: str = "device") -> Any:
     return found
 
 
-def as_path(value: Any, name: str) -> Path:
+def as_path(value: object, name: str) -> Path:
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
         raise wrong(name, value, "it is a path, as text or pathlib.Path", "for example 'runs/digits'")
     return Path(value)
 
 
-def as_iterable(value: Any, name: str, *, limit: str, remedy: str) -> Any:
-    """Several of something. A text, a dict, a tensor or array and a tuple of them are one thing."""
+def as_iterable(value: T, name: str, *, limit: str, remedy: str) -> T:
+    """Something to iterate over. A string, a dict, a tensor or array, and a tuple of these are refused: each is one."""
     parts = value if isinstance(value, tuple) else (value,)
     one = isinstance(value, str | bytes | Mapping) or any(hasattr(part, "shape") for part in parts)
     dataset = hasattr(value, "__getitem__") and hasattr(value, "__len__")

@@ -1,7 +1,7 @@
-"""The environment, read in one place: a typed function for every variable that Flatout heeds.
+"""Environment variables, read in one place: a typed function for every variable that Flatout uses.
 
-Reading `os.environ` anywhere else is a defect: a variable that steers a program from twenty places cannot be listed,
-documented or tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devices` write.
+Reading `os.environ` anywhere else is a defect: a variable that is read in twenty places cannot be listed, documented or
+tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devices` write.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     FLATOUT_NO_HISTORY     where it is set, a tune reads nothing of earlier ones, and leaves nothing for later ones
@@ -23,12 +23,12 @@ from pathlib import Path
 
 
 def variables() -> dict[str, str]:
-    """All of them as they stand, to be compared with later."""
+    """A copy of all of them, to compare with later."""
     return dict(os.environ)
 
 
 def cache_dir() -> Path:
-    """Where Flatout keeps what it measured. It may not exist yet."""
+    """The folder of Flatout's measurements. It may not exist yet."""
     own = os.environ.get("FLATOUT_CACHE_DIR")
     if own:
         return Path(own)
@@ -37,7 +37,7 @@ def cache_dir() -> Path:
         return Path(shared) / "flatout"
     try:
         return Path.home() / ".cache" / "flatout"
-    except RuntimeError:  # no HOME, and the user is not in the password file: containers run so
+    except RuntimeError:  # no HOME, and the user is not in the password file, as in some containers
         return Path(tempfile.gettempdir()) / f"flatout-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
@@ -52,12 +52,12 @@ def completes_for_shell() -> bool:
 
 
 def visible_cuda_devices() -> str | None:
-    """CUDA_VISIBLE_DEVICES as it stands; None if unset (all are visible), '' if none is to be seen."""
+    """CUDA_VISIBLE_DEVICES; None if unset (all are visible), '' if none is visible."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def show_cuda_devices(setting: str) -> None:
-    """Let this process, which has not started CUDA, and those that it starts, see these GPUs."""
+    """Make these GPUs visible to this process, which has not initialized CUDA, and to its children."""
     os.environ["CUDA_VISIBLE_DEVICES"] = setting
 
 
@@ -68,23 +68,22 @@ def with_visible(variables: Mapping[str, str], setting: str | None) -> dict[str,
 
 
 def cuda_allocator_settings() -> str:
-    """What torch's CUDA allocator is told, by its newer name or its older one; '' if nothing."""
+    """The settings of torch's CUDA allocator, by the newer variable or the older one; '' if unset."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def cublas_workspace_config() -> str:
-    """What torch gives to cuBLAS as its workspace (':4096:8'); '' if nothing is said."""
+    """The workspace that torch gives to cuBLAS (':4096:8'); '' if unset."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
 
 
 def onednn_is_limited() -> bool:
-    """Is oneDNN told to use fewer instructions than the processor has?"""
-    told = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
-    return told.upper() not in ("DEFAULT", "ALL")
+    """Is oneDNN limited to fewer instructions than the processor has?"""
+    return (onednn_instruction_limit() or "DEFAULT") not in ("DEFAULT", "ALL")
 
 
 def thread_variables() -> tuple[str | None, ...]:
-    """The variables from which torch's libraries take their number of threads as they load."""
+    """The variables from which torch's libraries take their number of threads when they are loaded."""
     return tuple(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"))
 
 
@@ -100,7 +99,7 @@ def onednn_instruction_limit() -> str:
 
 
 def rank() -> int | None:
-    """RANK as torchrun sets it; None in a process that is not one of several."""
+    """RANK as set by torchrun; None in a process that is not one of several."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else None
 
@@ -111,19 +110,19 @@ def cpp_compiler() -> str:
 
 
 DETERMINISTIC = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""The order of sets and dictionaries of texts; a cuBLAS whose products do not depend on what else runs."""
+"""A fixed order of sets of strings; a cuBLAS whose results do not depend on what else runs."""
 
 
 def deterministic_variables() -> dict[str, str]:
-    """The same, what the user set left as it is."""
+    """The same, except for those that the user has set."""
     given = {name: value for name in DETERMINISTIC if (value := os.environ.get(name)) and value != "random"}
     return {**DETERMINISTIC, **given}
 
 
 def deterministic_environment() -> dict[str, str] | None:
-    """The environment of a deterministic run; None where this process has it.
+    """The environment of a deterministic run; None if this process has it.
 
-    The order of hashes is fixed when Python starts: a process without it has to be started again.
+    Hash randomization is decided when Python starts: a process with another setting has to be restarted.
     """
     needed = {**os.environ, **deterministic_variables()}
     return None if needed == dict(os.environ) else needed
@@ -137,35 +136,35 @@ def trial_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def inductor_folder() -> Path:
-    """Where torch.compile keeps its products: the user's own choice, else our cache, so that a run finds a trial's."""
+    """Where torch.compile caches its output: the user's choice, else our cache, so that a run finds that of a trial."""
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir() / "inductor")
 
 
 def compiled_headers() -> Path:
-    """Where torch.compile keeps the headers of its kernels, compiled once for all of them."""
+    """Where torch.compile keeps the precompiled headers of its kernels."""
     return inductor_folder() / "precompiled_headers"
 
 
 def headers_are_compiled() -> bool:
-    """Are any there, of whatever version of torch and compiler?"""
+    """Are there any, for any version of torch and compiler?"""
     return any(compiled_headers().rglob("*.gch"))
 
 
 def inductor_cache() -> dict[str, str]:
-    """The variable that tells torch.compile so."""
+    """The variable that sets this folder for torch.compile."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(inductor_folder())}
 
 
 def preloaded_libraries() -> str:
-    """LD_PRELOAD as it stands; '' if nothing is preloaded."""
+    """LD_PRELOAD; '' if nothing is preloaded."""
     return os.environ.get("LD_PRELOAD", "")
 
 
 def use_inductor_cache() -> None:
-    """Let this process, which is about to become the user's script, find what trials compiled."""
+    """Let this process, which is about to run the user's script, find what trials compiled."""
     os.environ.update(inductor_cache())
 
 
 def with_preloaded(library: str) -> dict[str, str]:
-    """This environment with `library` preloaded before what is preloaded already."""
+    """This environment with `library` preloaded before the libraries that are preloaded already."""
     return {**os.environ, "LD_PRELOAD": " ".join(part for part in (library, preloaded_libraries()) if part)}

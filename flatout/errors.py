@@ -3,10 +3,10 @@
     FlatoutError                 the root; `except FlatoutError` catches all of ours and nothing of the user's
     ├── UsageError (ValueError)  an input that cannot be used: says value, limit and remedy
     │   └── PlanError            a plan with an unknown, malformed or contradictory choice
-    ├── MachineError             this machine lacks what was asked of it
-    ├── ScriptError              the user's script cannot be worked with (it failed, never trains, reads a terminal)
+    ├── MachineError             this machine lacks something that is needed
+    ├── ScriptError              the user's script cannot be used (it failed, never trains, reads from a terminal)
     ├── TrialError               a trial process died, hung or broke its protocol
-    └── NumericsError            a loss or gradient is not finite, where the user asked to hear of it
+    └── NumericsError            a loss, gradient or weight is not finite
 
 >>> raise UsageError("batch size is 0", limit="it must be at least 1", remedy="pass --batch-size 32")
 Traceback (most recent call last):
@@ -37,11 +37,11 @@ class PlanError(UsageError):
 
 
 class MachineError(FlatoutError):
-    """This machine lacks what was asked of it."""
+    """This machine lacks something that is needed."""
 
 
 class ScriptError(FlatoutError):
-    """The user's script cannot be worked with."""
+    """The user's script cannot be used."""
 
 
 class TrialError(FlatoutError):
@@ -49,10 +49,10 @@ class TrialError(FlatoutError):
 
 
 class NumericsError(FlatoutError, ArithmeticError):
-    """A loss or a gradient is inf or NaN, where the user asked to hear of it."""
+    """A loss, gradient or weight is inf or NaN."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and first line: what a person needs to recognise an error."""
+    """Type and first line, to recognize an error by."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

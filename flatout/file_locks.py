@@ -1,6 +1,6 @@
-"""Locks on files and folders that their process holds until it closes the descriptor, or dies.
+"""Locks on files and folders, held until the process closes the descriptor or dies.
 
-Windows has no such locks on folders: there nothing is held, and `lock_now` says that it cannot tell.
+Windows has no such locks on folders: there `lock_now` raises OSError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ except ImportError:  # Windows
 
 
 def lock_now(descriptor: int) -> bool:
-    """Take the lock if nobody holds it; False where somebody does. OSError where the file system knows no locks."""
+    """Take the lock if it is free; False if it is held. Raises OSError if the file system has no locks."""
     if fcntl is None:
         raise OSError("this system has no flock()")
     try:

@@ -1,6 +1,6 @@
 """The states of all random number generators: Python's, numpy's, torch's on the CPU and on every CUDA device.
 
-A library that was never imported and a device that was never initialised have drawn no numbers: they are left alone.
+A library that was not imported and a device that was not initialised have drawn no numbers: they are left alone.
 
     states = generator_states()
     ...
@@ -18,26 +18,26 @@ from typing import Any
 from flatout.errors import UsageError
 
 
-def generator_states() -> dict[str, Any]:
-    """What to give to `set_generators` for the same numbers to come again. Takes about 30 µs."""
-    states: dict[str, Any] = {"python": random.getstate(), **torch_generator_states()}
+def generator_states() -> dict[str, Any]:  # each library's own kind of state
+    """What to pass to `set_generators` to draw the same numbers again. Takes about 30 µs."""
+    states: dict[str, object] = {"python": random.getstate(), **torch_generator_states()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
     return states
 
 
-def torch_generator_states() -> dict[str, Any]:
-    """Only torch's, which models draw from: 1 µs on the CPU, so that every step can afford it."""
+def torch_generator_states() -> dict[str, object]:
+    """Only torch's, which models draw from: 1 µs on the CPU, cheap enough for every step."""
     import torch
 
-    states: dict[str, Any] = {"torch": torch.default_generator.get_state()}
+    states: dict[str, object] = {"torch": torch.default_generator.get_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
 
-def check_generators(states: Mapping[str, Any]) -> None:
-    """Raises UsageError if `set_generators` would fail; tried on generators made for it."""
+def check_generators(states: Mapping[str, Any]) -> None:  # as above, from a file
+    """Raise UsageError if `set_generators` would fail; tried on new generators."""
     import torch
 
     try:
@@ -50,8 +50,8 @@ def check_generators(states: Mapping[str, Any]) -> None:
         raise UsageError(what, remedy="pass generators=False to leave the generators as they are") from error
 
 
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Let every generator named there go on from its state. CUDA devices that are not here are left out."""
+def set_generators(states: Mapping[str, Any]) -> None:  # as above
+    """Set every generator in `states` to its state there. CUDA devices that this machine lacks are skipped."""
     import torch
 
     if "python" in states:
@@ -78,7 +78,7 @@ def seed_generators(seed: int) -> None:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[Callable[[], bool]]:
-    """Put them back to where they were; yields a test for their having moved."""
+    """Put their states back at the end; yields a function that says whether any number was drawn."""
     before = generator_states()
     try:
         yield lambda: not _same(before, generator_states())
@@ -86,11 +86,12 @@ def generators_kept() -> Iterator[Callable[[], bool]]:
         set_generators(before)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """What is only in `b`, numpy loaded meanwhile, was not drawn from before."""
-    if isinstance(a, Mapping):
+def _same(a: object, b: object) -> bool:
+    """Keys that only `b` has (numpy was imported in between) are ignored."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         return all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
+    if isinstance(a, list) and isinstance(b, list):
         return all(_same(one, other) for one, other in zip(a, b, strict=True))
-    equal = a == b
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+    equal: object = a == b
+    over_all = getattr(equal, "all", None)  # of arrays and tensors
+    return bool(equal if over_all is None else over_all())

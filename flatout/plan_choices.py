@@ -1,11 +1,11 @@
-"""What each choice of a plan declares, and what follows from that alone.
+"""What each choice of a plan declares, and what follows from its declaration.
 
     precision: Literal["fp32", "bf16", "fp16"] | None = choice(
         "dtype of autocast regions", scopes=("script", "step"), exactness="reduced", levers=("autocast:Autocast",)
     )
 
-A choice is declared once, as a field of `Choices`. Plan's checks, the searches, `fit_to_memory`, forecasts and what
-takes a plan (TrainStep, batches, predict, generate, flatout run) read the rest from here.
+A choice is declared once, as a field of `Choices`. Plan's checks, the searches, `fit_to_memory`, forecasts and
+everything that takes a plan (TrainStep, batches, predict, generate, flatout run) read the rest from here.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SCOPES: dict[Scope, str] = {
 """Where choices apply, and how a user calls that."""
 
 SAME_PLAN: tuple[tuple[Scope, ...], ...] = (("step", "batches"),)
-"""Scopes that share a plan: a choice that applies to only one of them is not an error in the other."""
+"""Scopes that share a plan: a choice that applies to one of them is no error in the other."""
 
 
 ChoiceValue: TypeAlias = bool | int | str
-"""Of a choice that is made."""
+"""The value of a choice that is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """What another choice has to be where this one is made."""
+    """What another choice has to be where this one is set."""
 
     other: str
     allows: Callable[[object], bool]
-    """Of the other choice's value; None: it is not made."""
+    """Of the other choice's value; None: it is unset."""
     why: str
     remedy: str = "drop one of the two"
 
@@ -67,7 +67,7 @@ class Declared:
     levers: tuple[str, ...] = ()
     """The classes that apply it, as 'module:Class' in flatout.levers; none where the scope's own code does."""
     low: int = 0
-    """Of a whole number; both limits are included."""
+    """The limits of a whole number, both included."""
     high: int = 0
     requires: tuple[Requirement, ...] = ()
     replaces: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Declared:
     """False where kernels are chosen by how fast they were this time."""
 
 
-def choice(meaning: str, **declared: Any) -> Any:  # Any: as dataclasses.field, for a field of each type
+def choice(meaning: str, **declared: Any) -> Any:  # the fields of Declared; a choice has its own type
     """A field of [plan]; keywords as in Declared."""
     return field(default=None, metadata={"declared": Declared(meaning=meaning, **declared)})
 
@@ -108,10 +108,10 @@ _OF_WORKERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Every choice of a plan, in the order in which choices are applied: what others build on before those.
+    """Every choice of a plan, in the order in which they are applied: a choice that others build on comes first.
 
-    There is none for a script's loader workers, nor one that keeps a script's samples or a copy of its data: whatever
-    it changes while it trains (a numpy view of its data leaves no trace), or does in `__getitem__`, would go unnoticed.
+    There is none for a script's loader workers, nor one that keeps a script's samples or a copy of its data: changes
+    that the script makes while it trains (through a numpy view, say, or in `__getitem__`) would be missed.
     """
 
     device: Literal["cuda", "cpu"] | None = choice(
@@ -390,7 +390,7 @@ def choice_names() -> tuple[str, ...]:
 
 
 def contradiction(choices: Mapping[str, ChoiceValue]) -> tuple[str, str, str] | None:
-    """(what, limit, remedy) of the first two choices that cannot stand beside each other; None: all can."""
+    """(what, limit, remedy) of the first two choices that exclude each other; None if there are none."""
     for name, value in choices.items():
         for rule in declared()[name].requires if value else ():
             other = choices.get(rule.other)
@@ -401,12 +401,12 @@ def contradiction(choices: Mapping[str, ChoiceValue]) -> tuple[str, str, str] | 
 
 
 def worst(kinds: Iterable[Exactness]) -> Exactness:
-    """That of the least exact."""
+    """The least exact of them."""
     return max(kinds, key=EXACTNESS_ORDER.index, default="bit-identical")
 
 
 def allowed(exactness: Exactness, limit: Exactness) -> bool:
-    """Does what is so exact stay within what may be done to the numbers?"""
+    """Is `exactness` within `limit`?"""
     return EXACTNESS_ORDER.index(exactness) <= EXACTNESS_ORDER.index(limit)
 
 

@@ -19,24 +19,26 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 from flatout.tracebacks import leave_no_frame
 
+F = TypeVar("F", bound=Callable[..., object])
+
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: object, name: str, make: Callable[[F], Callable[..., object]]) -> Iterator[None]:
     """`owner.name` is `make(original)` until the context ends.
 
-    What somebody else has put over it by then stays, and calls the original; where that was one of these contexts, it
-    takes ours away with its own.
+    A wrapper that other code has put around it by then stays, and calls the original; if it was another of these
+    contexts, its end removes both.
     """
     inherited = name not in vars(owner)
-    original = _still_on(getattr(owner, name))
+    original: F = _still_on(getattr(owner, name))
     other, on = make(original), True
 
     @functools.wraps(original)
-    def standing_in(*args: Any, **kwargs: Any) -> Any:
+    def standing_in(*args: object, **kwargs: object) -> object:
         try:
             return (other if on else original)(*args, **kwargs)
         except BaseException as error:
@@ -111,8 +113,8 @@ _MISSING = object()
 _ENDED = "_flatout_ended_original"
 
 
-def _still_on(function: Any) -> Any:
-    """`function`, or what is below it where its context ended while another function stood over it."""
+def _still_on(function: F) -> F:
+    """`function`, or the original below it if its context ended while it was wrapped by another function."""
     while _ENDED in getattr(function, "__dict__", {}):
         function = vars(function)[_ENDED]
     return function

@@ -1,14 +1,14 @@
 """Decide between two ways of running as soon as the samples allow it, and no sooner.
 
-Whoever looks at a growing sample again and again, and stops when it shows a difference, will find one where there is
-none. So there are few looks, and each asks for more than 95 %: at one constant level for all, as by Pocock (1977,
-doi:10.1093/biomet/64.2.191), computed for looks after these numbers of pairs, the chance that any errs is 5 %, and the
-intervals of all of them hold together (Jennison and Turnbull 1989, doi:10.1111/j.2517-6161.1989.tb01738.x). From eight
-pairs on a look is Wilcoxon's signed ranks; so few as three to six have no interval by ranks, and get Student's t, which
-a disturbed pair widens.
+Testing a growing sample again and again, and stopping when it shows a difference, finds differences where there are
+none. So there are few looks, and each requires more than 95 %: with the same level for all, as by Pocock (1977,
+doi:10.1093/biomet/64.2.191), computed for looks after these numbers of pairs, the chance that any is wrong is 5 %, and
+the intervals of all of them hold together (Jennison and Turnbull 1989, doi:10.1111/j.2517-6161.1989.tb01738.x). From
+eight pairs on a look uses Wilcoxon's signed ranks; three to six pairs are too few for an interval by ranks, and get
+Student's t, which a disturbed pair widens.
 
-Stopping for futility is not bound by that: a candidate dropped too early costs a gain, never a wrong claim. What goes
-on to the last look is what may well be shown there.
+Stopping for futility is not bound by that: a candidate dropped too early costs a gain, never a wrong claim. Candidates
+that continue to the last look are those whose gain may well be shown there.
 
     pairs = []
     while not is_decided(pairs, least_gain=0.01):
@@ -32,11 +32,11 @@ LOOK_CONFIDENCE, OVERALL_CONFIDENCE = 0.9905, 0.95
 STUDENT = {3: 10.19, 4: 5.95, 5: 4.68, 6: 4.08, 7: 3.75}
 """Two-sided points of Student's t at that level, by pairs."""
 LEAST_DEVIATION = 0.005
-"""Of a log ratio: three windows may agree by luck; no machine is that steady."""
+"""Of a log ratio: three windows may agree by chance; no machine is that steady."""
 FAR_SLOWER_PAIRS, FAR_SLOWER_RATIO = 2, 0.75
-"""The first pairs are enough where each is slower than this."""
+"""The first pairs are enough if each is slower than this."""
 FUTILE_RATIOS = {4: 1.0, 6: 1.005}
-"""An estimate below that, after so many pairs, will hardly become a gain that counts."""
+"""An estimate below that, after so many pairs, is unlikely to become a gain that counts."""
 TREND_PAIRS, TREND_SHARE = 11, 0.5
 """From so many pairs on: an estimated gain of less than that share of what the last look can show, by the deviation
 seen so far. If the estimate is right, the last look shows such a gain about one time in ten."""
@@ -61,7 +61,7 @@ def compare_so_far(pairs: Pairs, *, least_gain: float) -> Comparison:
 
 
 def is_decided(pairs: Pairs, *, least_gain: float, stop_if_futile: bool = True) -> bool:
-    """True where no further pair is needed. `stop_if_futile` False: the figure itself is wanted."""
+    """True if no further pair is needed. `stop_if_futile` False: the figure itself is wanted."""
     if stop_if_futile and is_far_slower(pairs):
         return True
     if len(pairs) < LOOKS[-1] and len(pairs) not in LOOKS:
@@ -76,8 +76,8 @@ def pair_of_turns(turns: Pairs) -> tuple[float, float]:
     """One pair of (baseline, candidate) seconds from some short windows in turns: the median, and that over the median
     ratio.
 
-    What disturbs a step lasts from a fraction of a millisecond to seconds. So the ratio of two neighbouring windows
-    varies about as much where they are short as where they are long, and several short ones say more in the same time:
+    Disturbances last from a fraction of a millisecond to seconds. So the ratio of two neighbouring windows varies about
+    as much for short windows as for long ones, and several short ones say more in the same time:
     with steps of 1.3 ms on a shared machine of two cores ±2.5 % after 5 s with windows of 0.15 s, ±1.0 % with windows
     of 0.02 s (`python -m benchmarks.search.windows`).
     """
@@ -86,13 +86,13 @@ def pair_of_turns(turns: Pairs) -> tuple[float, float]:
 
 
 def is_far_slower(pairs: Pairs) -> bool:
-    """So slow from the first that no interval is needed."""
+    """So slow from the start that no interval is needed."""
     first = pairs[:FAR_SLOWER_PAIRS]
     return len(first) == FAR_SLOWER_PAIRS and all(ours / theirs < FAR_SLOWER_RATIO for ours, theirs in pairs)
 
 
 def is_futile(found: Comparison, least_gain: float) -> bool:
-    """Would more pairs hardly make a gain of this estimate?"""
+    """Are more pairs unlikely to turn this estimate into a gain?"""
     if any(found.pairs >= least and found.ratio < bound for least, bound in FUTILE_RATIOS.items()):
         return True
     if found.pairs < TREND_PAIRS:

@@ -1,4 +1,4 @@
-"""Signals as requests: a function is told, and decides what to do about them."""
+"""Signals as requests: they call a function, which decides what to do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def told_of(handle: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
-    """Within, these signals call `handle`. Outside of the main thread, where nothing can be caught, none does.
+    """Within, these signals call `handle`. Only in the main thread: Python allows no handlers in others.
 
-    Ctrl-C is left alone where it has a handler of the program's own, or is ignored (a job in the background).
+    Ctrl-C is left alone if the program has its own handler for it, or ignores it (a background job).
     """
     mine = threading.current_thread() is threading.main_thread()
     plain = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -27,9 +27,9 @@ def told_of(handle: Callable[[int, FrameType | None], None], *signals: signal.Si
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Within, the program's own handlers of signals wait; each that was wanted is called at the end.
+    """Within, calls of the program's own signal handlers are deferred; they are made at the end.
 
-    For work that nobody may see half done. In the main thread; elsewhere Python calls no handler.
+    For work that must not be seen half done. Only in the main thread: Python calls handlers in no other.
     """
     wanted: list[tuple[int, FrameType | None]] = []
     before: dict[signal.Signals | int, Callable[[int, FrameType | None], object]] = {}

@@ -5,8 +5,8 @@ t-tests break on both. So a comparison here works on ranks: it takes the logarit
 halving then weigh the same), estimates their centre by Hodges and Lehmann (the median of all pairwise averages: a
 third of the samples may be garbage before it moves), and derives its confidence interval from the exact
 distribution of Wilcoxon's signed ranks. `compare_paired` is for samples taken in turns (the drift hits both
-sides of a pair and cancels); `compare_unpaired`, by Mann and Whitney, is for two runs made apart. Ranks of fewer than
-six pairs give no 95 % interval; where steps take so long that there are no more, it is Student's, which a disturbed
+sides of a pair and cancels); `compare_unpaired`, by Mann and Whitney, is for two separate runs. Ranks of fewer than
+six pairs give no 95 % interval; if steps take so long that there are no more, it is Student's, which a disturbed
 pair widens.
 
 >>> compare_paired([1.10, 1.12, 9.0, 1.11, 1.10, 1.13, 1.12], [1.0, 1.01, 1.0, 1.0, 1.02, 1.01, 1.0]).verdict
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import stdev
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from flatout.errors import UsageError
 
@@ -29,7 +29,7 @@ Verdict = Literal["faster", "slower", "not significant"]
 # Beyond this many pairs neighbours are merged into medians, as the pairwise averages grow with the square.
 _MOST_PAIRS = 400
 # Samples of one run share the drift of the machine: neighbours are not independent. So a long run
-# counts as this many stretches of time, and a run whose speed wandered gets the wide interval that it deserves.
+# counts as this many periods, and a run whose speed varied gets a wide interval.
 _MOST_UNPAIRED = 30
 # Up to this many the rank distribution is counted exactly; above, the normal approximation is good to a fraction of a
 # rank.
@@ -41,7 +41,19 @@ _STUDENT_95 = (
 )
 """By degrees of freedom, from 1 on."""
 _LEAST_PAIRS = 3
-"""Two that happen to agree would be believed too often."""
+"""Two pairs agree by chance too often."""
+
+
+class ComparisonJson(TypedDict):
+    """What `Comparison.to_json` writes: the fields of the class, `high` None where there is no interval."""
+
+    ratio: float
+    low: float
+    high: float | None
+    confidence: float
+    pairs: int
+    verdict: Verdict
+    reason: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +77,20 @@ class Comparison:
         verdict, reason = _verdict(low, high, least_gain)
         return replace(self, low=low, high=high, verdict=verdict, reason=reason)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "high": self.high if self.has_interval else None}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Comparison:
-        return cls(**{**data, "high": math.inf if data["high"] is None else data["high"]})
+    def from_json(cls, data: ComparisonJson) -> Comparison:
+        return cls(
+            ratio=data["ratio"],
+            low=data["low"],
+            high=math.inf if data["high"] is None else data["high"],
+            confidence=data["confidence"],
+            pairs=data["pairs"],
+            verdict=data["verdict"],
+            reason=data.get("reason"),
+        )
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -85,7 +105,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value: half of the samples may be outliers before it lies."""
+    """The middle value: robust as long as less than half of the samples are outliers."""
     return quantile(values, 0.5)
 
 
@@ -104,7 +124,7 @@ def compare_paired(
     if len(baseline) != len(candidate):
         raise UsageError(
             f"{len(baseline)} baseline and {len(candidate)} candidate samples",
-            limit="a paired comparison needs as many of one as of the other",
+            limit="a paired comparison needs the same number of both",
             remedy="use compare_unpaired for samples that were not taken in turns",
         )
     logs = [b - c for b, c in zip(_logs(baseline), _logs(candidate), strict=True)]
@@ -135,7 +155,7 @@ def chi_square_95(freedom: int) -> float:
 def compare_unpaired(
     baseline: Sequence[float], candidate: Sequence[float], *, least_gain: float = 0.01, confidence: float = 0.95
 ) -> Comparison:
-    """Compare seconds of two runs made apart. Drift between the runs is not cancelled: prefer compare_paired."""
+    """Compare seconds of two separate runs. Drift between the runs is not cancelled: prefer compare_paired."""
     before, after = (_merge_neighbours(_logs(side), _MOST_UNPAIRED) for side in (baseline, candidate))
     differences = sorted(b - c for b in before for c in after)
     trim = _rank_sum_trim(len(before), len(after), confidence)

@@ -1,11 +1,11 @@
-"""Time a callable rightly, on any device.
+"""Time a callable correctly, on any device.
 
 Three things make a naive timing wrong. An accelerator runs behind the program: without waiting for it one times the
 launch, not the work; so pass `synchronize` (every device has one). The first calls allocate, compile and fill caches:
-they are run and kept apart as warm-up. And the machine's speed drifts: to compare two things, take them in turns
-(`interleave`), never one after the other. What comes back keeps its raw samples and its own doubts; the gravest is
-that others competed for the processor: where two threads wait for one another at the end of every operation and one
-has no core, a step takes 40 times as long, evenly, and no statistic of the samples would tell.
+they are run and kept apart as warm-up. And the machine's speed drifts: to compare two things, alternate between them
+(`interleave`), never time one after the other. A measurement keeps its raw samples and warnings; the most serious is
+that other processes competed for the processor: where two threads wait for each other at the end of every operation
+and one has no core, every step takes 40 times as long, and no statistic of the samples shows it.
 
 >>> measure(lambda: sum(range(1000)), max_seconds=0.05).median_seconds < 0.001
 True
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import psutil
 
@@ -36,16 +36,28 @@ _TICKS_PER_SAMPLE = 200  # a sample this many timer ticks long is read to 0.5 %
 _SHORTEST_SAMPLE_SECONDS = 50e-6  # shorter calls are grouped, so that the loop and the clock do not count
 
 
+class MeasurementJson(TypedDict):
+    """What `Measurement.to_json` writes, in this version or an earlier one."""
+
+    name: str
+    samples_seconds: list[float]
+    warmup_seconds: NotRequired[list[float]]
+    calls_per_sample: NotRequired[int]
+    machine_fingerprint: NotRequired[str | None]
+    contended: NotRequired[bool | None]
+    warnings: NotRequired[list[str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Seconds per call with the evidence: every sample, the warm-up, the machine, and what speaks against it."""
+    """Seconds per call with the evidence: every sample, the warm-up, the machine, and what makes it doubtful."""
 
     name: str
     samples_seconds: tuple[float, ...]
     warmup_seconds: tuple[float, ...] = ()
     calls_per_sample: int = 1  # a sample is the mean of that many calls
     machine_fingerprint: str | None = None
-    contended: bool | None = None  # whether others competed for the processor; None: nobody watched
+    contended: bool | None = None  # whether others competed for the processor; None: it was not watched
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -56,12 +68,12 @@ class Measurement:
     def iqr_seconds(self) -> float:
         return iqr(self.samples_seconds)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         listed = {"samples_seconds", "warmup_seconds", "warnings"}
         return {key: list(value) if key in listed else value for key, value in asdict(self).items()}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+    def from_json(cls, data: MeasurementJson) -> Measurement:
         return cls(
             name=data["name"],
             samples_seconds=tuple(float(s) for s in data["samples_seconds"]),
@@ -75,28 +87,28 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Cores kept busy, on average, over a stretch of time."""
+    """Cores kept busy, on average, over a period."""
 
     own_cores: float  # by this process and its children
-    others_cores: float  # by everybody else, and what the hypervisor took away
+    others_cores: float  # by all other processes, and what the hypervisor took away
     logical_cores: int
 
     @property
     def contended(self) -> bool:
-        """Others were at work, and no core was left idle."""
+        """Other processes were busy, and no core was idle."""
         full = self.own_cores + self.others_cores >= _FULL_SHARE * self.logical_cores
         return full and self.others_cores >= _LEAST_OTHERS_CORES
 
 
 class LoadWatch:
-    """Tells who used the processor since it was made. A reading walks over all processes: not for inner loops."""
+    """Measures who used the processor since it was created. A reading visits all processes: not for inner loops."""
 
     def __init__(self) -> None:
         self._start_seconds = time.perf_counter()
         self._all_start, self._own_start = _busy_seconds_of_all(), _busy_seconds_of_own()
 
     def read(self) -> Load | None:
-        """Until now; None if that is too short to tell."""
+        """The load until now; None if the period is too short to measure."""
         elapsed = time.perf_counter() - self._start_seconds
         if elapsed < _SHORTEST_WATCH_SECONDS:
             return None
@@ -134,7 +146,7 @@ def measurement(
     tick_seconds: float = 0.0,
     load: Load | None = None,
 ) -> Measurement:
-    """A Measurement of samples taken elsewhere, with the warnings that they deserve."""
+    """A Measurement of samples taken elsewhere, with its warnings."""
     if not samples_seconds:
         raise UsageError(f"no samples of {name!r}", limit="a measurement needs at least one")
     return Measurement(
@@ -151,7 +163,7 @@ def measurement(
 def doubts(
     samples_seconds: list[float], shortest_readable_seconds: float = 0.0, load: Load | None = None
 ) -> tuple[str, ...]:
-    """What a careful reader should know before trusting the samples."""
+    """What to know before trusting the samples."""
     middle, spread = median(samples_seconds), iqr(samples_seconds)
     slow = sum(sample > _OUTLIER * middle for sample in samples_seconds)
     found = []
@@ -167,7 +179,7 @@ def doubts(
 
 
 def contention(load: Load | None) -> str | None:
-    """The doubt that follows from others' work; None where there is none, or nobody watched."""
+    """The warning that other processes were busy; None where they were not, or it was not watched."""
     if load is None or not load.contended:
         return None
     return f"contended: others kept {load.others_cores:.1f} of {load.logical_cores} cores busy, none was idle"
@@ -186,9 +198,9 @@ def measure(
     machine_fingerprint: str | None = None,
     clock: Clock = time.perf_counter,
 ) -> Measurement:
-    """Call the function until it has `min_samples` and has run for `min_seconds`, or until `max_seconds` are over.
+    """Call the function until it has `min_samples` and has run for `min_seconds`, or until `max_seconds` have passed.
 
-    `max_seconds` bounds warm-up and samples together, but for the call that crosses it; one sample is always taken.
+    `max_seconds` limits warm-up and samples together; the call under way then is finished. One sample is always taken.
     """
     end = clock() + max_seconds
     warm: list[float] = []
@@ -224,10 +236,10 @@ def interleave(
     machine_fingerprint: str | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Measurement]:
-    """Time the functions in turns; the i-th samples of all belong together (compare them by `compare_paired`).
+    """Time the functions in turns; the i-th samples of all belong together (compare them with `compare_paired`).
 
-    The order is turned round every round, so that what comes second (warm caches, a throttled core) is not always the
-    same. `max_seconds` ends after a whole round; at least one round is made.
+    The order is reversed every round, so that the same function does not always come second (warm caches, a throttled
+    core). `max_seconds` takes effect after a whole round; at least one round is run.
     """
     if rounds < 1:
         raise UsageError(f"{rounds} rounds", limit="at least 1 is needed", remedy="6 or more allow a verdict")
@@ -261,7 +273,7 @@ def interleave(
 
 
 def timer_tick_seconds(clock: Clock = time.perf_counter) -> float:
-    """The smallest step that the clock was seen to make: what one reading of it costs."""
+    """The smallest step of the clock that was observed: the cost of one reading."""
     steps = []
     for _ in range(20):
         before = clock()
@@ -273,7 +285,7 @@ def _sample(
     function: Callable[[], object], calls: int, synchronize: Callable[[], object] | None, clock: Clock
 ) -> float:
     if synchronize is not None:
-        synchronize()  # what was queued before must not be charged to this sample
+        synchronize()  # work queued before must not count towards this sample
     start = clock()
     for _ in range(calls):
         function()
@@ -283,7 +295,7 @@ def _sample(
 
 
 def _calls_per_sample(warm: list[float]) -> int:
-    """Enough calls that a sample can be read well; one, if the function is slow or was never warmed up."""
+    """Enough calls for the timer to resolve a sample; one, if the function is slow or was not warmed up."""
     if not warm or min(warm) >= _SHORTEST_SAMPLE_SECONDS:
         return 1
     return min(1000, max(1, round(_SHORTEST_SAMPLE_SECONDS / max(min(warm), 1e-9))))

@@ -1,7 +1,7 @@
 """Tracebacks that show the script's frames and torch's, and none of ours.
 
-Our wrappers stand between the script and torch, so an exception passes through them; a reader must not be sent to
-look for the fault there.
+Our wrappers are between the script and torch, so exceptions pass through them; a reader should not look for the cause
+there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _IMPORT_MACHINERY = "<frozen importlib."
 _DISPATCH = "__torch_dispatch__"
 _AROUND_DISPATCH = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _OPERATION = "/torch/_ops.py"
-"""Torch's own frames that are there only because we follow its operations."""
+"""torch's own frames that are there only because we follow its operations."""
 
 
 def leave_no_frame(error: BaseException) -> None:
-    """For a wrapper that catches what it raises again: a script that prints the traceback sees no wrapper."""
+    """For a wrapper that catches and re-raises: a script that prints the traceback sees no wrapper."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         trace = trace.tb_next

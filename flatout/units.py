@@ -1,8 +1,8 @@
-"""Bytes, seconds and rates: the one place where they become text, and where text becomes them.
+"""Bytes, seconds and rates: the one place that formats and parses them.
 
 Inside Flatout every quantity is in its base unit, and its name says so (`peak_bytes`, `step_seconds`). Memory is
 counted in powers of 1024 (GiB), because that is how it is sold and allocated; rates in powers of 1000 (GB/s,
-TFLOP/s), because that is how data sheets state them.
+TFLOP/s), because that is how data sheets give them.
 
 >>> format_seconds(0.00115), format_bytes(8 * 1024**3), format_rate(2.5e12, "FLOP/s")
 ('1.15 ms', '8 GiB', '2.5 TFLOP/s')
@@ -20,7 +20,7 @@ from flatout.errors import UsageError
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
-_BYTES_OF = {
+_BYTES_OF: dict[str, int] = {
     "": 1,
     "b": 1,
     **{name.lower(): 1024**power for power, name in enumerate(_BINARY) if power},
@@ -83,17 +83,17 @@ def format_rate(per_second: float, unit: str) -> str:
     value, power = float(per_second), 0
     while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
         value, power = value / 1000, power + 1
-    short = unit in ("B/s", "FLOP/s", "OP/s")  # a symbol takes its prefix directly, a word after a space
+    short = unit in ("B/s", "FLOP/s", "OP/s")  # a prefix is joined to a symbol, and separated from a word
     return f"{_three_figures(value)} {_DECIMAL[power]}{'' if short or not power else ' '}{unit}"
 
 
 def labelled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Rows of a table of which only the first shows the label."""
+    """Rows of a table; only the first shows the label."""
     return [(label if number == 0 else "", text) for number, text in enumerate(texts)]
 
 
 def parse_bytes(text: str) -> int:
-    """'8GiB' -> 8589934592; '8GB' is decimal; '8G' is binary, as in every tool that takes it."""
+    """'8GiB' -> 8589934592; '8GB' is decimal; '8G' is binary, as in most tools."""
     value, unit = _split(text, _BYTES_OF, "a size", "write it as 512MiB, 8GiB or 8GB")
     return round(value * _BYTES_OF[unit])
 

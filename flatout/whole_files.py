@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: a crash or a full disk leaves what was there before.
+"""Files that are replaced whole or not at all: after a crash or on a full disk the old file is still there.
 
 with written_whole(path) as temporary:
     temporary.write_text(text)
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIX = ".tmp"
-"""What a process leaves that is killed while it writes ends so."""
+"""Suffix of a temporary file, which stays if its process is killed while it writes."""
 PRIVATE = 0o600
 
 
 @contextlib.contextmanager
 def written_whole(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
-    """A file beside `path` to be written by its name. It is flushed to the disk and takes the place of `path` when the
-    block ends, and is gone where the block raises. Raises OSError, of the file system, for the caller to explain."""
+    """The path of a temporary file beside `path`, to write to. It is flushed to disk and replaces `path` when the block
+    ends; if the block raises, it is deleted. Raises OSError of the file system, for the caller to explain."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=SUFFIX)
     os.close(descriptor)
     temporary = Path(name)
@@ -28,7 +28,7 @@ def written_whole(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(mode)  # temporary files are private, and some writers make theirs so
+        temporary.chmod(mode)  # temporary files are private, and some writers create private files
         temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):

@@ -103,7 +103,7 @@ def test_a_gain_below_the_least_that_counts_is_not_called_faster() -> None:
 
 
 def test_bad_samples_are_refused() -> None:
-    with pytest.raises(UsageError, match="as many of one"):
+    with pytest.raises(UsageError, match="the same number of both"):
         compare_paired([1.0], [1.0, 2.0])
     with pytest.raises(UsageError, match="positive and finite"):
         compare_paired([0.0], [1.0])

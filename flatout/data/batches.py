@@ -1,4 +1,4 @@
-"""A batch source: any data in, batches out, in an order that can be taken up to the sample.
+"""A batch source: any data in, batches out, in an order that can be resumed at the exact sample.
 
     train = batches((images, labels), 256, seed=1)
     for epoch in range(train.epoch, 10):
@@ -6,43 +6,63 @@
             step(batch)
             saved = train.state_dict()           # what was handed out, not what was read ahead
 
-The order depends on the seed and the epoch alone: not on workers, not on prefetching, not on the number of ranks, and a
-run that is taken up with another batch size goes on at the very next sample.
+The order depends on the seed and the epoch alone: not on workers, not on prefetching, not on the number of ranks. A run
+that resumes with another batch size continues with the next sample.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
 
 from flatout.arguments import as_device, as_function, as_plan, as_whole_number
 from flatout.data.buckets import BucketOrder, Lengths, check_tokens, lengths_of
-from flatout.data.given_orders import BatchOrder, EpochOrder
+from flatout.data.given_orders import BatchOrder, EpochOrder, length_of
 from flatout.data.order import epoch_order, share_of_rank, spans
 from flatout.data.prefetch import on_device
-from flatout.data.sources import Source, source_of
+from flatout.data.sources import Arrays, Collate, Source, Whole, source_of
 from flatout.data.workers import Key, Pacing, Workers
 from flatout.errors import UsageError
 from flatout.machine.detect import usable_cores
 from flatout.plan import Plan
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.utils.data import DataLoader
+
+
+class StreamState(TypedDict):
+    """Where a run is in its data."""
+
+    epoch: int
+    position: int
+
+
+class BatchesState(StreamState):
+    """The same with what the order depends on."""
+
+    seed: int
+    samples: int
+    buckets: NotRequired[dict[str, int | None]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _HandingOut:
-    """How batches leave a source: how large, by what plan, where to, and which part of each is this rank's."""
+    """How a source hands out batches: their size, the plan, the device, and this rank's part of each."""
 
     batch_size: int
     plan: Plan
     drop_last: bool
-    device: Any
+    device: torch.device
     rank: int
     ranks: int
 
     @property
     def least_samples(self) -> int:
-        """Of a last batch; fewer are dropped."""
+        """The least samples of a last batch; with fewer it is dropped."""
         return self.batch_size if self.drop_last else self.ranks
 
 
@@ -62,7 +82,7 @@ class Batches:
         self.samples = len(source) if order is None else order.samples
         """Samples in an epoch."""
         self.epoch, self.position = 0, 0
-        """The epoch that is under way, and how many of its samples were handed out (by all ranks together)."""
+        """The current epoch, and how many of its samples were handed out (by all ranks together)."""
         self.batch_size = handing_out.batch_size
         self._source, self._out, self._shuffle, self._order = source, handing_out, shuffle, order
         self._workers: tuple[int, Workers] | None = None
@@ -75,7 +95,7 @@ class Batches:
             )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch; with `length` in the one under way, since their number differs a little."""
+        """Batches in a whole epoch; with `length`, in the current one, because their number varies a little."""
         if isinstance(self._order, BatchOrder):
             return len(self._order)
         if isinstance(self._order, BucketOrder):
@@ -85,46 +105,52 @@ class Batches:
 
     @property
     def workers(self) -> tuple[int, str]:
-        """(processes that make batches, why so many)."""
+        """(number of worker processes, why that number)."""
         return self._pacing.count, self._pacing.reason
 
     @property
     def at_end(self) -> bool:
-        """Was the last batch of the epoch handed out? The next iteration then ends it, and gives no batch."""
+        """Was the last batch of the epoch handed out? The next iteration then ends the epoch and yields no batch."""
         return next(self._spans(), None) is None
 
     @property
     def padding_share(self) -> float | None:
-        """Of the places in the batches of this epoch, padded to their longest, how many are padding; None without
-        `length`."""
+        """The share of padding in this epoch's batches, each padded to its longest sample; None without `length`."""
         if not isinstance(self._order, BucketOrder):
             return None
         out = self._out
         return self._order.padding_share(self.seed, self.epoch, out.ranks, least=out.least_samples)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> BatchesState:
         """Where the next batch begins. A few numbers, whatever the size of the data."""
-        place = {"seed": self.seed, "epoch": self.epoch, "position": self.position, "samples": self.samples}
-        return place | ({"buckets": self._order.rule} if isinstance(self._order, BucketOrder) else {})
+        state: BatchesState = {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "samples": self.samples,
+        }
+        if isinstance(self._order, BucketOrder):
+            state["buckets"] = self._order.rule
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, whatever the batch size, workers and ranks were then."""
+    def load_state_dict(self, state: BatchesState) -> None:
+        """Resume where `state` was taken; batch size, workers and ranks may differ."""
         if state["samples"] != self.samples:
             raise UsageError(
                 f"the saved position is in a data set of {state['samples']} samples; this one has {self.samples}",
-                limit="an order is one of as many samples",
-                remedy="resume with the data of that run, or start the data anew by not restoring it",
+                limit="the order depends on the number of samples",
+                remedy="resume with the data of that run, or do not restore the data",
             )
         rule = self._order.rule if isinstance(self._order, BucketOrder) else None
         if state["position"] and state.get("buckets") != rule:
             raise UsageError(
                 f"the saved position is in an epoch of {_described(state.get('buckets'))}; here is {_described(rule)}",
-                limit="lengths decide which samples follow one another, so both have to be the same within an epoch",
+                limit="the order within an epoch depends on the lengths and on how they are batched",
                 remedy="resume with the same tokens, batch_size and length, or at the end of an epoch",
             )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # the type of a batch depends on the data
         order = self._epoch_order()
         while True:
             todo = list(self._spans())
@@ -145,11 +171,11 @@ class Batches:
             return iter(self._order.spans(self.seed, self.epoch, self.position, least=self._out.least_samples))
         return spans(self.samples, self.position, self._out.batch_size, least=self._out.least_samples)
 
-    def _share(self, order: Any, span: tuple[int, int]) -> Any:
+    def _share(self, order: Tensor, span: tuple[int, int]) -> Tensor:
         start, stop = share_of_rank(*span, self._out.rank, self._out.ranks)
         return order[start:stop]
 
-    def _epoch_order(self) -> Any:
+    def _epoch_order(self) -> Tensor:
         if self._order is not None:
             return self._order(self.seed, self.epoch)
         return epoch_order(self.samples, seed=self.seed, epoch=self.epoch, shuffle=self._shuffle)
@@ -162,7 +188,7 @@ class Batches:
             pacing.decided, pacing.count, pacing.reason = True, self._out.plan.loader_workers, "the plan says so"
         return pacing
 
-    def _made(self, keys: Sequence[Key]) -> Iterator[Any]:
+    def _made(self, keys: Sequence[Key]) -> Iterator[object]:
         count = self._pacing.count
         if count == 0:
             self._workers = None
@@ -181,29 +207,29 @@ class Batches:
         return self._workers[1].batches(keys)
 
 
-def _described(rule: Any) -> str:
+def _described(rule: dict[str, int | None] | None) -> str:
     return "batches in plain order" if rule is None else ", ".join(f"{name} {value}" for name, value in rule.items())
 
 
 class Stream:
-    """Batches of a data set that can only be read from its beginning. Taken up by reading on to the position."""
+    """Batches of a data set that can only be read from its beginning. Resumes by reading up to the position."""
 
-    def __init__(self, data: Any, handing_out: _HandingOut, collate_fn: Any) -> None:
+    def __init__(self, data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate) -> None:
         self.epoch, self.position = 0, 0
         self.batch_size = handing_out.batch_size
         self.once = iter(data) is data
         """Is it an iterator, which can be read once?"""
         self._data, self._out, self._collate = data, handing_out, collate_fn
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StreamState:
         """Where the next batch begins."""
         return {"epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. The stream has to give the same samples again."""
+    def load_state_dict(self, state: StreamState) -> None:
+        """Resume where `state` was taken. The stream has to yield the same samples again."""
         self.epoch, self.position = state["epoch"], state["position"]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # as for Batches
         set_epoch = getattr(self._data, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
@@ -214,13 +240,13 @@ class Stream:
             yield batch
         if self.position == 0:
             raise UsageError(
-                f"the stream gave no batch in epoch {self.epoch}",
-                limit="an iterator runs dry after one epoch" if self.once else "an epoch has at least one batch",
-                remedy="pass an object whose __iter__ begins anew each time, or train for as long as the data lasts",
+                f"the stream yielded no batch in epoch {self.epoch}",
+                limit="an iterator is exhausted after one epoch" if self.once else "an epoch has at least one batch",
+                remedy="pass an object whose __iter__ starts over each time, or train for as long as the data lasts",
             )
         self.epoch, self.position = self.epoch + 1, 0
 
-    def _from_position(self) -> Iterator[Any]:
+    def _from_position(self) -> Iterator[object]:
         samples = iter(self._data)
         passed = sum(1 for _ in itertools.islice(samples, self.position))
         if passed < self.position:
@@ -231,7 +257,7 @@ class Stream:
             )
         return samples
 
-    def _groups(self, samples: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    def _groups(self, samples: Iterator[object]) -> Iterator[tuple[int, object]]:
         while group := list(itertools.islice(samples, self._out.batch_size)):
             if len(group) < self._out.least_samples:
                 return
@@ -239,14 +265,14 @@ class Stream:
             yield len(group), self._collate(group[start:stop])
 
 
-def _noting(groups: Iterator[tuple[int, Any]], sizes: list[int]) -> Iterator[Any]:
+def _noting(groups: Iterator[tuple[int, object]], sizes: list[int]) -> Iterator[object]:
     for size, batch in groups:
         sizes.append(size)
         yield batch
 
 
 def batches(
-    data: Any,
+    data: object,
     batch_size: int | None = None,
     plan: Plan | None = None,
     *,
@@ -255,29 +281,29 @@ def batches(
     drop_last: bool = False,
     tokens: int | None = None,
     length: Lengths | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    device: Any = None,
+    collate_fn: Callable[[list[Any]], object] | None = None,
+    device: torch.device | str | int | None = None,
     rank: int | None = None,
     ranks: int | None = None,
 ) -> Batches | Stream:
     """Batches of `batch_size` samples (of all ranks together) from `data`.
 
     `data`: tensors or numpy arrays [samples, ...], alone or in dicts, tuples, dataclasses, memory-mapped ones too; a
-    map-style or iterable data set; or a DataLoader, whose data set, batch size, order and collate function are taken.
-    `shuffle` is on by default, but for streams, which keep their order. `device` is where batches are handed out;
-    by default they stay where they are. `rank` and `ranks` default to those of torch.distributed.
+    map-style or iterable data set; or a DataLoader, whose data set, batch size, order and collate function are used.
+    `shuffle` is on by default, except for streams, which keep their order. `device` is where batches are handed out
+    (default: the CPU). `rank` and `ranks` default to those of torch.distributed.
 
     `length` puts samples of similar lengths into one batch, so that little is padded: a function of a sample, or the
-    lengths of all samples, in order. With `tokens` a batch has as many samples as fit into that number of places once
+    lengths of all samples, in order. With `tokens` a batch has as many samples as fit into that number of tokens once
     each is padded to the longest (of all ranks together; `batch_size` then only limits the number of samples). The
-    order is random all the same: samples are shuffled, those near one another sorted by length and cut into batches,
-    and the batches shuffled. `padding_share` of the result says what is padded.
+    order is still random: samples are shuffled, sorted by length within pools and cut into batches, and the batches
+    are shuffled. `padding_share` of the result is the share of padding.
 
-    Where a data set's own code holds the steps back, it runs in worker processes: they have the data set as it is when
-    an epoch begins, and what it changes there is not seen here. `Plan(loader_workers=0)` keeps it in this process.
-    A loader's batch sampler makes the batches, unless batch_size is given.
+    If a data set's own code slows the steps down, it runs in worker processes: they have the data set as it is when
+    an epoch begins, and changes that it makes to itself there are not seen here. `Plan(loader_workers=0)` keeps it in
+    this process. A loader's batch sampler makes the batches, unless batch_size is given.
 
-    Raises UsageError for data that is none of these, is empty, or whose arrays differ in length.
+    Raises UsageError for data of any other kind, empty data, and arrays that differ in length.
     """
     from torch.utils.data import DataLoader
 
@@ -295,7 +321,7 @@ def batches(
     if length is not None:
         if order is not None or _is_stream(data):
             raise UsageError(
-                "length is given for a stream, or for a loader with a sampler of its own",
+                "length is given for a stream, or for a loader with its own sampler",
                 limit="it decides the order of the samples",
                 remedy="pass the data set, or leave length out",
             )
@@ -318,13 +344,13 @@ def batches(
     if isinstance(order, BucketOrder) and order.samples != len(source):
         limit, remedy = f"the data has {len(source)} samples", "give a length for each sample, in their order"
         raise UsageError(f"length has {order.samples} entries", limit=limit, remedy=remedy)
-    if plan.data_device is not None and hasattr(source, "to"):
+    if plan.data_device is not None and isinstance(source, Arrays | Whole):
         source.to(handing_out.device)
     return Batches(source, handing_out, shuffle=shuffle is not False, seed=seed, order=order)
 
 
 def _buckets(
-    data: Any, length: Lengths, tokens: int | None, batch_size: int | None, shuffle: bool, ranks: int
+    data: object, length: Lengths, tokens: int | None, batch_size: int | None, shuffle: bool, ranks: int
 ) -> BucketOrder:
     if tokens is None or batch_size is not None:
         _checked(batch_size, ranks)
@@ -334,13 +360,15 @@ def _buckets(
     return BucketOrder(lengths, tokens, batch_size, shuffle=shuffle, ranks=ranks)
 
 
-def _is_stream(data: Any) -> bool:
+def _is_stream(data: object) -> TypeGuard[Iterable[object]]:
     from torch.utils.data import IterableDataset
 
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
 
 
-def _stream(data: Any, handing_out: _HandingOut, collate_fn: Any, *, shuffle: bool | None) -> Stream:
+def _stream(
+    data: Iterable[object], handing_out: _HandingOut, collate_fn: Collate | None, *, shuffle: bool | None
+) -> Stream:
     from torch.utils.data import default_collate
 
     if shuffle:
@@ -349,9 +377,9 @@ def _stream(data: Any, handing_out: _HandingOut, collate_fn: Any, *, shuffle: bo
 
 
 def _of_loader(
-    loader: Any, batch_size: int | None, shuffle: bool | None, ranks: int
+    loader: DataLoader[object], batch_size: int | None, shuffle: bool | None, ranks: int
 ) -> tuple[int | None, bool | None, EpochOrder | BatchOrder | None]:
-    """(batch size, shuffle, order of an epoch) of a DataLoader; a sampler that is none of torch's gives the order."""
+    """(batch size, shuffle, order of an epoch) of a DataLoader; the order is that of its sampler, if not torch's."""
     from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
     from torch.utils.data.distributed import DistributedSampler
 
@@ -359,16 +387,17 @@ def _of_loader(
         return batch_size or loader.batch_size, shuffle, None
     if loader.batch_size is None and batch_size is None:
         if loader.batch_sampler is None:
-            limit = "which samples form a batch is decided here, so that a run can resume within an epoch"
+            limit = "batches are formed here, so that a run can resume within an epoch"
             raise UsageError("the loader makes no batches", limit=limit, remedy="pass batch_size=64")
-        order = BatchOrder(loader.batch_sampler, len(loader.dataset))
+        order = BatchOrder(loader.batch_sampler, length_of(loader.dataset, "the loader's data set"))
         largest = max((stop - start for start, stop in order.spans(0, 0, 0)), default=0)
         return largest or None, False, order
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler) and ranks > 1:
-        limit = "each rank's share is taken here, of the order of all"
+        limit = "each rank's share of the whole order is taken here"
         raise UsageError("the loader's sampler is a DistributedSampler", limit=limit, remedy="pass its data set")
-    random = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
+    random = type(sampler) is RandomSampler and not sampler.replacement
+    random = random and length_of(sampler, "the sampler") == length_of(loader.dataset, "the loader's data set")
     if shuffle is None and not random and type(sampler) is not SequentialSampler:
         return batch_size or loader.batch_size, True, EpochOrder(sampler)
     return batch_size or loader.batch_size, random if shuffle is None else shuffle, None

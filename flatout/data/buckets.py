@@ -7,9 +7,10 @@ cut into batches, and the batches of the whole epoch are shuffled. All of that f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from flatout.arguments import as_function, as_whole_number, wrong
+from flatout.data.data_sets import is_indexed
 from flatout.data.order import epoch_order, epoch_seed, share_of_rank
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
@@ -17,20 +18,21 @@ from flatout.generators import generators_kept
 if TYPE_CHECKING:
     from torch import Tensor
 
-Lengths: TypeAlias = "Callable[[Any], int] | Sequence[int] | Tensor"
+Lengths: TypeAlias = "Callable[..., int] | Sequence[int] | Tensor"
+"""A function of a sample, or the lengths of all samples."""
 POOL_BATCHES = 50
-"""More of them pad less, and leave less to chance."""
+"""More of them pad less, but make the order less random."""
 
 
 class BucketOrder:
-    """The order of epochs, and where it is cut into batches."""
+    """The order of each epoch, and where it is cut into batches."""
 
     def __init__(
         self, lengths: list[int], tokens: int | None, batch_size: int | None, *, shuffle: bool, ranks: int
     ) -> None:
         self.samples = len(lengths)
         self.rule: dict[str, int | None] = {"tokens": tokens, "batch_size": batch_size, "total_length": sum(lengths)}
-        """What the order depends on beside seed and epoch."""
+        """What the order depends on besides seed and epoch."""
         self._lengths, self._tokens, self._shuffle = lengths, tokens, shuffle
         self._most = batch_size if batch_size is not None else self.samples
         longest = max(lengths)
@@ -51,15 +53,15 @@ class BucketOrder:
         self._key: tuple[int, int] | None = None
         self._batches: list[list[int]] = []
 
-    def __call__(self, seed: int, epoch: int) -> Any:
+    def __call__(self, seed: int, epoch: int) -> Tensor:
         """The indices of an epoch, int64 [samples]."""
         import torch
 
         return torch.tensor([index for batch in self._of(seed, epoch) for index in batch], dtype=torch.int64)
 
     def spans(self, seed: int, epoch: int, position: int, *, least: int) -> list[tuple[int, int]]:
-        """(start, stop) of each batch from a position on, which is the beginning of one. A batch of fewer than `least`
-        samples, of which an epoch has one at most, is left out."""
+        """(start, stop) of each batch from `position` on, which is the beginning of a batch. A batch of fewer than
+        `least` samples (an epoch has at most one) is left out."""
         found, start = [], 0
         for batch in self._of(seed, epoch):
             stop = start + len(batch)
@@ -111,7 +113,7 @@ class BucketOrder:
         return [*batches, batch]
 
 
-def check_tokens(tokens: Any, length: Any, *, drop_last: bool) -> None:
+def check_tokens(tokens: object, length: object, *, drop_last: bool) -> None:
     if tokens is None:
         return
     as_whole_number(tokens, "tokens")
@@ -120,18 +122,19 @@ def check_tokens(tokens: Any, length: Any, *, drop_last: bool) -> None:
         raise UsageError(f"tokens is {tokens}", limit="a budget of tokens needs the samples' lengths", remedy=remedy)
     if drop_last:
         raise UsageError(
-            "drop_last is given beside tokens",
+            "drop_last is given together with tokens",
             limit="batches then differ in their number of samples anyway",
             remedy="leave it out",
         )
 
 
-def lengths_of(data: Any, length: Any) -> list[int]:
-    """The length of each sample. A function reads every sample once, without moving the random generators."""
+def lengths_of(data: object, length: object) -> list[int]:
+    """The length of each sample. A function is called once per sample; the random generators keep their states."""
+    found: object
     if callable(length):
         limit, remedy = "it is called with a sample and returns its length", "pass length=len"
         as_function(length, "length", 1, limit=limit, remedy=remedy)
-        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, tuple | dict):
+        if not is_indexed(data) or isinstance(data, tuple | dict):
             raise wrong(
                 "data", data, "length needs a data set, or a list of samples", "give the lengths of all samples"
             )
@@ -139,10 +142,8 @@ def lengths_of(data: Any, length: Any) -> list[int]:
             found = [length(data[i]) for i in range(len(data))]
     else:
         found = length.tolist() if hasattr(length, "tolist") else length
-        if not isinstance(found, list | tuple):
-            raise wrong(
-                "length", length, "it is a function of a sample, or the lengths of all samples", "pass length=len"
-            )
+    if not isinstance(found, list | tuple):
+        raise wrong("length", length, "it is a function of a sample, or the lengths of all samples", "pass length=len")
     odd = next((one for one in found if isinstance(one, bool) or not hasattr(one, "__index__") or int(one) < 0), None)
     if odd is not None:
         raise wrong("a sample's length", odd, "it is a whole number from 0")

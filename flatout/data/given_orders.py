@@ -1,27 +1,33 @@
-"""Orders that are not ours: those that a DataLoader's sampler, or its batch sampler, draws; one for each epoch.
+"""Orders drawn by a DataLoader's sampler, or by its batch sampler; one for each epoch.
 
-They are drawn anew from a seed of the epoch, so that a run can resume in the middle of one.
+Each is drawn from the epoch's own seed, so that a run can resume in the middle of an epoch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, TypeVar
 
+from flatout.arguments import wrong
 from flatout.data.order import epoch_seed
 from flatout.errors import UsageError
 from flatout.generators import generators_kept, seed_generators
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+T = TypeVar("T")
 
 
 class EpochOrder:
     """The order that a sampler draws."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Iterable[int]) -> None:
         self._sampler = sampler
-        self.samples = len(sampler)
+        self.samples = length_of(sampler, "the sampler")
 
-    def __call__(self, seed: int, epoch: int) -> Any:
+    def __call__(self, seed: int, epoch: int) -> Tensor:
         """The indices of an epoch, int64 [samples]."""
         import torch
 
@@ -31,7 +37,7 @@ class EpochOrder:
 class BatchOrder:
     """The batches that a batch sampler draws: lists of indices, of any lengths."""
 
-    def __init__(self, sampler: Any, samples: int) -> None:
+    def __init__(self, sampler: Iterable[Iterable[int]], samples: int) -> None:
         self._sampler = sampler
         self.samples = samples
         self._epoch: tuple[int, int] | None = None
@@ -39,16 +45,16 @@ class BatchOrder:
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        return len(self._sampler)
+        return length_of(self._sampler, "the batch sampler")
 
-    def __call__(self, seed: int, epoch: int) -> Any:
+    def __call__(self, seed: int, epoch: int) -> Tensor:
         """The indices of an epoch, one batch after the other."""
         import torch
 
         return torch.as_tensor([index for batch in self._of(seed, epoch) for index in batch], dtype=torch.int64)
 
     def spans(self, seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
-        """(start, stop) of each batch of the epoch from a position on, which may lie within one."""
+        """(start, stop) of each batch of the epoch from `position` on, which may lie within a batch."""
         found, start = [], 0
         for batch in self._of(seed, epoch):
             stop = start + len(batch)
@@ -65,8 +71,15 @@ class BatchOrder:
         return self._batches
 
 
-def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """What a sampler gives in this epoch: its own generators, and everybody's, begin at the epoch's seed."""
+def length_of(value: object, name: str) -> int:
+    """As len(). torch declares neither its samplers nor its data sets as having a length."""
+    if not isinstance(value, Sized):
+        raise wrong(name, value, "it has a length", "give its class __len__")
+    return len(value)
+
+
+def _drawn(sampler: Iterable[T], seed: int, epoch: int) -> list[T]:
+    """What a sampler yields in this epoch: its own generators, and the global ones, start from the epoch's seed."""
     with generators_kept(), contextlib.ExitStack() as kept:
         seed_generators(epoch_seed(seed, epoch))
         for generator in _generators_of(sampler):
@@ -78,13 +91,13 @@ def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
         return list(sampler)
 
 
-def _samplers_in(sampler: Any) -> Iterator[Any]:
+def _samplers_in(sampler: object) -> Iterator[object]:
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
 
 
-def _generators_of(sampler: Any) -> Iterator[Any]:
+def _generators_of(sampler: object) -> Iterator[Generator]:
     import torch
 
     for one in _samplers_in(sampler):

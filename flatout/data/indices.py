@@ -1,17 +1,17 @@
 """Which samples make a batch, and the order in which torch's own samplers draw them.
 
-A RandomSampler draws one permutation; torch cuts it up number by number into lists, and whoever takes whole batches has
-to make tensors of these again. `LoaderOrder` draws what torch's samplers draw, at the same moments and from the same
-generators, and hands out the same lists; beside each it keeps the piece of the permutation that the list is made of.
+A RandomSampler draws one permutation; torch cuts it number by number into lists, which whole-batch fetching would have
+to turn into tensors again. `LoaderOrder` draws what torch's samplers draw, at the same moments and from the same
+generators, and hands out the same lists; with each it keeps the slice of the permutation that the list is made from.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
-from types import FunctionType, GeneratorType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FunctionType, GeneratorType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,18 @@ from torch.utils.data import sampler as samplers
 
 from flatout.torch_private.loading import batch_sampler_of, order_of
 
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
 
 class NotWholeBatch(Exception):
-    """The samples have to be fetched one by one; the text says why."""
+    """The samples have to be fetched one by one; the message says why."""
 
 
 class Indices:
-    """The samples of one batch, as a data set is asked for them and as a tensor.
+    """The samples of one batch, as the list that a data set gets and as a tensor.
 
-    tensor: known to hold `numbers`, which are all in 0 ... below - 1.
+    tensor: it holds `numbers`, and these are all in 0 ... below - 1.
     """
 
     __slots__ = ("_below", "_tensor", "numbers")
@@ -36,14 +39,14 @@ class Indices:
         self.numbers, self._tensor, self._below = numbers, tensor, below
 
     def within(self, length: int) -> Tensor:
-        """Int64 [batch] on the CPU: where they are in a tensor of `length` rows; none is negative.
+        """Int64 [batch] on the CPU: their rows in a tensor of `length` rows; none is negative.
 
-        Raises NotWholeBatch for what are no plain numbers (True picks no row), IndexError past the ends, which a GPU
-        would not survive.
+        Raises NotWholeBatch for anything but plain ints (True is no row number), and IndexError past the ends, which on
+        a GPU would fail in the kernel and leave CUDA unusable.
         """
         if self._tensor is None:
             if set(map(type, self.numbers)) != {int}:
-                raise NotWholeBatch("its indices are no plain numbers")
+                raise NotWholeBatch("its indices are not plain ints")
             self._tensor = torch.tensor(self.numbers, dtype=torch.int64, device="cpu")
         if self._below is not None and self._below <= length:
             return self._tensor
@@ -65,8 +68,8 @@ class Indices:
 
 UNUSUAL = "it keeps tensors of an unusual kind"
 _USUAL: dict[int, weakref.ref[Tensor]] = {}
-"""By identity, those that were seen to be of the usual kind, which none can lose: to ask each time costs as much as to
-take the rows."""
+"""By identity, the tensors found to be of the usual kind, which does not change: checking each time would cost as much
+as taking the rows."""
 
 
 def _check_kind(stored: Tensor) -> None:
@@ -78,9 +81,9 @@ def _check_kind(stored: Tensor) -> None:
 
 
 class LoaderOrder:
-    """Stands in the place of `iter(batch_sampler)`."""
+    """Takes the place of `iter(batch_sampler)`."""
 
-    def __init__(self, batch_sampler: Any) -> None:
+    def __init__(self, batch_sampler: samplers.BatchSampler) -> None:
         self._batches = self._drawn(batch_sampler)
         self._last: tuple[list[int], Tensor, int] | None = None
 
@@ -91,12 +94,12 @@ class LoaderOrder:
         return next(self._batches)
 
     def indices(self, wanted: Sequence[int]) -> Indices:
-        """With the tensor, if `wanted` is what was handed out last."""
+        """With the tensor, if `wanted` is the last list that was handed out."""
         last = self._last
         return Indices(*last) if last is not None and last[0] == wanted else Indices(wanted)
 
-    def _drawn(self, batch_sampler: Any) -> Iterator[list[int]]:
-        """As torch's BatchSampler: what it reads of itself, and when."""
+    def _drawn(self, batch_sampler: samplers.BatchSampler) -> Iterator[list[int]]:
+        """As torch's BatchSampler does: it reads the same of its attributes, at the same moments."""
         drop_last, size = batch_sampler.drop_last, batch_sampler.batch_size
         pieces = _pieces(batch_sampler.sampler)
         piece, numbers, at = _Piece(torch.empty(0, dtype=torch.int64), 0), list[int](), 0
@@ -122,16 +125,17 @@ class _Piece(NamedTuple):
     below: int
 
 
-def loader_order(iterator: Any) -> LoaderOrder | None:
-    """For torch's iterator of a DataLoader, of which no batch was asked yet; None where the order is not torch's own:
-    another sampler, one with replacement, or classes that a script has changed."""
-    batches: Any = order_of(iterator)
-    batch_sampler: Any = batch_sampler_of(iterator)
+def loader_order(iterator: _BaseDataLoaderIter) -> LoaderOrder | None:
+    """For torch's iterator of a DataLoader before its first batch; None where the order is not torch's own: another
+    sampler, one with replacement, or classes that a script has changed."""
+    batches: object = order_of(iterator)
+    batch_sampler: object = batch_sampler_of(iterator)
     if type(batches) is not GeneratorType or inspect.getgeneratorstate(batches) != inspect.GEN_CREATED:
         return None
-    frame: Any = batches.gi_frame
-    own = type(batch_sampler) is samplers.BatchSampler and _is_torchs(samplers.BatchSampler, batches.gi_code)
-    if not own or frame.f_locals["self"] is not batch_sampler:
+    if type(batch_sampler) is not samplers.BatchSampler or not _is_torchs(samplers.BatchSampler, batches.gi_code):
+        return None
+    frame = batches.gi_frame
+    if frame is None or frame.f_locals["self"] is not batch_sampler:
         return None
     sampler = batch_sampler.sampler
     if type(sampler) not in (samplers.RandomSampler, samplers.SequentialSampler) or not _is_torchs(type(sampler)):
@@ -141,18 +145,19 @@ def loader_order(iterator: Any) -> LoaderOrder | None:
     return LoaderOrder(batch_sampler)
 
 
-def _is_torchs(kind: Any, code: Any = None) -> bool:
+def _is_torchs(kind: type, code: CodeType | None = None) -> bool:
     function = vars(kind)["__iter__"]
     known = isinstance(function, FunctionType) and function.__globals__ is vars(samplers)
     return known and (code is None or function.__code__ is code)
 
 
-def _pieces(sampler: Any) -> Iterator[_Piece]:
-    """Permutations, one after the other. As torch does, the last one is drawn even where nothing of it is used."""
-    samples = len(sampler.data_source)
-    if type(sampler) is samplers.SequentialSampler:
-        yield _Piece(torch.arange(samples, device="cpu"), samples)
+def _pieces(sampler: Iterable[int]) -> Iterator[_Piece]:
+    """Permutations, one after the other. As in torch, the last one is drawn even if nothing of it is used."""
+    if isinstance(sampler, samplers.SequentialSampler):
+        yield _Piece(torch.arange(len(sampler.data_source), device="cpu"), len(sampler.data_source))
         return
+    assert isinstance(sampler, samplers.RandomSampler)
+    samples = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:
         generator = torch.Generator()

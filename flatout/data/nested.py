@@ -1,4 +1,4 @@
-"""Batches as people shape them: tensors in dicts, tuples, lists, dataclasses, in any depth.
+"""Batches in any shape: tensors in dicts, tuples, lists, dataclasses, to any depth.
 
 batch_length(({"x": x}, y))                  # 256, the first size that all tensors share
 slice_batch(batch, 0, 64)                    # the first 64 samples, as views
@@ -9,28 +9,48 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, overload
 
 from flatout.arguments import as_device
 from flatout.errors import UsageError
 
-IsLeaf = Callable[[Any], bool]
+if TYPE_CHECKING:
+    import torch
+    from _typeshed import DataclassInstance
+    from numpy import generic
+    from numpy.typing import NDArray
+    from torch import Tensor
 
+L = TypeVar("L")
+"""A leaf."""
+T = TypeVar("T")
+PerSample: TypeAlias = "Tensor | list[object] | tuple[object, ...]"
+"""Entries of a batch, one for each sample."""
 _ATOMS = (str, bytes, int, float, bool, type(None))
 
 
-def is_tensor(value: Any) -> bool:
-    """A tensor, or what moves like one (a PackedSequence)."""
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """A tensor, or an object that moves between devices like one."""
     return hasattr(value, "to") and hasattr(value, "device")
 
 
-def map_tensors(function: Callable[[Any], Any], nested: Any) -> Any:
+def is_numpy_array(value: object) -> TypeGuard[NDArray[generic]]:
+    """False, without an import, where numpy was not imported."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def map_tensors(function: Callable[[Tensor], object], nested: T) -> T:
     """`nested` with `function` applied to each tensor. Containers keep their types; everything else stays as it is."""
-    return map_leaves(function, nested, is_tensor)
+    mapped: T = map_leaves(function, nested, is_tensor)
+    return mapped
 
 
-def map_leaves(function: Callable[[Any], Any], nested: Any, is_leaf: IsLeaf, *, lists: bool = True) -> Any:
+def map_leaves(
+    function: Callable[..., object], nested: object, is_leaf: Callable[[object], bool], *, lists: bool = True
+) -> Any:  # the type of `nested`, but for its leaves
     """The same for any kind of leaf; without `lists` a list is left alone."""
     if isinstance(nested, _ATOMS):
         return nested
@@ -40,22 +60,27 @@ def map_leaves(function: Callable[[Any], Any], nested: Any, is_leaf: IsLeaf, *, 
         mapped = {key: map_leaves(function, value, is_leaf, lists=lists) for key, value in nested.items()}
         return _with_items(nested, mapped)
     if isinstance(nested, tuple) or (lists and isinstance(nested, list)):
-        values = [map_leaves(function, value, is_leaf, lists=lists) for value in nested]
-        return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+        return _with_entries(nested, [map_leaves(function, value, is_leaf, lists=lists) for value in nested])
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
         return _with_fields(nested, lambda value: map_leaves(function, value, is_leaf, lists=lists))
     return nested
 
 
-def _with_fields(instance: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of a dataclass with other values, made without `__init__`, which may compute or refuse."""
+def _with_entries(sequence: Sequence[object], entries: list[object]) -> object:
+    """A tuple, named tuple or list of the same type with other values."""
+    kind: Callable[..., object] = type(sequence)
+    return kind(*entries) if hasattr(sequence, "_fields") else kind(entries)
+
+
+def _with_fields(instance: DataclassInstance, function: Callable[[object], object]) -> object:
+    """A copy of a dataclass with other values, made without `__init__`, which may compute or raise."""
     changed = copy.copy(instance)
     for field in dataclasses.fields(instance):
         object.__setattr__(changed, field.name, function(getattr(instance, field.name)))
     return changed
 
 
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _with_items(mapping: Mapping[object, object], items: dict[object, object]) -> object:
     """A mapping of the same type (an OrderedDict, a tokenizer's BatchEncoding) with other values."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
@@ -65,13 +90,27 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return changed
 
 
-def tensors_in(nested: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Each tensor with the expression that leads to it: `batch[0]['x']`."""
+def tensors_in(nested: object, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Each tensor with the expression for it: `batch[0]['x']`."""
     return leaves_in(nested, path, is_tensor)
 
 
-def leaves_in(nested: Any, path: str, is_leaf: IsLeaf, *, lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """The same for any kind of leaf; without `lists` nothing in a list is one."""
+@overload
+def leaves_in(
+    nested: object, path: str, is_leaf: Callable[[object], TypeGuard[L]], *, lists: bool = True
+) -> Iterator[tuple[str, L]]: ...
+
+
+@overload
+def leaves_in(
+    nested: object, path: str, is_leaf: Callable[[object], bool], *, lists: bool = True
+) -> Iterator[tuple[str, Any]]: ...  # is_leaf does not say what it looks for
+
+
+def leaves_in(
+    nested: object, path: str, is_leaf: Callable[[object], bool], *, lists: bool = True
+) -> Iterator[tuple[str, object]]:
+    """The same for any kind of leaf; without `lists` nothing inside a list is one."""
     if isinstance(nested, _ATOMS):
         return
     if is_leaf(nested):
@@ -87,10 +126,10 @@ def leaves_in(nested: Any, path: str, is_leaf: IsLeaf, *, lists: bool = True) ->
             yield from leaves_in(getattr(nested, field.name), f"{path}.{field.name}", is_leaf, lists=lists)
 
 
-def batch_length(batch: Any) -> int:
-    """How many samples a batch has: the first size of its tensors, where all agree.
+def batch_length(batch: object) -> int:
+    """How many samples a batch has: the first size of its tensors, if it is the same in all.
 
-    Raises UsageError where there is no tensor, or the first sizes differ: then nobody can say what a sample is.
+    Raises UsageError if there is no tensor, or if the first sizes differ: it is then unclear what a sample is.
     """
     sizes: dict[str, int] = {path: len(tensor) for path, tensor in tensors_in(batch) if tensor.dim() > 0}
     if not sizes:
@@ -103,18 +142,19 @@ def batch_length(batch: Any) -> int:
         raise UsageError(
             f"the batch's tensors differ in their first size: {listed}",
             limit="it is the number of samples, along which a batch is split",
-            remedy="put what is not per sample elsewhere, or train with micro_batches = 1 and out_of_memory = 'raise'",
+            remedy="keep what is not per sample out of it, or train with micro_batches = 1 and out_of_memory = 'raise'",
         )
     return next(iter(sizes.values()))
 
 
-def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop`: tensors as views, lists of texts or numbers that are as long as the batch sliced."""
-    return _each_along_the_batch(batch, batch_length(batch), lambda values: values[start:stop])
+def slice_batch(batch: T, start: int, stop: int) -> T:
+    """Samples `start` to `stop`: tensors as views; lists of strings or numbers as long as the batch are sliced too."""
+    sliced: T = _each_along_the_batch(batch, batch_length(batch), lambda values: values[start:stop])
+    return sliced
 
 
-def repeat_batch(batch: Any, samples: int) -> Any:
-    """The batch with its samples repeated, or cut, to another number: tensors as copies, lists too."""
+def repeat_batch(batch: T, samples: int) -> T:
+    """The batch with its samples repeated, or cut, to `samples` of them: tensors as copies, lists too."""
     import torch
 
     length = batch_length(batch)
@@ -122,36 +162,38 @@ def repeat_batch(batch: Any, samples: int) -> Any:
     return batch if samples == length else resize_batch(batch, samples, lambda tensor: tensor[order.to(tensor.device)])
 
 
-def resize_batch(batch: Any, samples: int, resized: Callable[[Any], Any]) -> Any:
-    """The same for tensors of any making: `resized(tensor)` has that many samples."""
+def resize_batch(batch: T, samples: int, resized: Callable[[Tensor], Tensor]) -> T:
+    """The same with tensors made by `resized(tensor)`, which returns one of `samples` samples."""
     length = batch_length(batch)
 
-    def change(values: Any) -> Any:
+    def change(values: PerSample) -> object:
         if not isinstance(values, (list, tuple)):
             return resized(values)
         repeated = [values[i % length] for i in range(samples)]
         return repeated if isinstance(values, list) else tuple(repeated)
 
-    return _each_along_the_batch(batch, length, change)
+    changed: T = _each_along_the_batch(batch, length, change)
+    return changed
 
 
-def _each_along_the_batch(nested: Any, length: int, change: Callable[[Any], Any]) -> Any:
-    """`change` made to what has one entry a sample: tensors, and lists of texts or numbers as long as the batch."""
+def _each_along_the_batch(
+    nested: object, length: int, change: Callable[[PerSample], object]
+) -> Any:  # the type of `nested`
+    """`change` applied to what has one entry per sample: tensors, and lists of strings or numbers of that length."""
     if isinstance(nested, (list, tuple)) and len(nested) == length and all(isinstance(v, _ATOMS) for v in nested):
         return change(nested)
     if isinstance(nested, Mapping):
         changed = {key: _each_along_the_batch(value, length, change) for key, value in nested.items()}
         return _with_items(nested, changed)
     if isinstance(nested, (list, tuple)):
-        values = [_each_along_the_batch(value, length, change) for value in nested]
-        return type(nested)(*values) if hasattr(nested, "_fields") else type(nested)(values)
+        return _with_entries(nested, [_each_along_the_batch(value, length, change) for value in nested])
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
         return _with_fields(nested, lambda value: _each_along_the_batch(value, length, change))
     return map_tensors(lambda tensor: change(tensor) if tensor.dim() else tensor, nested)
 
 
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    """`parts` batches whose sizes differ by at most one; fewer where there are fewer samples."""
+def split_batch(batch: T, parts: int) -> list[T]:
+    """`parts` batches whose sizes differ by at most one; fewer if there are fewer samples."""
     if parts == 1:
         return [batch]
     length = batch_length(batch)
@@ -160,11 +202,11 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     return [slice_batch(batch, edges[i], edges[i + 1]) for i in range(parts)]
 
 
-def to_device(nested: Any, device: Any, *, non_blocking: bool = True) -> Any:
-    """`nested` with every tensor on `device`; what is there already is not copied.
+def to_device(nested: T, device: torch.device | str | int, *, non_blocking: bool = True) -> T:
+    """`nested` with every tensor on `device`; tensors that are there already are not copied.
 
-    Copies to an accelerator do not block where the memory is pinned; copies to the host always do, because nobody
-    could tell when their values are there. Raises UsageError for a device that torch cannot use here.
+    Copies from pinned memory to an accelerator do not block; copies to the host always do, because nothing would say
+    when their values have arrived. Raises UsageError for a device that torch cannot use here.
     """
     target = as_device(device)
     return map_tensors(lambda t: t.to(target, non_blocking=non_blocking and target.type != "cpu"), nested)

@@ -1,14 +1,16 @@
-"""In which order samples come: the same for any number of workers, ranks and samples a batch.
+"""The order of the samples: the same for any number of workers and ranks, and any batch size.
 
-An order is a function of (seed, epoch). A position is a number of samples of the whole order, not of batches of one
-rank, so a run can be taken up with another batch size or another number of ranks and neither loses nor repeats any.
+An order is a function of (seed, epoch). A position is a number of samples in the whole order, not of one rank's
+batches, so a run can resume with another batch size or number of ranks, and neither loses nor repeats a sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from torch import Tensor
 SPREAD = 0x9E3779B97F4A7C15
 """An odd constant (2^64 over the golden ratio) that keeps the generators' seeds of neighbouring epochs apart."""
 
@@ -18,7 +20,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return (seed * 1_000_003 + epoch * SPREAD) % (1 << 63)
 
 
-def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Any:
+def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     """The indices of one epoch, int64 [length]."""
     import torch
 
@@ -37,8 +39,8 @@ def share_of_rank(start: int, stop: int, rank: int, ranks: int) -> tuple[int, in
 def spans(length: int, position: int, batch_size: int, *, least: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of each batch of all ranks together, from `position` on.
 
-    A last batch of fewer than `least` samples is dropped: with fewer samples than ranks some would have none, and wait
-    for ever in the next collective.
+    A last batch of fewer than `least` samples is dropped: with fewer samples than ranks some ranks would have none, and
+    hang in the next collective.
     """
     while position < length:
         stop = min(position + batch_size, length)

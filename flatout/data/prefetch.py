@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from flatout.data.nested import map_tensors, tensors_in, to_device
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-def on_device(batches: Iterable[Any], device: Any, *, pin: bool) -> Iterator[Any]:
-    """`batches` on `device`. On CUDA one copy runs ahead, on a stream of its own; on the CPU nothing is copied."""
+T = TypeVar("T")
+
+
+def on_device(batches: Iterable[T], device: torch.device, *, pin: bool) -> Iterator[T]:
+    """`batches` on `device`. On CUDA one copy runs ahead, on its own stream; on the CPU nothing is copied."""
     if device.type != "cuda":
         for batch in batches:
             yield to_device(batch, device)
         return
     import torch
 
-    stream: Any = torch.cuda.Stream(device)
-    ahead: Any = None
+    stream = torch.cuda.Stream(device)
+    ahead: T | None = None
     for batch in batches:
         pinned = map_tensors(_pinned, batch) if pin else batch
         with torch.cuda.stream(stream):
@@ -29,12 +35,12 @@ def on_device(batches: Iterable[Any], device: Any, *, pin: bool) -> Iterator[Any
         yield _handed_over(ahead, stream)
 
 
-def _pinned(tensor: Any) -> Any:
+def _pinned(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
-def _handed_over(batch: Any, stream: Any) -> Any:
-    """The training's stream waits for the copy, and the allocator hears that it uses the memory."""
+def _handed_over(batch: T, stream: torch.cuda.Stream) -> T:
+    """The training stream waits for the copy, and the allocator is told that it uses the memory."""
     import torch
 
     current = torch.cuda.current_stream()

@@ -1,6 +1,6 @@
 """A data set's own `__getitem__`, carried out for a whole batch at once.
 
-A data set that keeps its samples in memory often says so in a line or two:
+The `__getitem__` of a data set in memory is often a few lines:
 
     def __getitem__(self, index):
         image, label = self.images[index], int(self.labels[index])
@@ -8,14 +8,14 @@ A data set that keeps its samples in memory often says so in a line or two:
             image = self.transform(image)          # torchvision's ToTensor, Normalize, Compose
         return image, label
 
-Such code is read, not called: each statement is carried out on the rows of all samples together. Nothing is kept from
+Such code is parsed, not called: each statement is carried out on the rows of all samples together. Nothing is kept from
 one batch to the next. Whatever the script changed since (values, lists, attributes, through any alias) is seen as the
-code itself would see it. Only what is listed here is carried out: no assignment to anything but local names, no call
-but of pure functions with exact types, so that there is nothing that one sample could do to the next or to the script.
-Everything else raises `NotWholeBatch`, and the data set is left to fetch its samples one by one.
+code itself would see it. Only the operations listed here are carried out: no assignment to anything but local names, no
+calls except of pure functions with exact types, so that no sample can affect the next one or the script. Anything else
+raises `NotWholeBatch`, and the samples of the data set are fetched one by one.
 
-    code = sample_code(dataset)              # raises NotWholeBatch, which says what stands in the way
-    code.batch(dataset, Indices([3, 1, 7]))  # as the loader's default_collate gives it
+    code = sample_code(dataset)              # raises NotWholeBatch with the reason
+    code.batch(dataset, Indices([3, 1, 7]))  # as the loader's default_collate returns it
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,18 +37,24 @@ from torch.utils.data import default_collate
 
 from flatout.data.indices import Indices, NotWholeBatch
 
+if TYPE_CHECKING:
+    from numpy import generic
+    from numpy.typing import NDArray
+
+    from flatout.data.data_sets import Items
+
 NUMBERS = (bool, int, float)
-ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+ARITHMETIC: dict[type[ast.operator], Callable[..., Tensor]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-"""What rounds an element in the same way alone and among others."""
+"""They round an element alone as they do among others."""
 TO_TENSOR = ("from_numpy", "as_tensor", "tensor")
 CASTS = {"float": torch.float32, "double": torch.float64, "long": torch.int64, "int": torch.int32}
 LARGEST_CUT = 2.0**31
-"""Past it, what a fraction becomes as a whole number depends on the instruction that converts it."""
+"""Beyond it the result of converting a float to an int depends on the instruction."""
 TRANSFORMS = ("Compose", "ToTensor", "Normalize")
 IMAGE_MODES = {3: "L", 4: "RGB"}
 """Dimensions of a batch of images -> PIL's mode."""
@@ -56,30 +62,30 @@ IMAGE_MODES = {3: "L", 4: "RGB"}
 
 @dataclass(frozen=True)
 class Rows:
-    """One value of every sample of a batch: a tensor [batch, ...], newly made."""
+    """One value of every sample of a batch: a new tensor [batch, ...]."""
 
     kind: str
-    """What a single one is: 'tensor', 'array' (numpy's), 'scalar' (numpy's), 'number' (Python's), 'image' (PIL's)."""
+    """The type of one value: 'tensor', 'array' (numpy's), 'scalar' (numpy's), 'number' (Python's), 'image' (PIL's)."""
     values: Tensor
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Python objects, one a sample: numbers or texts out of a list."""
+    """Python objects, one per sample: numbers or strings from a list."""
 
-    values: list[Any]
+    values: list[object]
 
 
 class SampleCode:
-    """The `__getitem__` of one class of data sets, as a tree that was compared with what Python runs."""
+    """The `__getitem__` of one class of data sets, as a syntax tree that was checked against the code that runs."""
 
     def __init__(self, function: FunctionType, tree: ast.FunctionDef) -> None:
         self.function, self.code = function, function.__code__
         self._body = tree.body
         self._self, self._index = (argument.arg for argument in tree.args.args)
 
-    def batch(self, dataset: Any, wanted: Indices) -> Any:
-        """The samples `wanted` as `default_collate` would put them together. Raises NotWholeBatch."""
+    def batch(self, dataset: Items, wanted: Indices) -> object:
+        """The samples `wanted` as `default_collate` would collate them. Raises NotWholeBatch."""
         function = _function_of(dataset)
         if function is not self.function or function.__code__ is not self.code:
             raise NotWholeBatch("its __getitem__ was replaced")
@@ -90,8 +96,8 @@ class SampleCode:
         return _collated(value, set())
 
 
-def sample_code(dataset: Any) -> SampleCode:
-    """The code of `dataset`'s `__getitem__`; raises NotWholeBatch where it cannot be known for certain."""
+def sample_code(dataset: Items) -> SampleCode:
+    """The code of `dataset`'s `__getitem__`; raises NotWholeBatch if it cannot be known for certain."""
     function = _function_of(dataset)
     tree = _tree(function)
     arguments = tree.args
@@ -100,25 +106,26 @@ def sample_code(dataset: Any) -> SampleCode:
     return SampleCode(function, tree)
 
 
-def _function_of(dataset: Any) -> FunctionType:
+def _function_of(dataset: Items) -> FunctionType:
     kind = type(dataset)
-    function = kind.__getitem__
+    function: object = kind.__getitem__
+    get_attribute: object = kind.__getattribute__
     if not isinstance(function, FunctionType) or getattr(dataset, "__getitems__", None):
         raise NotWholeBatch("its samples are not fetched by a plain __getitem__")
-    if kind.__getattribute__ is not object.__getattribute__:
+    if get_attribute is not object.__getattribute__:
         raise NotWholeBatch("its attributes are computed")
     return function
 
 
 def _tree(function: FunctionType) -> ast.FunctionDef:
-    """The function's source, if compiling it gives the very code that Python runs (a file may have been edited)."""
+    """The function's source, if it compiles to exactly the code that runs (a file may have been edited)."""
     code = function.__code__
     try:
         lines, _ = inspect.findsource(function)
         module = ast.parse("".join(lines))
         compiled = compile(module, code.co_filename, "exec", dont_inherit=True)
     except (OSError, TypeError, SyntaxError, ValueError):
-        raise NotWholeBatch("the source of its __getitem__ is not at hand") from None
+        raise NotWholeBatch("the source of its __getitem__ is not available") from None
     trees = [one for one in ast.walk(module) if isinstance(one, ast.FunctionDef) and one.lineno == code.co_firstlineno]
     if len(trees) != 1 or trees[0].decorator_list or code not in _codes_in(compiled):
         raise NotWholeBatch("the source of its __getitem__ is not what runs")
@@ -135,16 +142,16 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 class _Run:
-    """One batch under way: local names and what they stand for."""
+    """One batch in the making: local names and their values."""
 
-    def __init__(self, dataset: Any, function: FunctionType, wanted: Indices, names: tuple[str, str]) -> None:
+    def __init__(self, dataset: Items, function: FunctionType, wanted: Indices, names: tuple[str, str]) -> None:
         self._dataset, self._globals, self._wanted = dataset, function.__globals__, wanted
         self._local = function.__code__.co_varnames
         self._index = Plain(list(wanted.numbers))
-        self._names: dict[str, Any] = {names[0]: dataset, names[1]: self._index}
+        self._names: dict[str, object] = {names[0]: dataset, names[1]: self._index}
 
-    def statements(self, body: Sequence[ast.stmt]) -> tuple[bool, Any]:
-        """(was there a return, its value)"""
+    def statements(self, body: Sequence[ast.stmt]) -> tuple[bool, object]:
+        """(did it return, the returned value)"""
         for statement in body:
             match statement:
                 case ast.Return(value=ast.expr() as value):
@@ -183,10 +190,10 @@ class _Run:
             case ast.Attribute():
                 value = self.value(test)
                 if value is None or type(value) is bool or _is_transform(value):
-                    return bool(value is not None and value is not False)
+                    return value is not None and value is not False
         raise NotWholeBatch(f"its __getitem__ decides by {_words(test)}")
 
-    def value(self, node: ast.expr) -> Any:
+    def value(self, node: ast.expr) -> object:
         match node:
             case ast.Constant(value=value):
                 return value
@@ -208,7 +215,7 @@ class _Run:
                 return self._call(node)
         raise NotWholeBatch(f"its __getitem__ computes {_words(node)}")
 
-    def _named(self, name: str) -> Any:
+    def _named(self, name: str) -> object:
         if name in self._names:
             return self._names[name]
         if name not in self._local and name in self._globals:
@@ -217,7 +224,7 @@ class _Run:
             return vars(builtins)[name]
         raise NotWholeBatch(f"its __getitem__ uses {name}")
 
-    def _attribute(self, owner: Any, name: str) -> Any:
+    def _attribute(self, owner: object, name: str) -> object:
         if owner is self._dataset:
             above = next((vars(one)[name] for one in type(owner).__mro__ if name in vars(one)), None)
             if name in vars(owner) and not hasattr(type(above), "__set__"):
@@ -228,22 +235,21 @@ class _Run:
             return getattr(owner, name, None)
         raise NotWholeBatch(f"its __getitem__ uses .{name}, which is no plain attribute")
 
-    def _rows(self, stored: Any) -> Rows | Plain:
+    def _rows(self, stored: object) -> Rows | Plain:
         """`stored[index]` of each sample."""
         if type(stored) is Tensor:
             return Rows("tensor", self._wanted.rows_of(stored))
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and type(stored) is numpy.ndarray and stored.ndim and not stored.dtype.hasobject:
-            taken = numpy.take(stored, self._wanted.within(len(stored)).numpy(), axis=0)
+        if _is_plain_array(stored) and stored.ndim and not stored.dtype.hasobject:
+            taken = sys.modules["numpy"].take(stored, self._wanted.within(len(stored)).numpy(), axis=0)
             try:
                 return Rows("array" if stored.ndim > 1 else "scalar", torch.from_numpy(taken))
             except TypeError as error:  # a type of numpy's that torch lacks
                 raise NotWholeBatch(str(error)) from None
-        if type(stored) in (list, tuple):
+        if type(stored) is list or type(stored) is tuple:
             return Plain([stored[i] for i in self._wanted.numbers])
         raise NotWholeBatch(f"its __getitem__ takes samples from a {type(stored).__name__}")
 
-    def _call(self, node: ast.Call) -> Any:
+    def _call(self, node: ast.Call) -> object:
         arguments = [self.value(argument) for argument in node.args]
         match node.func:
             case ast.Attribute(value=owner, attr=name):
@@ -265,10 +271,10 @@ class _Run:
                     return _number(called, arguments[0])
         raise NotWholeBatch(f"its __getitem__ calls {_words(node.func)}")
 
-    def _keywords(self, node: ast.Call) -> dict[str | None, Any]:
+    def _keywords(self, node: ast.Call) -> dict[str | None, object]:
         return {one.arg: self.value(one.value) for one in node.keywords}
 
-    def _dtype(self, keywords: Sequence[ast.keyword]) -> Any:
+    def _dtype(self, keywords: Sequence[ast.keyword]) -> torch.dtype | None:
         match keywords:
             case []:
                 return None
@@ -279,8 +285,14 @@ class _Run:
         raise NotWholeBatch("its __getitem__ makes tensors in a way that is not known")
 
 
-def _arithmetic(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """A tensor of each sample with a number."""
+def _is_plain_array(value: object) -> TypeGuard[NDArray[generic]]:
+    """An array of numpy's own class: a subclass may index otherwise."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def _arithmetic(operation: Callable[..., Tensor], left: object, right: object) -> Rows:
+    """Each sample's tensor and a number."""
     rows, number = (left, right) if isinstance(left, Rows) else (right, left)
     if not isinstance(rows, Rows) or rows.kind != "tensor" or type(number) not in NUMBERS:
         raise NotWholeBatch("its __getitem__ computes with more than tensors and numbers")
@@ -288,8 +300,8 @@ def _arithmetic(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> 
     return Rows("tensor", values)
 
 
-def _method(rows: Rows, name: str, arguments: list[Any]) -> Rows:
-    """A method of each sample's tensor, or of its array."""
+def _method(rows: Rows, name: str, arguments: list[object]) -> Rows:
+    """A method of each sample's tensor."""
     if rows.kind == "tensor" and not arguments:
         if name in CASTS:
             return Rows("tensor", _cast(rows.values, CASTS[name]))
@@ -299,12 +311,14 @@ def _method(rows: Rows, name: str, arguments: list[Any]) -> Rows:
             return _number(float if rows.values.is_floating_point() else int, rows)
         if name == "clone":
             return rows
-    if rows.kind == "tensor" and name == "unsqueeze" and len(arguments) == 1 and type(arguments[0]) is int:
-        return Rows("tensor", rows.values.unsqueeze(arguments[0] + (arguments[0] >= 0)))
+    if rows.kind == "tensor" and name == "unsqueeze" and len(arguments) == 1:
+        dim = arguments[0]
+        if type(dim) is int:
+            return Rows("tensor", rows.values.unsqueeze(dim + (dim >= 0)))
     raise NotWholeBatch(f"its __getitem__ calls .{name}()")
 
 
-def _to_tensor(name: str, arguments: list[Any], dtype: Any) -> Rows:
+def _to_tensor(name: str, arguments: list[object], dtype: torch.dtype | None) -> Rows:
     """torch.tensor, as_tensor or from_numpy of each sample's value."""
     if len(arguments) != 1 or (name == "from_numpy" and dtype is not None):
         raise NotWholeBatch(f"its __getitem__ calls torch.{name} in a way that is not known")
@@ -327,12 +341,12 @@ def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cpu() -> str:
     if torch.get_default_device().type != "cpu":
-        raise NotWholeBatch("new tensors lie on another device by default")
+        raise NotWholeBatch("the default device is not the CPU")
     return "cpu"
 
 
-def _number(kind: type, value: Any) -> Rows:
-    """int() or float() of each sample's value, as far as neither rounds."""
+def _number(kind: type, value: object) -> Rows:
+    """int() or float() of each sample's value, where neither rounds."""
     if isinstance(value, Rows) and value.kind in ("tensor", "scalar") and value.values.dim() == 1:
         values = value.values
         if kind is int and not values.is_floating_point() and not values.is_complex():
@@ -342,8 +356,8 @@ def _number(kind: type, value: Any) -> Rows:
     raise NotWholeBatch(f"its __getitem__ takes {kind.__name__}() of what is no single value of that kind")
 
 
-def _image(arguments: list[Any], keywords: dict[str | None, Any]) -> Rows:
-    """PIL's Image.fromarray of each sample's array of bytes."""
+def _image(arguments: list[object], keywords: dict[str | None, object]) -> Rows:
+    """PIL's Image.fromarray of each sample's uint8 array."""
     match arguments:
         case [Rows(kind="array", values=values)] if values.dtype is torch.uint8 and values.dim() in IMAGE_MODES:
             mode = IMAGE_MODES[values.dim()]
@@ -353,8 +367,8 @@ def _image(arguments: list[Any], keywords: dict[str | None, Any]) -> Rows:
     raise NotWholeBatch("its __getitem__ makes images in a way that is not known")
 
 
-def _is_torchvisions(value: Any, *names: str) -> bool:
-    """A class or function of torchvision's, of one of these names."""
+def _is_torchvisions(value: object, *names: str) -> bool:
+    """A class or function of torchvision with one of these names."""
     home = getattr(value, "__module__", None)
     return (
         isinstance(value, (type, FunctionType))
@@ -363,8 +377,8 @@ def _is_torchvisions(value: Any, *names: str) -> bool:
     )
 
 
-def _is_transform(value: Any) -> bool:
-    """One of torchvision's that are known here, as torchvision has it."""
+def _is_transform(value: object) -> bool:
+    """One of the torchvision transforms known here, not changed by the script."""
     kind = type(value)
     called = [vars(kind)[name] for name in ("__call__", "forward") if name in vars(kind)]
     if not _is_torchvisions(kind, *TRANSFORMS) or not all(_is_torchvisions(one, one.__name__) for one in called):
@@ -373,50 +387,55 @@ def _is_transform(value: Any) -> bool:
     return not any(hooks) and "forward" not in vars(value)
 
 
-def _transformed(transform: Any, value: Any) -> Rows:
+def _transformed(transform: object, value: object) -> Rows:
     """torchvision's transform of each sample."""
     if not _is_transform(transform) or not isinstance(value, Rows):
         raise NotWholeBatch(f"its samples go through {type(transform).__name__}")
+    settings = vars(transform)
     match type(transform).__name__:
         case "Compose":
-            if type(transform.transforms) not in (list, tuple):
+            if type(settings["transforms"]) not in (list, tuple):
                 raise NotWholeBatch("its transforms are no list")
-            for one in transform.transforms:
+            for one in settings["transforms"]:
                 value = _transformed(one, value)
             return value
         case "ToTensor":
             return Rows("tensor", _image_to_tensor(value))
-    return Rows("tensor", _normalized(value, transform.mean, transform.std))
+    return Rows("tensor", _normalized(value, settings["mean"], settings["std"]))
 
 
 def _image_to_tensor(value: Rows) -> Tensor:
-    """Bytes [batch, height, width(, channels)] -> [batch, channels, height, width] between 0 and 1."""
+    """uint8 [batch, height, width(, channels)] -> [batch, channels, height, width] between 0 and 1."""
     values = value.values
     if value.kind not in ("array", "image") or values.dtype is not torch.uint8 or values.dim() not in IMAGE_MODES:
-        raise NotWholeBatch("ToTensor gets no image of bytes")
+        raise NotWholeBatch("ToTensor gets no uint8 image")
     _cpu()
     values = values.unsqueeze(1) if values.dim() == 3 else values.permute(0, 3, 1, 2).contiguous()
     return values.to(torch.get_default_dtype()).div(255)
 
 
-def _normalized(value: Rows, mean: Any, std: Any) -> Tensor:
+def _normalized(value: Rows, mean: object, std: object) -> Tensor:
     values = value.values
     if value.kind != "tensor" or not values.is_floating_point() or values.dim() != 4:
         raise NotWholeBatch("Normalize gets no images")
-    if not all(type(one) in (list, tuple) and _all_numbers(one) for one in (mean, std)) or 0 in std:
-        raise NotWholeBatch("Normalize has limits of an unusual kind")
+    if not _is_list_of_numbers(mean) or not _is_list_of_numbers(std) or 0 in std:
+        raise NotWholeBatch("Normalize has a mean or std of an unusual kind")
     middle, spread = (torch.as_tensor(one, dtype=values.dtype).view(-1, 1, 1) for one in (mean, std))
     return values.sub(middle).div(spread)
 
 
-def _all_numbers(values: Sequence[Any]) -> bool:
+def _is_list_of_numbers(value: object) -> TypeGuard[Sequence[float]]:
+    return (type(value) is list or type(value) is tuple) and _all_numbers(value)
+
+
+def _all_numbers(values: Sequence[object]) -> bool:
     return set(map(type, values)) in ({bool}, {int}, {float})
 
 
-def _collated(value: Any, seen: set[int], texts: type = list) -> Any:
-    """As default_collate gives it: what stands twice in a sample is two tensors of the batch.
+def _collated(value: object, seen: set[int], texts: type = list) -> object:
+    """As default_collate returns it: a value that comes twice in a sample is two tensors of the batch.
 
-    `texts` is what it leaves texts in: as the batch was listed, or a tuple where samples were sequences.
+    `texts` is the container for strings: a list as the batch is, or a tuple where samples are sequences.
     """
     if isinstance(value, dict):
         return {key: _collated(one, seen) for key, one in value.items()}
@@ -424,7 +443,7 @@ def _collated(value: Any, seen: set[int], texts: type = list) -> Any:
         return [_collated(one, seen, tuple) for one in value]
     if isinstance(value, Plain):
         if not _all_numbers(value.values) and set(map(type, value.values)) != {str}:
-            raise NotWholeBatch("it keeps more than numbers and texts in a list")
+            raise NotWholeBatch("it keeps more than numbers and strings in a list")
         return default_collate(texts(value.values))
     if not isinstance(value, Rows) or value.kind == "image":
         raise NotWholeBatch("its __getitem__ returns more than tensors, arrays and numbers")

@@ -1,7 +1,7 @@
-"""Batches made by worker processes, and how many of them are worth having.
+"""Batches made by worker processes, and how many workers are worth having.
 
-In the main process a step waits for its batch; workers make it meanwhile, but cost a copy, and take cores from the
-training. So their number follows from what was measured: none until making a batch was seen to hold the steps back,
+In the main process a step waits for its batch; workers make it in the meantime, but cost a copy, and take cores from
+the training. So their number follows from measurements: none until making batches turns out to slow the steps down,
 then as many as keep up with them, and none again if the loop got no faster.
 """
 
@@ -11,18 +11,23 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from flatout.data.sources import Source
 from flatout.statistics import median
 
-Key = tuple[int, Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import DataLoader
+
+T = TypeVar("T")
+Key: TypeAlias = "tuple[int, Tensor]"
 """(epoch, indices): what a worker needs to make a batch."""
 
 PROBED_BATCHES = 8
 WAIT_SHARE_WORTH_WORKERS = 0.1
 SECONDS_WORTH_WORKERS = 2e-3
-"""A batch that is made sooner than this costs more to carry between processes."""
+"""A batch that takes less time to make costs more to send between processes."""
 LEAST_GAIN = 1.05
 LEAST_PREFETCHED, MOST_PREFETCHED = 2, 8
 """Batches that a worker holds ready; each takes its memory."""
@@ -34,12 +39,12 @@ class _Dataset:
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: Key) -> object:
         return self._source.batch(key[1], key[0])
 
 
 class _Keys:
-    """A sampler that can be given another list for each epoch, so that workers may live on between epochs."""
+    """A sampler whose keys can be replaced for each epoch, so that workers can persist between epochs."""
 
     def __init__(self) -> None:
         self.keys: Sequence[Key] = ()
@@ -54,7 +59,7 @@ class _Keys:
 class Workers:
     """`count` processes that make batches ahead, in order.
 
-    They have the data set as it is when an epoch begins; with `persistent` as it was when the first one began.
+    They have the data set as it is when an epoch begins; with `persistent`, as it was when the first epoch began.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class Workers:
         from torch.utils.data import DataLoader
 
         self._keys = _Keys()
-        self._loader: Any = DataLoader(
+        self._loader: DataLoader[object] = DataLoader(
             _Dataset(source),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._keys,
@@ -76,13 +81,13 @@ class Workers:
             generator=torch.Generator(),  # its seeds for workers must not move the training's random numbers
         )
 
-    def batches(self, keys: Sequence[Key]) -> Iterator[Any]:
+    def batches(self, keys: Sequence[Key]) -> Iterator[object]:
         self._keys.keys = keys
         return iter(self._loader)
 
 
 def _leave_interrupts_to_the_main_process(worker: int) -> None:
-    """A terminal sends Ctrl-C to all of them, and the main process may still want the batches that are made."""
+    """A terminal sends Ctrl-C to all processes, but the main process may still need the batches under way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -93,7 +98,7 @@ class Pacing:
         self.cores = cores
         self.count = 0
         self.prefetch_factor: int | None = None
-        """Batches that each worker holds ready: as many as are used while the slowest one seen is made."""
+        """Batches that each worker holds ready: as many as are used while the slowest batch is made."""
         self.reason = "nothing was measured yet"
         self.decided = cores < 2
         self._made: list[float] = []
@@ -102,7 +107,7 @@ class Pacing:
         if self.decided:
             self.reason = "one core: a worker would take it from the training"
 
-    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches, timed until there is something to decide; ends early where a change is due."""
         iterator = iter(batches)
         while True:
@@ -121,7 +126,7 @@ class Pacing:
                 return
 
     def _decide(self) -> bool:
-        """True if the number of workers is another one from now on. The first batch is not typical."""
+        """True if the number of workers changes now. The first batch is not typical."""
         made, used, slowest = median(self._made[1:]), median(self._used[1:]), max(self._made[1:])
         self._made, self._used = [], []
         if self._without is not None:
@@ -132,7 +137,7 @@ class Pacing:
             return False
         self.count = max(1, min(self.cores - 1, math.ceil(made / max(used, 1e-6))))
         self._without = made + used
-        between = max(used, made / self.count)  # two batches that leave the workers
+        between = max(used, made / self.count)  # seconds between two batches that leave the workers
         ready = math.ceil(slowest / between / self.count) + 1
         self.prefetch_factor = min(MOST_PREFETCHED, max(LEAST_PREFETCHED, ready))
         self.reason = f"a batch takes {made * 1e3:.1f} ms to make and {used * 1e3:.1f} ms to use, on {self.cores} cores"

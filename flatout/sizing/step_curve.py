@@ -36,7 +36,7 @@ from flatout.torch_private.attributes import COMPILED_CALL, ORIGINAL_MODULE
 from flatout.torch_private.compiler import dynamo_settings
 from flatout.train.ranks import ranks_of
 from flatout.train.split import release
-from flatout.train.step import TrainStep
+from flatout.train.step import StepState, TrainStep
 from flatout.tuning.step_trial import SEED, copies_of
 from flatout.units import format_bytes
 
@@ -124,7 +124,7 @@ class _Copies:
         self._closing = contextlib.ExitStack()
         self._closing.enter_context(_one_version_a_size(plan))
         self._step: TrainStep | None = None
-        self._state: dict[str, Any] | None = None
+        self._state: StepState | None = None
         self._largest_that_ran = 0
 
     @property

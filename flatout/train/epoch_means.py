@@ -5,21 +5,22 @@ They are summed on the host in the order of the steps, so that a resumed epoch h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from flatout.train.ranks import gathered
 from flatout.train.readings import Readings
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 Row = tuple[int, tuple[str, ...], tuple[str, ...]]
-"""A step's number, the names of its values, and of those that stand beside them."""
+"""A step's number, the names of its values, and the names of those that are only logged."""
 
 
 class EpochMeans:
-    """`log(row, step)` is told each step's own values, when they have been read."""
+    """`log(row, step)` is called with each step's own values, when they have been read."""
 
     def __init__(self, log: Callable[[dict[str, float], int], None]) -> None:
         self._log = log
@@ -31,8 +32,15 @@ class EpochMeans:
         self._readings.read()
         self._sums = {}
 
-    def add(self, step: int, loss: Tensor, figures: Mapping[str, Any], terms: Tensor | float, **beside: Any) -> None:
-        """Values of a step; does not wait for them. `beside` is logged, and not averaged."""
+    def add(
+        self,
+        step: int,
+        loss: Tensor,
+        figures: Mapping[str, Tensor | float],
+        terms: Tensor | float,
+        **beside: Tensor | float,
+    ) -> None:
+        """Values of a step; does not wait for them. `beside` is logged, but not averaged."""
         row = step, ("loss", *figures), tuple(beside)
         self._readings.add(row, [terms, loss, *figures.values(), *beside.values()])
 
@@ -42,20 +50,20 @@ class EpochMeans:
         logged = {f"batch_{name}": value for name, value in zip(names, values, strict=False)}
         logged |= dict(zip(beside, values[len(names) :], strict=True))
         for name, value in zip(names, values, strict=False):
-            if terms:  # a mean over nothing adds nothing, even where it is NaN
+            if terms:  # a mean over no terms adds nothing, even if it is NaN
                 total, weight = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = total + value * terms, weight + terms
         self._log(logged, step)
 
     def flush(self) -> None:
-        """Log what was not read yet. Waits for the device."""
+        """Log the values that were not read yet. Waits for the device."""
         self._readings.read()
 
-    def means(self, model: Any) -> dict[str, float]:
-        """Of all ranks together. Waits for the device."""
+    def means(self, model: Module) -> dict[str, float]:
+        """Over all ranks. Waits for the device."""
         return {name: total / weight for name, (total, weight) in self._all_sums(model).items()}
 
-    def _all_sums(self, model: Any) -> dict[str, tuple[float, float]]:
+    def _all_sums(self, model: Module) -> dict[str, tuple[float, float]]:
         self._readings.read()
         whole: dict[str, tuple[float, float]] = {}
         for sums in gathered(self._sums, model):
@@ -64,10 +72,10 @@ class EpochMeans:
                 whole[name] = before[0] + total, before[1] + weight
         return whole
 
-    def state_dict(self, model: Any) -> dict[str, list[float]]:
-        """The sums so far, of all ranks together."""
+    def state_dict(self, model: Module) -> dict[str, list[float]]:
+        """The sums so far, over all ranks."""
         return {name: list(pair) for name, pair in self._all_sums(model).items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, first_rank: bool) -> None:
-        """The sums that were saved are those of all ranks: one of them goes on with them."""
+    def load_state_dict(self, state: Mapping[str, Sequence[float]], *, first_rank: bool) -> None:
+        """The saved sums are those of all ranks: only one rank continues with them."""
         self._sums = {name: (total, weight) for name, (total, weight) in state.items()} if first_rank else {}

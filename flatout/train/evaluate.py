@@ -1,19 +1,19 @@
-"""Evaluation: no gradients, the model's modes put back, sums on the device, one wait at the end.
+"""Evaluation: no gradients, the model's modes restored, sums on the device, one wait at the end.
 
     figures = evaluate(step, test)                        # a TrainStep: its model, precision, and its loss's metrics
     figures = evaluate(model, test, metrics)              # metrics(model, batch) -> dict
     figures["accuracy"]
 
 A value of the dict is a tensor of one figure per item (all items of all batches are averaged); or a pair (sum over the
-items, their number); or a scalar, the mean over its batch, which counts as often as the batch has samples. So a last
-batch with fewer items does not count too much. What is no mean is a `flatout.over_all(...)`.
+items, their number); or a scalar, the mean over its batch, weighted by the number of samples. So a smaller last batch
+does not count too much. A metric that is not a mean is a `flatout.over_all(...)`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.arguments import as_iterable, as_metrics, as_model, as_plan, described, wrong
 from flatout.data.nested import batch_length, to_device
@@ -24,27 +24,37 @@ from flatout.precision.autocast import DTYPES, autocast_call
 from flatout.precision.matmul import matmul_precision
 from flatout.train.global_metrics import Gathered, OverAll
 from flatout.train.loss import Metrics
+from flatout.train.loss_parts import Number
 from flatout.train.placement import explain_batch
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
 _REMEDY = "for (inputs, targets): flatout.supervised(torch.nn.CrossEntropyLoss()).metrics"
 
 
 def evaluate(
-    step_or_model: TrainStep | Module, data: Iterable[Any], metrics: Metrics | None = None, *, plan: Plan | None = None
+    step_or_model: TrainStep | Module,
+    data: Iterable[object],
+    metrics: Metrics | None = None,
+    *,
+    plan: Plan | None = None,
 ) -> dict[str, float]:
     """The figures of a model over all items of `data`, an iterable of batches.
 
-    Of a TrainStep its model is evaluated, in the precision of its plan, by its loss function's own metrics; a loss
-    without any gives its mean, each batch weighted by `count_terms`. With a model, `metrics` is required and the
-    precision is that of `plan`. Metrics over all outputs, which are no means, are given by `flatout.over_all`.
+    A TrainStep's model is evaluated in the precision of its plan, by its loss function's own metrics; without any, by
+    its loss, each batch weighted by `count_terms`. With a model, `metrics` is required and the precision is that of
+    `plan`. Return metrics that are not means over items with `flatout.over_all`.
 
-    Batches that lie elsewhere are brought to the model's device. A figure over no item at all is NaN. Of several ranks
-    each evaluates what it is given. Raises UsageError where there is no batch, or metrics returns something else than a
-    dict of figures.
+    Batches are moved to the model's device. A figure over no item at all is NaN.
+
+    Under torch.distributed nothing is reduced over the ranks: each rank returns the figures of its own `data`. For the
+    figures of the whole data set let every rank evaluate all of it:
+    `flatout.batches(test, 64, shuffle=False, rank=0, ranks=1)`.
+
+    Raises UsageError if there is no batch, or if metrics returns anything but a dict of figures.
     """
     import torch
 
@@ -55,7 +65,7 @@ def evaluate(
     home = _only_device(model)
     with contextlib.ExitStack() as around:
         around.enter_context(evaluating(model))
-        # not inference_mode: what a model makes when it is first needed, and keeps, could not be trained with later
+        # not inference_mode: tensors that a model creates lazily and keeps could not be used in training later
         around.enter_context(torch.no_grad())
         if plan.precision in DTYPES:
             around.enter_context(calls_wrapped(model, autocast_call(plan.precision)))
@@ -69,28 +79,28 @@ def evaluate(
 
 def _subject(
     step_or_model: TrainStep | Module, metrics: Metrics | None, plan: Plan | None
-) -> tuple[Any, Metrics, Plan]:
+) -> tuple[Module, Metrics, Plan]:
     if isinstance(step_or_model, TrainStep):
         if plan is not None:
-            limit = "a TrainStep is evaluated by its own"
-            raise UsageError("plan is given beside a TrainStep", limit=limit, remedy="leave it out, or pass the model")
+            limit = "a TrainStep has its own"
+            raise UsageError("plan is given with a TrainStep", limit=limit, remedy="leave it out, or pass the model")
         step = step_or_model
         return step.model, step.metrics if metrics is None else as_metrics(metrics), step.plan
     model = as_model(step_or_model, "step_or_model")
     if metrics is None:
-        limit = "a model alone does not say what is to be measured"
+        limit = "a model alone does not say what to measure"
         raise wrong("metrics", None, limit, f"pass a TrainStep, or {_REMEDY}")
     return model, as_metrics(metrics), as_plan(plan, "step")
 
 
 class _Totals:
-    """The figures while batches come: sums and numbers of items, and what is computed over all of them."""
+    """The figures so far: sums and numbers of items, and what is computed over all of them."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Any, Any]] = {}
+        self._sums: dict[str, tuple[Number, Number]] = {}
         self._gathered: dict[str, Gathered] = {}
 
-    def add(self, figures: Mapping[str, Any], batch: Any) -> None:
+    def add(self, figures: Mapping[str, object], batch: object) -> None:
         for name, value in figures.items():
             if isinstance(value, OverAll):
                 if name not in self._gathered:
@@ -104,7 +114,7 @@ class _Totals:
     def figures(self) -> dict[str, float]:
         """Waits for the device."""
         if not self._sums and not self._gathered:
-            raise UsageError("there was nothing to evaluate on", limit="at least one batch is needed")
+            raise UsageError("there is no batch to evaluate", limit="at least one batch is needed")
         means = {
             name: float(total) / float(count) if float(count) else float("nan")
             for name, (total, count) in self._sums.items()
@@ -114,7 +124,7 @@ class _Totals:
         return means
 
 
-def _measured(model: Any, batch: Any, metrics: Metrics) -> Mapping[str, Any]:
+def _measured(model: Module, batch: object, metrics: Metrics) -> Mapping[str, object]:
     try:
         figures = metrics(model, batch)
     except (RuntimeError, TypeError) as error:
@@ -129,12 +139,12 @@ def _measured(model: Any, batch: Any, metrics: Metrics) -> Mapping[str, Any]:
     return figures
 
 
-def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[Any, Any]:
+def _sum_and_count(name: str, value: object, batch: object) -> tuple[Number, Number]:
     import torch
 
     if isinstance(value, tuple) and len(value) == 2:
         total, count = value
-        if isinstance(count, torch.Tensor):  # the sum over nothing counts as nothing, even where it is NaN
+        if isinstance(count, torch.Tensor):  # a sum over no items counts as 0, even if it is NaN
             return torch.where(count == 0, torch.zeros_like(count), total), count
         return (total if count else 0.0), count
     try:
@@ -151,20 +161,20 @@ def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[Any, Any]:
     except UsageError as error:
         raise UsageError(
             f"metrics returned one value as the figure {name!r}",
-            limit=f"such a mean counts as often as its batch has samples, and {error.what}",
+            limit=f"such a mean is weighted by the number of samples, and {error.what}",
             remedy="return a pair: (sum over the items, their number)",
         ) from error
     return values.sum() * samples, samples
 
 
-def _only_device(model: Any) -> Any:
-    """Where the model is; None where it is nowhere, or in several places."""
+def _only_device(model: Module) -> torch.device | None:
+    """The model's device; None if it has no parameters, or several devices."""
     devices = {parameter.device for parameter in model.parameters()}
     return devices.pop() if len(devices) == 1 else None
 
 
 @contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Module) -> Iterator[None]:
     """Evaluation mode for every module; afterwards each has the mode that it had (a frozen batch norm stays frozen)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

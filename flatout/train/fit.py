@@ -1,9 +1,9 @@
-"""The parts put together: steps, evaluation, averages, schedules, logs, checkpoints, resume. Yours to replace.
+"""A training loop from the library's parts: steps, evaluation, averages, schedules, logs, checkpoints, resume.
 
     fit(step, train, epochs=10, evaluation=lambda: evaluate(step, test), checkpoints="runs/digits", patience=3)
 
 Started again after a crash, a kill, SIGTERM or Ctrl-C it resumes at the next sample, and ends with the weights, the
-average, the rates and the log of an undisturbed run.
+average, the learning rates and the log of an uninterrupted run. A loop of your own can replace it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flatout.arguments import as_function, as_instance, as_path, as_whole_number, wrong
 from flatout.checkpoint.folder import Checkpoints
@@ -30,6 +30,8 @@ from flatout.train.step import TrainStep, check_scheduler_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.optim.swa_utils import AveragedModel
 
 AfterStep: TypeAlias = "Callable[[TrainStep, Tensor], object]"
@@ -40,32 +42,32 @@ Ended = Literal["epochs", "steps", "patience", "stop_when"]
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a call of `fit` did; steps and seconds are those of this call, after a resume only the rest."""
+    """What a call of `fit` did; steps and seconds are those of this call, so after a resume only the rest."""
 
     steps: int
     epochs: int
-    """Epochs that are complete, those before a resume included."""
+    """Complete epochs, including those before a resume."""
     seconds: float
     loss: float | None
-    """Mean over the last epoch that had a step in this call, each weighted by its terms; None if there was none."""
+    """Mean over the last epoch that had a step in this call, weighted by terms; None if there was none."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """The figures that loss_fn gave beside the loss, averaged in the same way."""
+    """The figures that loss_fn returned besides the loss, averaged in the same way."""
     evaluations: tuple[Mapping[str, float], ...] = ()
     skipped: int = 0
-    """Steps left out because a gradient was not finite (fp16, or the plan's nonfinite = 'skip')."""
+    """Steps without an update because a gradient was not finite (fp16, or the plan's nonfinite = 'skip')."""
     nonfinite_losses: int = 0
-    """Steps of this TrainStep whose loss was inf or NaN, where the plan does not leave them out."""
+    """Steps of this TrainStep whose loss was inf or NaN, if the plan does not skip them."""
     resumed_at_step: int | None = None
     ended: Ended = "epochs"
     """What ended the training."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
 def fit(
     step: TrainStep,
-    data: Batches | Iterable[Any] | Any,
+    data: object,
     *,
     epochs: int | None = None,
     steps: int | None = None,
@@ -73,11 +75,11 @@ def fit(
     metric: str = "loss",
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     save_every_steps: int | None = None,
-    objects: Mapping[str, Any] | None = None,
+    objects: Mapping[str, object] | None = None,
     after_step: AfterStep | None = None,
     after_epoch: AfterEpoch | None = None,
     stop_when: StopWhen | None = None,
-    epoch_scheduler: Any = None,
+    epoch_scheduler: LRScheduler | None = None,
     ema: AveragedModel | None = None,
     patience: int | Patience | None = None,
     loggers: Sequence[Logger] = (),
@@ -85,38 +87,42 @@ def fit(
 ) -> FitResult:
     """Train for `epochs` epochs, or until the step has taken `steps` steps, whichever comes first.
 
-    `data` is what `flatout.batches` gives; a DataLoader; columns such as (inputs, targets) or a data set, in shuffled
-    batches of 64; or any other iterable, of batches. The last resumes within an epoch only if it gives the same
-    batches again, by set_epoch(epoch) or by the global random generators; where it does not, that is a UsageError.
+    `data` is the result of `flatout.batches`; a DataLoader; columns such as (inputs, targets) or a data set, in
+    shuffled batches of 64; or any other iterable, of batches. The last kind resumes within an epoch only if it yields
+    the same batches again, through set_epoch(epoch) or the global random generators; if it does not, that is a
+    UsageError.
 
     After each step, in this order: the average of the weights `ema` (torch.optim.swa_utils.AveragedModel, best with
-    use_buffers=True) is updated; `after_step(step, loss)` is called, loss being a device tensor; every
-    `save_every_steps` steps all is saved. The average is evaluated by `evaluate(ema, test, step.metrics, plan=plan)`.
+    use_buffers=True) is updated; `after_step(step, loss)` is called with the loss as a device tensor; every
+    `save_every_steps` steps everything is saved. Evaluate the average with
+    `evaluate(ema, test, step.metrics, plan=plan)`.
 
-    After each epoch: `evaluation()` gives figures. With the training's own, train_loss and train_NAME for each figure
-    beside the loss, they are the epoch's figures; one of them, `metric`, ranks the checkpoints. `epoch_scheduler` is
-    stepped (ReduceLROnPlateau with the metric), `patience` counts epochs without a better metric, the figures are
-    logged, then `after_epoch(step, epoch, figures)` is called, epoch being the number of complete ones, and
-    `stop_when(figures)`, which ends the training by returning True. All is saved. An exception in one of these three
-    functions ends the training after saving everything; they are not called again for that step or epoch.
-    Where `steps` ends the training within an epoch, it is evaluated, logged and saved, and the epoch stays unfinished.
+    After each epoch: `evaluation()` returns figures. Together with the training's own, train_loss and train_NAME for
+    each figure besides the loss, they are the epoch's figures; one of them, `metric`, ranks the checkpoints.
+    `epoch_scheduler` is stepped (ReduceLROnPlateau with the metric), `patience` counts epochs without a better metric,
+    the figures are logged, then `after_epoch(step, epoch, figures)` is called, where epoch is the number of complete
+    epochs, and `stop_when(figures)`, which ends the training by returning True. Everything is saved. An exception in
+    one of these three functions ends the training after everything was saved; they are not called again for that step
+    or epoch. If `steps` ends the training within an epoch, it is evaluated, logged and saved, and the epoch stays
+    unfinished.
 
-    `loggers` have log(figures, step), as CSVLog, TensorBoardLog and a run of wandb have: for each step batch_loss,
+    `loggers` have log(figures, step), as CSVLog, TensorBoardLog and a wandb run do: for each step batch_loss,
     batch_NAME and lr, read from the device every 32 steps, at the end of an epoch and before a save; for each epoch its
     figures and its number.
 
-    With `checkpoints` (or a folder) the run resumes from the newest whole one: the step with all that it trains, the
-    place in the data, random numbers, average, schedule, patience, logs (see `flatout.train.loggers`) and `objects`,
-    further ones with state_dict() by name. `progress` shows a bar; by default on a terminal. Of several ranks each
-    calls it, with the same arguments; figures are averaged over them, the first one logs, and asked to stop they stop
-    after the same step.
+    With `checkpoints` (or a folder) the run resumes from the newest intact checkpoint: the step with all that it
+    trains, the position in the data, random states, average, schedule, patience, logs (see `flatout.train.loggers`) and
+    `objects`, further objects with state_dict() by name. `progress` shows a bar; by default on a terminal. With several
+    ranks each calls it with the same arguments; figures are averaged over the ranks, the first rank logs, and when
+    asked to stop they stop after the same step.
 
-    SIGTERM and Ctrl-C end the step or the evaluation under way, or the wait for data; then all is saved, and fit raises
-    SystemExit(143) for SIGTERM, KeyboardInterrupt for Ctrl-C. A second Ctrl-C ends it at once, with nothing saved.
+    On SIGTERM and Ctrl-C the current step or evaluation is finished, or the wait for data broken off; then everything
+    is saved, and fit raises SystemExit(143) for SIGTERM, KeyboardInterrupt for Ctrl-C. A second Ctrl-C ends it at once,
+    without saving.
 
-    Weights that are inf or NaN end it with NumericsError before they are saved: looked at after each epoch and before
-    each save. UsageError: an argument of the wrong kind, a stream that runs dry, a metric that is not among the
-    figures. Otherwise whatever the step, the evaluation or the functions raise.
+    Raises NumericsError, instead of saving them, if weights are inf or NaN; they are checked after each epoch and
+    before each save. Raises UsageError for an argument of the wrong kind, an exhausted stream, and a metric that is not
+    among the figures. Exceptions of the step, the evaluation and the functions pass through.
     """
     _check_functions(evaluation, after_step, after_epoch, stop_when)
     _check_length(epochs, steps, save_every_steps)
@@ -125,7 +131,7 @@ def fit(
     resumed_at = run.resume()
     first, began, stopping, source = step.steps, time.perf_counter(), SharedStop(step.model), run.source
     _check_passes(source, epochs, steps)
-    if run.stopped:  # asked again, so that another rule, or none, lets it go on
+    if run.stopped:  # asked again, so that with another rule, or none, it continues
         run.stopped = stop_when is not None and _any_rank(run.call(stop_when, dict(run.figures)), step)
     with (
         run.logging(),
@@ -169,7 +175,7 @@ def _train_epoch(
     save_every_steps: int | None,
     after_step: AfterStep | None,
 ) -> bool:
-    """The rest of the epoch that is under way, or until the last of `steps`; True if it is complete."""
+    """The rest of the current epoch, or until the last of `steps`; True if the epoch is complete."""
     step, source = run.step, run.source
     run.begin_epoch()
     at = source.position
@@ -200,26 +206,26 @@ def _ended(run: Run, epochs: int | None, steps: int | None) -> Ended | None:
 
 
 def _at_end(source: Source) -> bool:
-    """Does the epoch only have to be ended?"""
+    """Were all batches of the epoch handed out?"""
     return isinstance(source, Batches) and source.position > 0 and source.at_end
 
 
-def _any_rank(answer: Any, step: TrainStep) -> bool:
+def _any_rank(answer: object, step: TrainStep) -> bool:
     return any(gathered(bool(answer), step.model))
 
 
 def _run(
-    step: Any,
-    data: Any,
-    metric: Any,
-    checkpoints: Any,
-    objects: Any,
-    epoch_scheduler: Any,
-    ema: Any,
+    step: TrainStep,
+    data: object,
+    metric: str,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None,
+    objects: Mapping[str, object] | None,
+    epoch_scheduler: LRScheduler | None,
+    ema: AveragedModel | None,
     patience: Patience | None,
-    loggers: Any,
+    loggers: Sequence[Logger],
 ) -> Run:
-    """The parts checked, and put together."""
+    """The parts, checked and put together."""
     remedy = "make one: flatout.TrainStep(model, optimizer, loss_fn)"
     as_instance(step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy=remedy)
     source = batches_of(data, step.plan, next(step.model.parameters()).device)
@@ -237,7 +243,7 @@ def _run(
     if isinstance(source, GivenBatches) and checkpoints is not None and ranks_of(step.model) > 1:
         raise UsageError(
             "checkpoints are given, and the data is an iterable of batches",
-            limit="on several ranks its place cannot be found again",
+            limit="with several ranks the position in it cannot be found again",
             remedy="pass flatout.batches(dataset, batch_size), which shares its batches among the ranks",
         )
     return Run(
@@ -253,7 +259,7 @@ def _run(
     )
 
 
-def _all_objects(objects: Any, **parts: Any) -> dict[str, Any]:
+def _all_objects(objects: Mapping[str, object] | None, **parts: object) -> dict[str, object]:
     if not isinstance(objects, Mapping | None) or not all(isinstance(name, str) for name in objects or ()):
         raise wrong(
             "objects", objects, "it maps names to objects with state_dict()", 'for example {"sampler": sampler}'
@@ -266,7 +272,7 @@ def _all_objects(objects: Any, **parts: Any) -> dict[str, Any]:
     return {**(objects or {}), **given}
 
 
-def _check_ema(ema: Any, model: Any) -> None:
+def _check_ema(ema: AveragedModel, model: Module) -> None:
     from torch.optim.swa_utils import AveragedModel
 
     remedy = "AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True) of torch.optim.swa_utils"
@@ -276,7 +282,7 @@ def _check_ema(ema: Any, model: Any) -> None:
         raise UsageError("ema averages another model", limit="it is made from the model that is trained", remedy=remedy)
 
 
-def _check_functions(evaluation: Any, after_step: Any, after_epoch: Any, stop_when: Any) -> None:
+def _check_functions(evaluation: object, after_step: object, after_epoch: object, stop_when: object) -> None:
     table = [
         (
             evaluation,
@@ -300,7 +306,7 @@ def _check_functions(evaluation: Any, after_step: Any, after_epoch: Any, stop_wh
             as_function(function, name, arguments, limit=f"it is called as {called}", remedy=remedy)
 
 
-def _check_length(epochs: Any, steps: Any, save_every_steps: Any) -> None:
+def _check_length(epochs: object, steps: object, save_every_steps: object) -> None:
     if epochs is None and steps is None:
         raise UsageError("neither epochs nor steps is given", limit="a run has an end", remedy="pass epochs=10")
     for name, value in (("epochs", epochs), ("steps", steps), ("save_every_steps", save_every_steps)):
@@ -309,13 +315,13 @@ def _check_length(epochs: Any, steps: Any, save_every_steps: Any) -> None:
 
 
 def _check_passes(source: Source, epochs: int | None, steps: int | None) -> None:
-    """An iterator can be read once: said before the first epoch rather than after it."""
+    """An iterator can be read only once: raise before the first epoch rather than after it."""
     once = not isinstance(source, Batches) and source.once
     if once and steps is None and (epochs or 1) > source.epoch + 1:
         raise UsageError(
             f"epochs is {epochs}, and the data is an iterator",
-            limit="it can be read once",
-            remedy="pass epochs=1, or an object whose __iter__ begins anew each time",
+            limit="it can be read only once",
+            remedy="pass epochs=1, or an object whose __iter__ starts over each time",
         )
 
 

@@ -1,4 +1,4 @@
-"""What `fit` holds between its steps: it resumes, takes note of steps and epochs, saves, and leaves."""
+"""The state of `fit` between its steps: resuming, recording steps and epochs, saving, and stopping."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from flatout.arguments import described
 from flatout.checkpoint.capturing import capture
@@ -19,39 +19,52 @@ from flatout.train.epoch_means import EpochMeans
 from flatout.train.interruption import BrokenOff, Stop
 from flatout.train.loggers import Logger, flush, restore_loggers, states_of
 from flatout.train.loss import terms_or_none
-from flatout.train.patience import Waiting
-from flatout.train.ranks import mean_figures, ranks_of
+from flatout.train.patience import Waiting, WaitingState
+from flatout.train.ranks import ddp_of, mean_figures, ranks_of
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
     from torch.optim.swa_utils import AveragedModel
 
-Evaluation: TypeAlias = Callable[[], Mapping[str, Any]]
+Evaluation: TypeAlias = Callable[[], Mapping[str, SupportsFloat]]
 Source: TypeAlias = Batches | Stream | GivenBatches
 T = TypeVar("T")
 _END = object()
 
 
+class RunState(TypedDict, total=False):
+    """What a checkpoint holds of `fit` itself; earlier versions saved less."""
+
+    means: dict[str, list[float]]
+    waiting: WaitingState | None
+    figures: dict[str, float]
+    stopped: bool
+    loggers: dict[str, object]
+
+
 @dataclass(kw_only=True)
 class Run:
-    """The parts of a run, and what is known of its epoch."""
+    """The parts of a run, and the figures of its current epoch."""
 
     step: TrainStep
     source: Source
     checkpoints: Checkpoints | None
     metric: str
-    objects: Mapping[str, Any]
-    """Further objects, the average of the weights and the schedule of epochs among them."""
+    objects: Mapping[str, Any]  # what `capture` and `restore` take by name
+    """Further objects to save, including the average of the weights and the epoch scheduler."""
     ema: AveragedModel | None
-    epoch_scheduler: Any
+    epoch_scheduler: LRScheduler | None
     waiting: Waiting | None
     loggers: tuple[Logger, ...]
     evaluations: list[Mapping[str, float]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     """Of the last epoch."""
     train_figures: dict[str, float] = field(default_factory=dict)
-    """The loss and the figures beside it, over the last epoch."""
+    """The loss and the other figures of loss_fn, over the last epoch."""
     stopped: bool = False
     """Did `stop_when` end it?"""
 
@@ -61,7 +74,7 @@ class Run:
     # from one process to the next
 
     def resume(self) -> int | None:
-        """Go on from the newest whole checkpoint; the step that it was taken at."""
+        """Resume from the newest intact checkpoint; returns the step at which it was taken."""
         loaded = self.checkpoints.load() if self.checkpoints is not None else None
         if loaded is None:
             return None
@@ -70,19 +83,19 @@ class Run:
         if "step" not in state:  # saved by the first version of `fit`
             state = {**state, "step": extra.get("step", {})}
         restore(state, self.step, self.source, **self.objects)
-        self._take_up(extra.get("fit") or {})
+        self._load_state(extra.get("fit") or RunState())
         return self.step.steps
 
-    def _take_up(self, state: Mapping[str, Any]) -> None:
-        """What `_state` gave; a checkpoint that `fit` did not make, or an earlier version of it, has nothing of it."""
+    def _load_state(self, state: RunState) -> None:
+        """Restore what `_state` returned; checkpoints not made by `fit`, or by an earlier version, lack parts of it."""
         if "means" in state:
             self.means.load_state_dict(state["means"], first_rank=is_first(self.step.model))
-        if self.waiting is not None and state.get("waiting") is not None:
-            self.waiting.load_state_dict(state["waiting"])
+        if self.waiting is not None and (waiting := state.get("waiting")) is not None:
+            self.waiting.load_state_dict(waiting)
         self.figures, self.stopped = dict(state.get("figures", {})), state.get("stopped", False)
         restore_loggers(self.loggers, state.get("loggers", {}))
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> RunState:
         means = self.means.state_dict(self.step.model)  # before the loggers: it logs what was not read yet
         return {
             "means": means,
@@ -93,7 +106,7 @@ class Run:
         }
 
     def save(self, metric: float | None = None) -> None:
-        """Raises NumericsError for weights that are not finite; where no loss was finite, nothing is saved."""
+        """Raises NumericsError for weights that are not finite; if no loss was finite, nothing is saved."""
         learnt = self.step.check_finite()
         if self.checkpoints is None or not learnt:
             return
@@ -101,12 +114,12 @@ class Run:
         self.checkpoints.save(state, step=self.step.steps, metric=metric)
 
     def leave(self, stop: Stop, *, saved: bool = False) -> NoReturn:
-        """Save, unless that has just been done, and end as the signal wants it."""
+        """Save, unless that has just been done, and end as the signal requires."""
         self._save_at_last(saved=saved)
         stop.leave(self.step.steps)
 
     def _save_at_last(self, metric: float | None = None, *, saved: bool = False) -> None:
-        """Save on the way out; what prevents it is a warning."""
+        """Save on the way out; if the weights are not finite, warn instead."""
         try:
             if not saved:
                 self.save(metric)
@@ -118,25 +131,25 @@ class Run:
 
     # steps
 
-    def batches(self, stop: Stop) -> Iterator[Any]:
-        """The rest of the epoch. Asked to stop while it waits for data, it saves what stands and leaves."""
+    def batches(self, stop: Stop) -> Iterator[object]:
+        """The rest of the epoch. If asked to stop while it waits for data, it saves and ends."""
         batches = iter(self.source)
         while True:
             place = self.source.epoch, self.source.position
             try:
                 batch = stop.waiting(lambda: next(batches, _END))
             except BrokenOff:
-                self.source.epoch, self.source.position = place  # what was handed out since was not trained on
+                self.source.epoch, self.source.position = place  # batches handed out since were not trained on
                 self.leave(stop)
             if batch is _END:
                 return
             yield batch
 
-    def take(self, batch: Any) -> Tensor:
-        """One step, with all that follows each."""
+    def take(self, batch: object) -> Tensor:
+        """One step, and everything that follows each step."""
         step = self.step
         beside = {"lr": _learning_rate(step.optimizer)} if self.loggers else {}
-        loss: Tensor = step(batch)
+        loss = step(batch)
         if self.ema is not None:
             self.ema.update_parameters(step.model)
         terms = terms_or_none(step.count_terms, batch)
@@ -149,14 +162,14 @@ class Run:
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
-        """However it ends, what was logged is written."""
+        """However the run ends, flush the loggers."""
         try:
             yield
         finally:
             flush(self.loggers)
 
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """One of the user's functions; an exception in it passes after everything was saved."""
+    def call(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call one of the user's functions; an exception in it passes through after everything was saved."""
         try:
             return function(*arguments)
         except (Exception, SystemExit):
@@ -173,7 +186,7 @@ class Run:
             self.means.begin()
 
     def end_epoch(self, evaluation: Evaluation | None, *, whole: bool) -> dict[str, float]:
-        """Evaluate, and take note of the figures; of a part of an epoch without the schedule and the patience."""
+        """Evaluate, and record the figures; schedule and patience only count whole epochs."""
         self.train_figures = self.means.means(self.step.model)
         figures = {f"train_{name}": value for name, value in self.train_figures.items()} if whole else {}
         figures |= self._evaluate(evaluation)
@@ -215,7 +228,7 @@ class Run:
                 scheduler.step()
 
     def save_epoch(self, *, ranked: bool) -> None:
-        """Save, ranked by the metric. UsageError where the evaluation has no such figure; what was learnt is saved."""
+        """Save, ranked by the metric. UsageError, after saving, if the evaluation has no such figure."""
         self.save(self.figures.get(self.metric))
         if ranked and self.checkpoints is not None and self.metric not in self.figures:
             self._refuse_metric(self.figures)
@@ -226,29 +239,30 @@ class Run:
         raise UsageError(
             f"metric is {self.metric!r}",
             limit=f"the figures of an epoch are {', '.join(map(repr, figures)) or 'none'}",
-            remedy="name one of these; the run goes on from what is saved",
+            remedy="name one of these; the run resumes from what is saved",
         )
 
 
-def needs_metric(scheduler: Any) -> bool:
+def needs_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
     """Is it stepped with a figure?"""
     import torch
 
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
-def is_first(model: Any) -> bool:
+def is_first(model: Module) -> bool:
     """Is this the rank that logs?"""
-    if ranks_of(model) == 1:
+    parallel = ddp_of(model)
+    if parallel is None or ranks_of(model) == 1:
         return True
     from torch import distributed
 
-    return distributed.get_rank(model.process_group) == 0
+    return distributed.get_rank(parallel.process_group) == 0
 
 
-def _learning_rate(optimizer: Any) -> Tensor | float:
-    """Of the first group of parameters."""
+def _learning_rate(optimizer: Optimizer) -> Tensor | float:
+    """Of the first parameter group."""
     import torch
 
-    rate: Any = optimizer.param_groups[0]["lr"]
+    rate: Tensor | float = optimizer.param_groups[0]["lr"]
     return rate.clone() if isinstance(rate, torch.Tensor) else rate

@@ -1,22 +1,27 @@
 """Count the floating point operations of one training step, forward and backward, as torch dispatches them.
 
-torch's own counter knows products, convolutions and attention on GPUs; attention on the CPU and recurrent layers, which
-oneDNN and cuDNN run as one operation, are added here. A multiply-add counts as 2. It slows its step
-down: trials count, and a run counts a single step.
+torch's own counter covers products, convolutions and attention on GPUs; attention on the CPU, and recurrent layers,
+which oneDNN and cuDNN run as one operation, are added here. A multiply-add counts as 2. Counting slows its step down:
+trials count, and a run counts a single step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from flatout.torch_private.attributes import packet_of
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload, OpOverloadPacket
 
-def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], float]:
-    """Start counting; call the result where the step ends: it returns the operations.
+    Packet = OpOverloadPacket[..., object]
 
-    formulas: of further operations, by packet: a function of their arguments, tensors given as shapes -> operations.
+
+def count_step(formulas: Mapping[Packet, Callable[..., int]] | None = None) -> Callable[[], float]:
+    """Start counting; call the result where the step ends: it returns the number of operations.
+
+    `formulas`: for further operations, by packet: a function of their arguments, with shapes in place of tensors.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -33,7 +38,7 @@ def count_step(formulas: dict[Any, Any] | None = None) -> Callable[[], float]:
 
 
 class OperationCount:
-    """Adds up operations that somebody else sees dispatched."""
+    """Adds up operations that another dispatch mode sees."""
 
     def __init__(self) -> None:
         import torch
@@ -42,21 +47,27 @@ class OperationCount:
         self.flops = 0.0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas(torch.ops.aten)).flop_registry
 
-    def add(self, operation: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """`operation`: an overload, as a dispatch mode is given it."""
+    def add(
+        self,
+        operation: OpOverload[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        out: object,
+    ) -> None:
+        """Arguments as a dispatch mode gets them, and the result."""
         formula = self._formulas.get(packet_of(operation))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
 
 
-def _more_formulas(aten: Any) -> dict[Any, Any]:
-    formulas = {
+def _more_formulas(aten: object) -> dict[Packet, Callable[..., int]]:
+    formulas: dict[str, Callable[..., int]] = {
         "mkldnn_rnn_layer": lambda x, *weights, **_: _layer(x, weights[:2]),
         "mkldnn_rnn_layer_backward": lambda x, *weights, **_: 2 * _layer(x, weights[:2]),
         "_cudnn_rnn": lambda x, weights, *_, **__: _layer(x, [w for w in weights if len(w) == 2]),
         "_cudnn_rnn_backward": lambda x, weights, *_, **__: 2 * _layer(x, [w for w in weights if len(w) == 2]),
         "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: _attention(q, k, v),
-        # Five products against two: the scores are computed anew, as torch counts it for GPUs.
+        # Five products instead of two: the scores are computed again, as torch counts it for GPUs.
         "_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, q, k, v, *__: _attention(q, k, v) * 5 // 2,
         "_thnn_fused_lstm_cell": lambda *_, **__: 0,  # elementwise: its products are dispatched by themselves
     }
@@ -68,19 +79,19 @@ def _more_formulas(aten: Any) -> dict[Any, Any]:
 
 
 def _shaped(formula: Callable[..., int]) -> Callable[..., int]:
-    def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    def count(*args: object, out_shape: object = None, **kwargs: object) -> int:
         return formula(*args)
 
     return count
 
 
-def _attention(query: Any, key: Any, value: Any) -> int:
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
     """[batch, heads, positions, features]: the scores, and the values weighted by them."""
     batch, heads, positions, features = query
     return int(2 * batch * heads * positions * key[-2] * (features + value[-1]))
 
 
-def _layer(x: Any, weights: Any) -> int:
+def _layer(x: Sequence[int], weights: Iterable[Sequence[int]]) -> int:
     """[time, batch, features] (or [batch, time, features]) through weights of [gates * hidden, inputs] each."""
     positions = 1
     for size in x[:-1]:

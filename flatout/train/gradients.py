@@ -1,24 +1,49 @@
-"""After backward: unscale, look for inf and NaN, clip, step. In this order, and without asking the device for a value.
+"""After backward: unscale, look for inf and NaN, clip, step. In this order, and without waiting for the device.
 
-Clipping before unscaling would clip scaled gradients: by far too much. Looking first and clipping then costs one norm
-for both. Where the optimizer's kernel can skip a step on the device ('fused' on CUDA), nothing waits for it.
+Clipping before unscaling would clip scaled gradients, and far too much. The check before clipping shares the norm with
+it. Where the optimizer's kernel can skip a step on the device ('fused' on CUDA), the host does not wait.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from flatout.errors import NumericsError, UsageError
 from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+
+class SkipsOnDevice(Protocol):
+    """A fused optimizer of torch: its kernel does nothing where `found_inf` is 1."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
+    def step(self) -> object: ...
+
+
+def _skips_on_device(optimizer: object) -> TypeGuard[SkipsOnDevice]:
+    return bool(getattr(optimizer, TAKES_SCALE_IN_STEP, False))
+
 
 class GradientStep:
-    """One optimizer's steps: scaled (fp16), clipped, skipped where a gradient is not finite."""
+    """One optimizer's steps: scaled (fp16), clipped, skipped if a gradient is not finite."""
 
     def __init__(
-        self, parameters: list[Any], optimizer: Any, *, clip_norm: float | None, fp16: bool, nonfinite: str | None
+        self,
+        parameters: list[Parameter],
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None,
+        fp16: bool,
+        nonfinite: str | None,
     ) -> None:
         import torch
 
@@ -27,9 +52,10 @@ class GradientStep:
         device = parameters[0].device
         self.scaler = torch.amp.GradScaler(device.type) if fp16 else None
         self._skipped = torch.zeros((), device=device, dtype=torch.int64)
-        self._flags: deque[tuple[int, Any]] = deque()
-        self.norm: Any = None
-        """The gradient's norm before clipping, a device tensor; None where nothing asked for it."""
+        self._flags: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        """(step, was its gradient not finite, the event after which the host can read that)"""
+        self.norm: Tensor | None = None
+        """The gradient's norm before clipping, a device tensor; None if it was not needed."""
 
     @property
     def skipped(self) -> int:
@@ -39,7 +65,7 @@ class GradientStep:
     def set_skipped(self, steps: int) -> None:
         self._skipped.fill_(steps)
 
-    def scale(self, loss: Any) -> Any:
+    def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
@@ -55,53 +81,53 @@ class GradientStep:
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, self.norm)
         if self.scaler is not None:
-            self._step_scaled()
-        elif self.nonfinite is not None:
-            self._step_if_finite(step)
+            self._step_scaled(self.scaler)
+        elif self.nonfinite is not None and self.norm is not None:
+            self._step_if_finite(step, self.norm)
         else:
             self.optimizer.step()
 
-    def _step_scaled(self) -> None:
+    def _step_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """torch's scaler skips the optimizer's step itself, and adapts its scale."""
-        scaler: Any = self.scaler
+        assert scaler._scale is not None  # set by the first call of scale()
         before = scaler._scale.clone()
         scaler.step(self.optimizer)
         scaler.update()
         overflowed = (scaler._scale < before).to(self._skipped.dtype)  # only an overflow shrinks it
         self._skipped += overflowed
 
-    def _step_if_finite(self, step: int) -> None:
-        bad = (~self.norm.isfinite()).float()
+    def _step_if_finite(self, step: int, norm: Tensor) -> None:
+        bad = (~norm.isfinite()).float()
         self._skipped += bad.to(self._skipped.dtype)
         if self.nonfinite == "raise":
             self._remember(step, bad)
-        on_device = self.norm.device.type != "cpu" and getattr(self.optimizer, TAKES_SCALE_IN_STEP, False)
-        if on_device:
-            self.optimizer.grad_scale, self.optimizer.found_inf = None, bad
+        optimizer = self.optimizer
+        if norm.device.type != "cpu" and _skips_on_device(optimizer):
+            optimizer.grad_scale, optimizer.found_inf = None, bad
             try:
-                self.optimizer.step()
+                optimizer.step()
             finally:
-                del self.optimizer.grad_scale, self.optimizer.found_inf
-        elif not bad:  # on a CPU this waits for nothing
-            self.optimizer.step()
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not bad:  # on a CPU there is nothing to wait for
+            optimizer.step()
         self.check(wait=False)
 
-    def _remember(self, step: int, bad: Any) -> None:
+    def _remember(self, step: int, bad: Tensor) -> None:
         import torch
 
         if bad.device.type == "cpu":
-            self._flags.append((step, (bad, None)))
+            self._flags.append((step, bad, None))
             return
         host = torch.empty((), pin_memory=True)
         host.copy_(bad, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._flags.append((step, (host, event)))
+        self._flags.append((step, host, event))
 
     def check(self, *, wait: bool) -> None:
-        """Raise for a remembered step that was not finite; without `wait` only for those that are known by now."""
+        """Raise for a recorded step that was not finite; without `wait` only for those whose flags have arrived."""
         while self._flags:
-            step, (flag, event) = self._flags[0]
+            step, flag, event = self._flags[0]
             if event is not None and not wait and not event.query():
                 return
             if event is not None:

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C as requests: the step under way ends, what was learnt is saved, then the process leaves.
+"""SIGTERM and Ctrl-C as requests: the current step is finished, the run is saved, then the process ends.
 
-Waiting for data may take for ever, so it is broken off; nothing else is, because nobody knows what a step, a user's
-evaluation or a save would leave half done. A second Ctrl-C ends the run at once, as Python does.
+Waiting for data may take forever, so it is interrupted; nothing else is, because a step, a user's evaluation or a save
+could be left half done. A second Ctrl-C ends the run at once, as Python does.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from flatout.signals import told_of
 
+T = TypeVar("T")
+
 
 class BrokenOff(BaseException):
-    """Raised in whoever waits for data; not an Exception, so that a data set's own handlers let it through."""
+    """Raised in code that waits for data; not an Exception, so that a data set's own handlers let it through."""
 
 
 class Stop:
-    """Whether a signal asked to stop. `breaks_off`: not where other ranks would wait for this one's step."""
+    """Whether a signal asked to stop. `breaks_off`: it interrupts waiting, unless other ranks depend on this rank."""
 
     def __init__(self, *, breaks_off: bool = True) -> None:
         self.signal: signal.Signals | None = None
@@ -30,8 +32,8 @@ class Stop:
     def requested(self) -> bool:
         return self.signal is not None
 
-    def waiting(self, wait: Callable[[], Any]) -> Any:
-        """`wait()`, which a signal ends by BrokenOff."""
+    def waiting(self, wait: Callable[[], T]) -> T:
+        """`wait()`, in which a signal raises BrokenOff."""
         self._waiting = self._breaks_off
         try:
             if self._waiting and self.requested:
@@ -41,7 +43,7 @@ class Stop:
             self._waiting = False
 
     def leave(self, step: int) -> NoReturn:
-        """End as the signal wants it: KeyboardInterrupt for Ctrl-C, SystemExit(143) for SIGTERM, as a shell says."""
+        """End as the signal requires: KeyboardInterrupt for Ctrl-C, SystemExit(143) for SIGTERM, as in shells."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt(f"stopped after {step} steps")
         raise SystemExit(128 + signal.SIGTERM)
@@ -57,7 +59,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals(*, breaks_off: bool = True) -> Iterator[Stop]:
-    """While it lasts, SIGTERM and Ctrl-C only ask to stop."""
+    """Within, SIGTERM and Ctrl-C only ask to stop."""
     stop = Stop(breaks_off=breaks_off)
     with told_of(stop._handle, signal.SIGTERM, signal.SIGINT):
         yield stop

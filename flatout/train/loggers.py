@@ -1,8 +1,8 @@
-"""Where `fit` writes its figures: a CSV file, TensorBoard, or anything with `log(figures, step)`.
+"""Where `fit` writes its figures: a CSV file, TensorBoard, or any object with `log(figures, step)`.
 
-A logger may also have `flush()`, called when `fit` ends in any way, and `state_dict()` and `load_state_dict(state)`:
-they are saved and restored with the run, and with them a log that was written past the last checkpoint goes back to
-where that one was. Without them the rows of steps that are trained again come twice.
+A logger may also have `flush()`, called however `fit` ends, and `state_dict()` and `load_state_dict(state)`: its state
+is then saved and restored with the run, so that a log that was written past the last checkpoint can drop what follows
+it. Without them the rows of steps that are trained again appear twice.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeGuard, runtime_checkable
 
 from flatout.arguments import as_path, as_whole_number
 from flatout.errors import MachineError, UsageError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 ROWS_HELD = 64
 """Rows of steps that are written together."""
@@ -29,18 +32,40 @@ class Logger(Protocol):
     def log(self, figures: dict[str, float], step: int, /) -> object: ...
 
 
-class CSVLog:
-    """Figures as the rows of a CSV file: `step`, then a column for each name; a figure that is not in a row is empty.
+class Stateful(Protocol):
+    """A logger whose state is saved and restored with the run."""
 
-    `every`: of the rows of single steps only those whose number it divides. A run that begins anew begins the file
-    anew, and keeps the one before as NAME.old. Rows are flushed to the disk when a checkpoint is made.
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, state: object, /) -> object: ...
+
+
+class CSVLogState(TypedDict):
+    """How many rows there are, and their columns."""
+
+    rows: int
+    columns: list[str]
+
+
+class TensorBoardLogState(TypedDict):
+    """The last step that was logged, and its figures."""
+
+    step: int
+    rows: list[dict[str, float]]
+
+
+class CSVLog:
+    """Figures as the rows of a CSV file: `step`, then a column for each name; cells without a figure are empty.
+
+    With `every` = n only every n-th step gets a row; epochs always do. A run that starts over starts a new file, and
+    keeps the previous one as NAME.old. Rows are flushed to disk when a checkpoint is made.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 1) -> None:
         self._path, self._every = as_path(path, "path"), as_whole_number(every, "every")
         self._columns: list[str] = ["step"]
         self._rows = 0
-        self._unwritten: list[list[Any]] = []
+        self._unwritten: list[list[object]] = []
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         if _is_of_a_step(figures) and step % self._every:
@@ -56,7 +81,7 @@ class CSVLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the rows in memory."""
         if self._unwritten:
             with self._path.open("a", newline="") as file:
                 csv.writer(file).writerows(self._unwritten)
@@ -64,12 +89,12 @@ class CSVLog:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def state_dict(self) -> dict[str, Any]:
-        """How many rows there are; they are on the disk then."""
+    def state_dict(self) -> CSVLogState:
+        """How many rows there are; they are flushed to disk."""
         self.flush()
         return {"rows": self._rows, "columns": list(self._columns)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: CSVLogState) -> None:
         """Drop the rows that were written since."""
         self._unwritten = []
         self._columns, self._rows = list(state["columns"]), state["rows"]
@@ -82,7 +107,7 @@ class CSVLog:
         self._write(found[: self._rows])
 
     def _read(self) -> list[dict[str, str]]:
-        """The whole rows; one that a kill cut short has no end of line."""
+        """The complete rows; one that a kill cut short has no end of line."""
         text = self._path.read_text()
         lines = text[: text.rfind("\n") + 1].splitlines()
         return list(csv.DictReader(lines))
@@ -108,7 +133,7 @@ class CSVLog:
 
 
 class TensorBoardLog:
-    """Figures as scalars of TensorBoard, in a folder; `every` as in CSVLog. Needs the package tensorboard.
+    """Figures as TensorBoard scalars, in a folder; `every` as in CSVLog. Needs the package tensorboard.
 
     After a resume TensorBoard hides what was written past the checkpoint. Raises MachineError without the package.
     """
@@ -123,10 +148,10 @@ class TensorBoardLog:
                 limit="TensorBoardLog writes with it",
                 remedy="pip install tensorboard",
             ) from error
-        self._make: Any = SummaryWriter
-        self._writer: Any = None
+        self._make = SummaryWriter
+        self._writer: SummaryWriter | None = None
         self._latest: tuple[int, list[dict[str, float]]] = (-1, [])
-        """The last step that something was logged at, and what: TensorBoard forgets whole steps only."""
+        """The last step that was logged, and its figures: TensorBoard can only drop whole steps."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         if _is_of_a_step(figures) and step % self._every:
@@ -141,12 +166,12 @@ class TensorBoardLog:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TensorBoardLogState:
         self.flush()
         step, rows = self._latest
         return {"step": step, "rows": rows}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: TensorBoardLogState) -> None:
         self.close()
         self._latest = state["step"], [dict(row) for row in state["rows"]]
         self._writer = self._make(str(self._folder), purge_step=max(state["step"], 0))
@@ -163,7 +188,7 @@ class TensorBoardLog:
             self._writer = None
 
 
-def check_loggers(loggers: Any) -> tuple[Logger, ...]:
+def check_loggers(loggers: object) -> tuple[Logger, ...]:
     if isinstance(loggers, Logger) and not isinstance(loggers, type):
         raise UsageError("loggers is a single logger", limit="it is a list of them", remedy="pass loggers=[logger]")
     if not isinstance(loggers, list | tuple):
@@ -178,31 +203,35 @@ def check_loggers(loggers: Any) -> tuple[Logger, ...]:
     return tuple(loggers)
 
 
-def states_of(loggers: Sequence[Logger]) -> dict[str, Any]:
+def states_of(loggers: Sequence[Logger]) -> dict[str, object]:
     return {name: one.state_dict() for name, one in _named(loggers).items()}
 
 
-def flush(loggers: Sequence[Any]) -> None:
+def flush(loggers: Sequence[Logger]) -> None:
     for one in loggers:
         if callable(written := getattr(one, "flush", None)):
             written()
 
 
-def restore_loggers(loggers: Sequence[Logger], states: Mapping[str, Any]) -> None:
-    """Those that the run had; a further one begins anew."""
+def restore_loggers(loggers: Sequence[Logger], states: Mapping[str, object]) -> None:
+    """Restore the loggers that the run had; a new one starts empty."""
     for name, one in _named(loggers).items():
         if name in states:
             one.load_state_dict(states[name])
 
 
-def _named(loggers: Sequence[Any]) -> dict[str, Any]:
-    """Those with a state, by their kind and number of it."""
-    found: dict[str, Any] = {}
+def _named(loggers: Sequence[Logger]) -> dict[str, Stateful]:
+    """Those with a state, by type and number: 'CSVLog 0'."""
+    found: dict[str, Stateful] = {}
     for one in loggers:
-        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+        if _has_state(one):
             kind = type(one).__name__
             found[f"{kind} {sum(name.startswith(f'{kind} ') for name in found)}"] = one
     return found
+
+
+def _has_state(logger: object) -> TypeGuard[Stateful]:
+    return hasattr(logger, "state_dict") and hasattr(logger, "load_state_dict")
 
 
 def _is_of_a_step(figures: Mapping[str, float]) -> bool:

@@ -1,34 +1,40 @@
-"""The loss of a batch from the losses of its parts, each weighed by how many terms its mean has."""
+"""The loss of a batch from the losses of its parts, each weighted by the number of terms in its mean."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from flatout.arguments import described
 from flatout.data.nested import batch_length
 from flatout.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Number: TypeAlias = "Tensor | float"
+"""A scalar tensor, or a number on the host."""
+
 
 class LossParts:
-    """`weights`: how many terms each part has; `total`: what they are divided by, None where parts are just added up.
+    """`weights`: how many terms each part has; `total`: what they are divided by, None if parts are just added up.
 
-    A part without terms adds nothing, whatever its mean of nothing is. A batch without any has the mean of its parts'
-    means, with the gradient that they give: for torch's criteria NaN, and zero gradients.
+    A part without terms adds nothing, even where its mean is NaN. A batch without any terms has the mean of its parts'
+    means, with the gradient that they have: for torch's criteria NaN, and zero gradients.
     """
 
-    def __init__(self, weights: Sequence[Any], total: Any) -> None:
+    def __init__(self, weights: Sequence[Number | None], total: Number | None) -> None:
         self._weights, self._total = weights, total
-        self.loss: Any = None
+        self.loss: Tensor | None = None
         """Of the parts so far, detached."""
-        self.figures: dict[str, Any] = {}
+        self.figures: dict[str, Tensor] = {}
         self._samples = 0
 
     def is_left_out(self, i: int) -> bool:
-        """Has part i no terms while others have, as far as this is known without waiting for a device?"""
+        """Does part i have no terms while others have some, as far as is known without waiting for the device?"""
         return self._is_known(i) and bool(self._total) and not self._weights[i]
 
-    def share(self, i: int, part: Any, returned: Any) -> Any:
+    def share(self, i: int, part: object, returned: tuple[Tensor, Mapping[str, Number]]) -> Tensor:
         """What part i adds to the batch's loss, to call backward on; `returned` is (loss, figures)."""
         loss, figures = returned
         scale = None if self._total is None else self._scale(i)
@@ -39,34 +45,36 @@ class LossParts:
         return share
 
     def _is_known(self, i: int) -> bool:
-        both = (self._weights[i], self._total)
-        return self._total is not None and all(map(on_host, both))
+        weight = self._weights[i]
+        return self._total is not None and weight is not None and on_host(weight) and on_host(self._total)
 
-    def _scale(self, i: int) -> Any:
-        """Which share of the batch's terms part i has; equal shares of a batch without any."""
+    def _scale(self, i: int) -> Number:
+        """Part i's share of the batch's terms; equal shares if the batch has none."""
         equal = 1.0 / len(self._weights)
+        weight = self._weights[i]
+        assert weight is not None
         if self._is_known(i):
-            return float(self._weights[i]) / float(self._total) if self._total else equal
+            return float(weight) / float(self._total) if self._total else equal
         import torch
 
         total = torch.as_tensor(self._total)
-        return torch.where(total == 0, equal, self._weights[i] / torch.where(total == 0, 1, total))
+        return torch.where(total == 0, equal, weight / torch.where(total == 0, 1, total))
 
-    def _add(self, figures: Mapping[str, Any], scale: Any, part: Any) -> None:
+    def _add(self, figures: Mapping[str, Number], scale: Number | None, part: object) -> None:
         import torch
 
-        if scale is None:  # a loss that sums says nothing of means: samples weigh them
+        if scale is None:  # with a loss that sums, figures are weighted by the samples
             samples = batch_length(part) if len(self._weights) > 1 else 1
             before, self._samples = self._samples, self._samples + samples
             self.figures = {name: value * (before / self._samples) for name, value in self.figures.items()}
             scale = samples / self._samples
         for name, value in figures.items():
-            value = value.detach().squeeze() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            self.figures[name] = self.figures.get(name, 0.0) + _scaled(value, scale)
+            tensor = value.detach().squeeze() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            self.figures[name] = self.figures.get(name, 0.0) + _scaled(tensor, scale)
 
 
-def on_host(value: Any) -> bool:
-    """Can this number be read without waiting for a device? A fake tensor has none to read."""
+def on_host(value: Number) -> bool:
+    """Can this number be read without waiting for a device? A fake tensor has no value to read."""
     if isinstance(value, int | float):
         return True
     from flatout.memory.fake_run import is_fake
@@ -74,7 +82,7 @@ def on_host(value: Any) -> bool:
     return value.device.type == "cpu" and not is_fake(value)
 
 
-def figures_of(returned: Any) -> tuple[Any, dict[str, Any]]:
+def figures_of(returned: Tensor | tuple[Tensor, Mapping[str, Number]]) -> tuple[Tensor, dict[str, Number]]:
     """(loss, figures) of what a loss function returned: a loss, or both. UsageError for figures that are no scalars."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
         return returned, {}
@@ -83,13 +91,13 @@ def figures_of(returned: Any) -> tuple[Any, dict[str, Any]]:
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise UsageError(
                 f"loss_fn returned {described(value)}{shape} as the figure {name!r}",
-                limit="a figure beside the loss is a number or a scalar tensor, a mean over the batch",
+                limit="a figure besides the loss is a number or a scalar tensor, a mean over the batch",
                 remedy="take its mean",
             )
     return returned[0], dict(returned[1])
 
 
-def _scaled(value: Any, scale: Any) -> Any:
+def _scaled(value: Tensor, scale: Number) -> Tensor:
     """`value * scale`, but 0 for a share of 0: the mean of nothing may be NaN."""
     import torch
 

@@ -1,6 +1,6 @@
 """Losses and weights that are inf or NaN, noticed without waiting for the device.
 
-Losses are kept for some steps and looked at together, so that the first one is named by its step, if some steps later.
+Losses are kept for some steps and read together, so the warning names the step of the first one some steps later.
 """
 
 from __future__ import annotations
@@ -8,23 +8,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import NumericsError
 from flatout.train.readings import Readings
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class LossWatch:
-    """Counts losses that are not finite, and warns of the first by its step's number."""
+    """Counts losses that are not finite, and warns of the first with its step's number."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first: int | None = None
-        """The first step whose loss was not finite; None: there is none, as far as is known."""
+        """The first step whose loss was not finite; None if none is known."""
         self._steps_since, self._count_since = 0, 0
         self._readings: Readings[int] = Readings(lambda step, values: self._note(step, values[0]))
 
-    def add(self, step: int, loss: Any) -> None:
+    def add(self, step: int, loss: Tensor) -> None:
         import torch
 
         if type(loss) is not torch.Tensor:  # a fake tensor of a forecast has no value
@@ -33,7 +36,7 @@ class LossWatch:
         self._readings.add(step, [loss])
 
     def look(self) -> None:
-        """Until all is known. Waits for the device."""
+        """Read all losses. Waits for the device."""
         self._readings.read()
 
     def none_finite_since(self) -> bool:
@@ -42,7 +45,7 @@ class LossWatch:
         return 0 < self._steps_since == self._count_since
 
     def begin(self) -> None:
-        """What `none_finite_since` speaks of begins here."""
+        """Start the period of `none_finite_since`."""
         self._steps_since = self._count_since = 0
 
     def _note(self, step: int, value: float) -> None:
@@ -53,13 +56,13 @@ class LossWatch:
         if self.first is None:
             self.first = step
             warnings.warn(
-                f"the loss of step {step} is {value}: look at that step's batch and learning rate; "
-                "Plan(nonfinite='raise') ends the run at such a step, 'skip' leaves it out",
+                f"the loss of step {step} is {value}: check that step's batch and learning rate; "
+                "Plan(nonfinite='raise') ends the run at such a step, 'skip' skips its update",
                 stacklevel=4,
             )
 
 
-def check_weights_finite(weights: Iterable[tuple[str, Any]], watch: LossWatch) -> None:
+def check_weights_finite(weights: Iterable[tuple[str, Tensor]], watch: LossWatch) -> None:
     """Raise NumericsError if one of these tensors holds inf or NaN. Waits for the device."""
     import torch
 
@@ -72,6 +75,6 @@ def check_weights_finite(weights: Iterable[tuple[str, Any]], watch: LossWatch) -
     since = "" if watch.first is None else f"; the loss was not finite at step {watch.first} for the first time"
     raise NumericsError(
         f"the weights are not finite ({name}){since}",
-        limit="training cannot recover from that, and no checkpoint is made of it: the ones before are kept",
-        remedy="go on from the last checkpoint with a lower learning rate, clip_norm, or Plan(nonfinite='skip')",
+        limit="training cannot recover from that, and it is not saved: earlier checkpoints are kept",
+        remedy="resume from the last checkpoint with a lower learning rate, clip_norm, or Plan(nonfinite='skip')",
     )

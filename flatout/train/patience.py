@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from flatout.arguments import as_whole_number, wrong
 from flatout.errors import UsageError
@@ -20,8 +19,8 @@ Best = Literal["min", "max"]
 class Patience:
     """End training after `epochs` epochs without an improvement of `fit`'s metric.
 
-    `best` says whether a low or a high figure is best; None: as the checkpoints do, and 'min' for a loss.
-    `least_gain` is what an improvement has to exceed. NaN is none.
+    `best`: whether the lowest or the highest figure is best; None: as in the checkpoints, and 'min' for a loss.
+    `least_gain` is what an improvement has to exceed. NaN is no improvement.
     """
 
     epochs: int
@@ -38,6 +37,13 @@ class Patience:
             or not self.least_gain >= 0
         ):
             raise wrong("least_gain", self.least_gain, "it is a number from 0")
+
+
+class WaitingState(TypedDict):
+    """The best figure so far, and the epochs since."""
+
+    best: float | None
+    epochs: int
 
 
 class Waiting:
@@ -60,14 +66,14 @@ class Waiting:
         else:
             self.epochs += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> WaitingState:
         return {"best": self.best, "epochs": self.epochs}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: WaitingState) -> None:
         self.best, self.epochs = state["best"], state["epochs"]
 
 
-def as_patience(value: Any) -> Patience | None:
+def as_patience(value: object) -> Patience | None:
     if value is None or isinstance(value, Patience):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -76,9 +82,10 @@ def as_patience(value: Any) -> Patience | None:
 
 
 def direction(
-    metric: str, checkpoints: Checkpoints | None, patience: Patience | None, scheduler: Any, *, needed: bool
+    metric: str, checkpoints: Checkpoints | None, patience: Patience | None, scheduler: object, *, needed: bool
 ) -> Best:
-    """Whether a low or a high figure of that name is best. UsageError where it is said in two ways, or not at all."""
+    """Whether the lowest or the highest figure of that name is best. UsageError if arguments contradict each other, or
+    if it is needed and not given."""
     said: dict[str, Best] = {}
     if checkpoints is not None:
         said["Checkpoints(best=...)"] = "min" if checkpoints.lowest_is_best else "max"
@@ -89,12 +96,12 @@ def direction(
     if len(set(said.values())) > 1:
         listed = ", ".join(f"{who} says {best!r}" for who, best in said.items())
         raise UsageError(
-            f"of the metric {metric!r} {listed}", limit="one of them would keep the worst", remedy="give all the same"
+            f"for the metric {metric!r} {listed}", limit="one of them would keep the worst", remedy="make them agree"
         )
     if not said and needed and not metric.endswith("loss"):
         raise UsageError(
             f"metric is {metric!r}",
-            limit="whether a high or a low one is best has to be said",
+            limit="whether the highest or the lowest is best has to be given",
             remedy="pass Checkpoints(folder, best='max') or patience=Patience(epochs=5, best='max')",
         )
     return next(iter(said.values()), "min")

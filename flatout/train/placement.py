@@ -1,17 +1,20 @@
-"""Where things lie and of which type: the device to use, and a mismatch said in names instead of torch's messages."""
+"""Devices and dtypes: the device to use, and errors that name what does not match instead of torch's messages."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING
 
-from flatout.data.nested import leaves_in, tensors_in
+from flatout.data.nested import is_numpy_array, leaves_in, tensors_in
 from flatout.errors import UsageError
 
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
 
-def device(index: int | None = None) -> Any:
-    """The device to train on: the CUDA device that torch can use (the one with the given index), else the CPU.
+
+def device(index: int | None = None) -> torch.device:
+    """The device to train on: CUDA device `index` (default 0) if torch can use CUDA, else the CPU.
 
     Raises UsageError for an index beyond the visible devices.
     """
@@ -22,14 +25,14 @@ def device(index: int | None = None) -> Any:
         raise UsageError(
             f"device index {index!r}",
             limit=f"torch sees {count} CUDA device{'' if count == 1 else 's'}",
-            remedy="see which and why with: flatout check",
+            remedy="see why with: flatout check",
         )
     return torch.device("cuda", index or 0) if count else torch.device("cpu")
 
 
-def join_recurrent_weights(model: Any) -> None:
-    """Lay each recurrent layer's weights into one block again, which a deep copy takes apart: without it cuDNN copies
-    them together in every call, and torch warns."""
+def join_recurrent_weights(model: Module) -> None:
+    """Make each recurrent layer's weights one block again after a deep copy: otherwise cuDNN copies them together in
+    every call, and torch warns."""
     import torch
 
     for module in model.modules():
@@ -37,27 +40,26 @@ def join_recurrent_weights(model: Any) -> None:
             module.flatten_parameters()
 
 
-def explain_batch(model: Any, batch: Any, error: Exception) -> None:
-    """Raise a UsageError for a batch that cannot meet the model: of another device, in float64, of numpy arrays."""
+def explain_batch(model: Module, batch: object, error: Exception) -> None:
+    """Raise a UsageError for a batch that does not match the model: on another device, in float64, of numpy arrays."""
     explain_devices(model, batch, error)
     _explain_arrays(batch, error)
     _explain_doubles(model, batch, error)
 
 
-def _explain_arrays(batch: Any, error: Exception) -> None:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(error, TypeError):
+def _explain_arrays(batch: object, error: Exception) -> None:
+    if not isinstance(error, TypeError):
         return
-    for path, _ in leaves_in(batch, "batch", lambda value: isinstance(value, numpy.ndarray)):
+    for path, _ in leaves_in(batch, "batch", is_numpy_array):
         raise UsageError(
             f"{path} is a numpy array",
             limit="models compute with tensors",
-            remedy="take batches from flatout.batches(arrays, 64), or torch.as_tensor(array)",
+            remedy="use flatout.batches(arrays, 64), or torch.as_tensor(array)",
         ) from error
 
 
-def _explain_doubles(model: Any, batch: Any, error: Exception) -> None:
-    """scikit-learn and numpy make float64, models are float32."""
+def _explain_doubles(model: Module, batch: object, error: Exception) -> None:
+    """scikit-learn and numpy produce float64, models are float32."""
     import torch
 
     if "ouble" not in str(error) or any(one.dtype == torch.float64 for one in model.parameters()):
@@ -65,19 +67,19 @@ def _explain_doubles(model: Any, batch: Any, error: Exception) -> None:
     for path, tensor in tensors_in(batch):
         if getattr(tensor, "dtype", None) == torch.float64:
             raise UsageError(
-                f"{path} is float64, as numpy and scikit-learn make it",
+                f"{path} is float64, the default of numpy and scikit-learn",
                 limit=f"the model's weights are {_dtype_name(model)}, and products need one dtype",
                 remedy="convert the data once: array.astype('float32') or tensor.float()",
             ) from error
 
 
-def _dtype_name(model: Any) -> str:
+def _dtype_name(model: Module) -> str:
     parameter = next(model.parameters(), None)
     return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")
 
 
-def explain_devices(model: Any, batch: Any, error: Exception) -> None:
-    """Raise a UsageError that names what lies elsewhere, if model and batch are on different devices."""
+def explain_devices(model: Module, batch: object, error: Exception) -> None:
+    """Raise a UsageError that names the tensors on another device, if model and batch are on different devices."""
     held = [(f"model.{name}", tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     inputs = list(tensors_in(batch))
     places = Counter(str(tensor.device) for _, tensor in held)
@@ -92,6 +94,6 @@ def explain_devices(model: Any, batch: Any, error: Exception) -> None:
     moved = "flatout.to_device(batch, ...)" if strays[0][0].startswith("batch") else f"model.to({home!r})"
     raise UsageError(
         f"{listed}{more}, while the model is on {home}",
-        limit="what meets in one operation has to lie on one device",
-        remedy=f"move it with {moved}".replace("...", repr(home)),
+        limit="the tensors of an operation have to be on the same device",
+        remedy=f"move them with {moved}".replace("...", repr(home)),
     ) from error

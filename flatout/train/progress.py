@@ -1,6 +1,6 @@
-"""A progress bar for `fit`: rate, time to go, loss, memory, share of the machine's ceiling.
+"""A progress bar for `fit`: rate, time left, loss, memory, share of the machine's measured ceiling.
 
-It reads the loss twice a second at most, because that waits for the device. Off a terminal it shows nothing.
+It reads the loss at most twice a second, because that waits for the device. Without a terminal it shows nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.train.flops import count_step
 from flatout.units import format_bytes
 
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+    from torch import Tensor
 REFRESH_SECONDS = 0.5
 COUNTED_STEP = 3
-"""The step whose operations are counted; the counter slows it down."""
+"""The step whose operations are counted, which slows it down."""
 
 
 class Progress:
@@ -25,9 +30,9 @@ class Progress:
     def __init__(self, total_steps: int | None, done: int, *, shown: bool | None = None) -> None:
         self.shown = sys.stderr.isatty() if shown is None else shown
         self._total, self._done, self._steps = total_steps, done, 0
-        self._bar: Any = None
-        self._task: Any = None
-        self._counting: Callable[[], Any] | None = None
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._counting: Callable[[], float] | None = None
         self._flops: float | None = None
         self._ceiling: tuple[float, str] | None = None
         self._samples = 0
@@ -38,7 +43,7 @@ class Progress:
             return self
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import Progress as RichProgress
 
         columns = (
             BarColumn(bar_width=24),
@@ -46,7 +51,7 @@ class Progress:
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
         )
-        self._bar = Bar(*columns, console=Console(stderr=True), refresh_per_second=2)
+        self._bar = RichProgress(*columns, console=Console(stderr=True), refresh_per_second=2)
         self._task = self._bar.add_task("", total=self._total, completed=self._done)
         self._bar.start()
         return self
@@ -62,7 +67,7 @@ class Progress:
         if self.shown and self._ceiling is not None and self._steps == COUNTED_STEP and self._counting is None:
             self._counting = count_step()
 
-    def step_ended(self, loss: Any, samples: int) -> None:
+    def step_ended(self, loss: Tensor, samples: int) -> None:
         """`loss` is a device tensor; it is read only when something is drawn."""
         if not self.shown:
             return
@@ -79,15 +84,16 @@ class Progress:
         steps, samples = self._steps - self._drawn_steps, self._samples - self._drawn_samples
         self._drawn_at, self._drawn_steps, self._drawn_samples = time.perf_counter(), self._steps, self._samples
         text = self._text(value, steps / seconds, samples / seconds)
-        self._bar.update(self._task, completed=self._done + self._steps, description=text)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done + self._steps, description=text)
 
     def say_figures(self, epoch: int, figures: Mapping[str, float]) -> None:
-        """An epoch's figures, above the bar."""
+        """Print an epoch's figures above the bar."""
         if figures:
             self.say(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
 
@@ -100,8 +106,8 @@ class Progress:
         return " · ".join(parts)
 
 
-def _ceiling(device: Any) -> tuple[float, str] | None:
-    """(FLOP/s, dtype) of the fastest matrix product on that torch.device, if it was measured before."""
+def _ceiling(device: torch.device) -> tuple[float, str] | None:
+    """(FLOP/s, dtype) of the fastest matrix product on that device, if it was measured before."""
     from flatout.machine.detect import detect
     from flatout.machine.device import device_name
     from flatout.machine.kept_ceilings import load_ceilings
@@ -112,7 +118,7 @@ def _ceiling(device: Any) -> tuple[float, str] | None:
 
 
 def _memory_bytes() -> int:
-    """On CUDA what torch's allocator holds, otherwise the resident memory of this process."""
+    """With CUDA what torch's allocator holds, otherwise the resident memory of this process."""
     import psutil
 
     torch = sys.modules["torch"]

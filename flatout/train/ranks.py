@@ -1,27 +1,40 @@
-"""What several ranks that train one model have to agree on."""
+"""What ranks that train the same model have to agree on."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from flatout.train.split import batch_coupled_layers
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+    from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 ASK_SECONDS, ASK_STEPS = 0.25, 16
-"""How often ranks ask one another whether to stop: the steps bound it where they suddenly take longer."""
+"""How often ranks ask each other whether to stop; the number of steps limits it when steps suddenly take longer."""
 
 
-def ranks_of(model: Any) -> int:
-    """Over how many ranks the model averages its gradients: 1 unless it is wrapped by DDP."""
+def ddp_of(model: Module) -> DistributedDataParallel | None:
+    """The model if it is wrapped by DDP, else None."""
     import torch
 
-    parallel = torch.nn.parallel.DistributedDataParallel
-    return model.process_group.size() if isinstance(model, parallel) else 1
+    return model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
 
 
-def mean_over_ranks(value: Any, device: Any, group: Any) -> Any:
+def ranks_of(model: Module) -> int:
+    """Over how many ranks the model averages its gradients: 1 unless it is wrapped by DDP."""
+    parallel = ddp_of(model)
+    return 1 if parallel is None else int(parallel.process_group.size())
+
+
+def mean_over_ranks(value: Tensor | float, device: torch.device, group: ProcessGroup) -> Tensor:
     """The mean of a number over all ranks, a tensor on `device`; does not wait for the device."""
     import torch
     from torch import distributed
@@ -32,29 +45,29 @@ def mean_over_ranks(value: Any, device: Any, group: Any) -> Any:
 
 
 class SharedStep:
-    """How far a step is in what its ranks do together, each part of it once: may this rank begin its share again?
+    """Which of a step's collectives are over, to know whether this rank may start its share of the step again.
 
-    They sum up the weights of their terms; in the first forward pass DDP brings buffers and buckets into line; and
-    from the forward pass of the last part on DDP takes every backward pass for the one that reduces. What lies between
-    is this rank's own: it may split its share and begin again, while the others wait in their reduction.
+    The ranks sum up the weights of their terms; in the first forward pass DDP broadcasts buffers and checks buckets;
+    and from the forward pass of the last part on, DDP takes every backward pass for the one that reduces. In between
+    a rank works alone: it may split its share and start again, while the others wait in their reduction.
     """
 
-    # does not hold the model: whoever copies that copies its hooks, and this with them
+    # holds no reference to the model: a copy of the model copies its hooks, and this object with them
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
         """The next step."""
-        self.weight: Any = None
+        self.weight: Tensor | None = None
         """The mean of the ranks' weights, once it is known."""
         self._in_line = self._reducing = False
 
     @contextlib.contextmanager
-    def watching(self, model: Any) -> Iterator[None]:
+    def watching(self, model: DistributedDataParallel) -> Iterator[None]:
         """Follow the forward passes of a model in DDP."""
         hooks = [
-            model.module.register_forward_pre_hook(self._begins),  # called by DDP when its own part is done
+            model.module.register_forward_pre_hook(self._begins),  # called after DDP's own part of the forward pass
             model.register_forward_hook(self._ended),
         ]
         try:
@@ -63,8 +76,8 @@ class SharedStep:
             for hook in hooks:
                 hook.remove()
 
-    def obstacle(self, model: Any) -> str | None:
-        """Why this rank cannot begin its share of the step again by itself; None where it can."""
+    def obstacle(self, model: DistributedDataParallel) -> str | None:
+        """Why this rank cannot start its share of the step again alone; None if it can."""
         if coupled := batch_coupled_layers(model):
             return f"{coupled[0]} mixes the samples of a batch"
         if model.static_graph or model.mixed_precision is not None:
@@ -75,27 +88,28 @@ class SharedStep:
             return "the last part, which reduces the gradients together with the other ranks, had begun"
         return None
 
-    def begin_again(self, model: Any) -> None:
+    def begin_again(self, model: DistributedDataParallel) -> None:
         """The same step, by this rank alone: the other ranks have broadcast their buffers and do not do so again."""
         model.require_forward_param_sync = False
 
-    def _begins(self, module: Any, inputs: Any) -> None:
+    def _begins(self, module: Module, inputs: object) -> None:
         self._in_line = True
 
-    def _ended(self, module: Any, inputs: Any, output: Any) -> None:
+    def _ended(self, module: DistributedDataParallel, inputs: object, output: object) -> None:
         self._reducing = self._reducing or module.require_backward_grad_sync
 
 
 class SharedStop:
-    """Ranks that were asked to stop, each at its own time, stop after the same step: the next collective needs all.
+    """Ranks that are asked to stop at different times stop after the same step: the next collective needs all of them.
 
-    They ask one another about four times a second, and read the answer when they ask again: nothing waits for it.
+    They ask each other about four times a second, and read the answer when they ask again: nothing waits for it.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._group = model.process_group if ranks_of(model) > 1 else None
+    def __init__(self, model: Module) -> None:
+        parallel = ddp_of(model)
+        self._group = parallel.process_group if parallel is not None and ranks_of(model) > 1 else None
         self.alone = self._group is None
-        """Is there nobody to agree with?"""
+        """Is this the only rank?"""
         self._device = next(model.parameters()).device
         self._answer: Callable[[], list[float]] | None = None
         self._period, self._steps, self._began = 1, 0, time.perf_counter()
@@ -117,13 +131,13 @@ class SharedStop:
         return stop
 
     def _ask(self, *values: float) -> Callable[[], list[float]]:
-        """Gives the largest of all ranks' values."""
+        """Returns a function that returns the largest of all ranks' values."""
         import torch
         from torch import distributed
 
         largest = torch.stack([torch.full((), value, device=self._device) for value in values])
         if largest.device.type == "cpu":
-            work: Any = distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+            work = distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group, async_op=True)
             return lambda: largest.tolist() if work.wait() else []
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group)
         host = torch.empty(largest.shape, pin_memory=True)
@@ -138,19 +152,20 @@ class SharedStop:
         return answer
 
 
-def gathered(value: Any, model: Any) -> list[Any]:
-    """Every rank's value, in their order; of a model that is not in DDP the one that is given."""
-    if ranks_of(model) == 1:
+def gathered(value: T, model: Module) -> list[T]:
+    """The value of every rank, in their order; only the given one if the model is not in DDP."""
+    parallel = ddp_of(model)
+    if parallel is None or ranks_of(model) == 1:
         return [value]
     from torch import distributed
 
-    found: list[Any] = [None] * ranks_of(model)
-    distributed.all_gather_object(found, value, group=model.process_group)
+    found = [value] * ranks_of(model)
+    distributed.all_gather_object(found, value, group=parallel.process_group)
     return found
 
 
-def mean_figures(figures: Mapping[str, float], model: Any) -> dict[str, float]:
-    """The means over the ranks, of what each of them has: all ranks then decide alike."""
+def mean_figures(figures: Mapping[str, float], model: Module) -> dict[str, float]:
+    """The means over the ranks of the figures that all of them have, so that all ranks decide alike."""
     every = gathered(dict(figures), model)
     if len(every) == 1:
         return dict(figures)

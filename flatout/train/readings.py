@@ -1,31 +1,35 @@
-"""Values of many steps, read from the device some steps later, all together.
+"""Values of many steps, read from the device together, some steps later.
 
-Reading one value waits for everything that the device still has to do. Kept for some steps and copied to the host on
-the way, they are there when they are read, and no step waits.
+Reading a value waits for everything queued on the device. If the values are kept for some steps and copied to the host
+in the background, they have arrived when they are read, and no step waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 STEPS_PER_READING = 32
+
+Place: TypeAlias = float | tuple[int, int]
+"""A value itself, or (group, place in it) among the copied tensors."""
 
 K = TypeVar("K")
 
 
 class Readings(Generic[K]):
-    """Calls `take(key, values)` for what was added, in order: every 32 additions for what has arrived by then, and for
-    everything when `read` is called."""
+    """Calls `take(key, values)` for everything added, in order: every 32 additions for the values that have arrived,
+    and for all of them when `read` is called."""
 
     def __init__(self, take: Callable[[K, list[float]], None]) -> None:
         self._take = take
         self._held: list[tuple[K, Sequence[Tensor | float]]] = []
-        self._asked: deque[tuple[list[tuple[K, Sequence[Any]]], list[_Copied]]] = deque()
+        self._asked: deque[tuple[list[tuple[K, list[Place]]], list[_Copied]]] = deque()
 
     def add(self, key: K, values: Sequence[Tensor | float]) -> None:
         """Scalars: numbers, or tensors that nothing changes later."""
@@ -35,7 +39,7 @@ class Readings(Generic[K]):
             self._hand_over(wait=False)
 
     def read(self) -> None:
-        """Until all is taken. Waits for the device."""
+        """Take all of them. Waits for the device."""
         if self._held:
             self._ask()
         self._hand_over(wait=True)
@@ -43,10 +47,10 @@ class Readings(Generic[K]):
     def _ask(self) -> None:
         import torch
 
-        groups: dict[tuple[Any, Any], list[Tensor]] = {}
-        rows: list[tuple[K, Sequence[Any]]] = []
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        rows: list[tuple[K, list[Place]]] = []
         for key, values in self._held:
-            places: list[Any] = []
+            places: list[Place] = []
             for value in values:
                 if isinstance(value, torch.Tensor):
                     kind = value.device, value.dtype
@@ -76,13 +80,14 @@ class _Copied:
     def __init__(self, values: Tensor) -> None:
         import torch
 
-        self._host, self._event = values, None
+        self._host = values
+        event: torch.cuda.Event | None = None
         if values.device.type == "cuda":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            event: Any = torch.cuda.Event()
+            event = torch.cuda.Event()
             event.record()
-            self._event = event
+        self._event = event
 
     def arrived(self) -> bool:
         return self._event is None or bool(self._event.query())

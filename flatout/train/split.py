@@ -1,19 +1,23 @@
-"""When a batch does not fit: is splitting exact for this model, and what a failed try has to give back.
+"""When a batch does not fit: is splitting exact for this model, and what to restore after a failed attempt.
 
-The gradients of a batch are the weighted sum of its parts' gradients as long as samples do not meet inside the model.
-In a batch norm they do (its statistics are those of the part), so a split batch trains a slightly different model.
+The gradients of a batch are the weighted sum of its parts' gradients unless the model mixes samples. A batch norm does
+(its statistics are those of the part), so a split batch trains a slightly different model.
 """
 
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.generators import set_generators, torch_generator_states
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
-def batch_coupled_layers(model: Any) -> list[str]:
-    """Names of the layers in training mode whose output for one sample depends on the others of its batch."""
+
+def batch_coupled_layers(model: Module) -> list[str]:
+    """Names of the layers in training mode whose output for a sample depends on the others in its batch."""
 
     from flatout.torch_private.modules import BatchNorm
 
@@ -24,9 +28,9 @@ def batch_coupled_layers(model: Any) -> list[str]:
 
 
 class Attempt:
-    """What a forward and backward pass changes besides gradients: torch's random states and buffers, to be put back."""
+    """What a forward and backward pass changes besides gradients, to be restored: torch's random states and buffers."""
 
-    def __init__(self, model: Any, *, buffers: bool) -> None:
+    def __init__(self, model: Module, *, buffers: bool) -> None:
         self._generators = torch_generator_states()
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if buffers else []
 
@@ -39,8 +43,8 @@ class Attempt:
                 buffer.copy_(value)
 
 
-def release(model: Any, optimizer: Any) -> None:
-    """Free what a failed try left: its gradients, the cycles of its graph, and the allocator's cache."""
+def release(model: Module, optimizer: Optimizer) -> None:
+    """Free what a failed attempt left: its gradients, reference cycles of its graph, and the allocator's cache."""
     import torch
 
     optimizer.zero_grad(set_to_none=True)

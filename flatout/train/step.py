@@ -2,15 +2,15 @@
 
     step = TrainStep(model, optimizer, loss_fn, Plan(precision="bf16", micro_batches=4), clip_norm=1.0)
     for batch in batches:
-        loss = step(batch)                   # a device tensor: reading it is the only thing that waits
+        loss = step(batch)                   # a device tensor: nothing waits until it is read
 
 One call is one step of the optimizer, whatever the plan does inside: `micro_batches` splits the batch, and a batch that
-does not fit into the memory is split further and tried again. The gradient is that of the mean loss over the whole
-batch all the same, each part weighted by how many terms its mean had (see `flatout.train.loss`).
+does not fit into memory is split further and tried again. The gradient is still that of the mean loss over the whole
+batch, each part weighted by the number of terms in its mean (see `flatout.train.loss`).
 
-Under DDP a rank whose batch does not fit begins again alone, and the others wait for it. Once the forward pass of its
-last part is over, whose backward pass reduces the gradients, it raises instead. A model or loss that itself exchanges
-values between the ranks would do so more often on that one: it needs out_of_memory="raise".
+Under DDP a rank whose batch does not fit starts its share again alone, and the others wait for it. After the forward
+pass of its last part, whose backward pass reduces the gradients, it raises instead. A model or loss that itself
+exchanges values between the ranks would do so more often on that rank: it needs out_of_memory="raise".
 
 The plan's levers are those of `flatout tune`, applied by the same functions.
 """
@@ -21,7 +21,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from flatout.arguments import as_function, as_loss_fn, as_model, as_optimizer, as_plan, check_optimizer_of, wrong
 from flatout.data.nested import batch_length, split_batch
@@ -40,36 +40,51 @@ from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
 from flatout.train.key_value_cache import without_key_value_cache
 from flatout.train.loss import CountTerms, LossFn, own_metrics
-from flatout.train.loss_parts import LossParts, figures_of
+from flatout.train.loss_parts import LossParts, Number, figures_of
 from flatout.train.nonfinite import LossWatch, check_weights_finite
 from flatout.train.placement import explain_batch
-from flatout.train.ranks import SharedStep, mean_over_ranks, ranks_of
+from flatout.train.ranks import SharedStep, ddp_of, mean_over_ranks, ranks_of
 from flatout.train.split import Attempt, batch_coupled_layers, release
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
 _NOTHING = contextlib.nullcontext()
+
+
+class StepState(TypedDict):
+    """What a TrainStep itself remembers."""
+
+    steps: int
+    skipped: int
+    micro_batches: int
+    scaler: dict[str, object] | None
 
 
 class TrainStep:
     """A callable training step.
 
     `loss_fn(model, batch)` returns the mean loss as a scalar tensor, or (loss, figures) with a dict of further scalars,
-    which are then in `figures`. `count_terms(batch)` says of how many terms it is the mean (default: `loss_fn`'s own,
-    else the number of samples). `scheduler` is stepped once a call. Choices of the plan that cannot
-    be applied here are in `rolled_back`, with the reason. The first loss that is inf or NaN is warned of by its step's
+    which are then in `figures`. `count_terms(batch)` returns how many terms it is the mean of (default: `loss_fn`'s
+    own, else the number of samples). `scheduler` is stepped once per call. Choices of the plan that cannot be applied
+    here are in `rolled_back`, with the reason. The first loss that is inf or NaN causes a warning with its step's
     number, unless the plan says what to do with such steps (`nonfinite`, or fp16, which skips them).
 
-    Raises UsageError where model, optimizer and loss do not belong together.
+    Raises UsageError if model, optimizer and loss do not belong together.
     """
 
     def __init__(
         self,
-        model: Any,
-        optimizer: Any,
+        model: Module,
+        optimizer: Optimizer,
         loss_fn: LossFn,
         plan: Plan | None = None,
         *,
         clip_norm: float | None = None,
-        scheduler: Any = None,
+        scheduler: LRScheduler | None = None,
         count_terms: CountTerms | None = None,
     ) -> None:
         self.plan = as_plan(plan, "step")
@@ -80,19 +95,19 @@ class TrainStep:
         _check_count_terms(count_terms)
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self.steps = 0
-        """Optimizer steps taken, those included that were skipped."""
+        """Optimizer steps taken, including those that were skipped."""
         self.micro_batches = self.plan.micro_batches or 1
-        """Parts that a batch is split into; more than the plan says once a batch did not fit."""
+        """Parts that a batch is split into; more than in the plan once a batch did not fit."""
         self._given_count_terms = count_terms
         self.count_terms: CountTerms = count_terms or getattr(loss_fn, "count_terms", None) or batch_length
-        """Of how many terms the loss of a batch is the mean; None where it sums over them."""
+        """count_terms(batch): the number of terms that its loss is the mean of; None if the loss is their sum."""
         self._subject = Subject(any_model=False)
         self._subject.modules.add(model)
         self._subject.optimizers.add(optimizer)
         self._applied = Applied(self._subject)
         self._levers = contextlib.ExitStack()
         self._apply_levers()
-        stepped: Any = optimizer
+        stepped: Any = optimizer  # a LowBitOptimizer takes its place without being a subclass
         if self.plan.optimizer_state is not None:
             stepped = LowBitOptimizer(optimizer)
             self._levers.callback(stepped.close)
@@ -108,24 +123,26 @@ class TrainStep:
             check_in_backward(clip_norm=clip_norm, ranks=ranks_of(model))
             self._in_backward = UpdatesInBackward(stepped)
             self._levers.callback(self._in_backward.close)
-        self.figures: dict[str, Any] = {}
-        """What loss_fn returned beside the loss of the last step: means over the batch, tensors on the device."""
+        self.figures: dict[str, Tensor] = {}
+        """What loss_fn returned besides the loss of the last step: means over the batch, tensors on the device."""
         self._losses: LossWatch | None = None
         if self.plan.nonfinite is None and self.plan.precision != "fp16":
             self._losses = LossWatch()
         self._loss_checked = False
         self._mixes_samples: bool | None = None
         self._shared: SharedStep | None = None
-        if ranks_of(model) > 1:
+        self._parallel = ddp_of(model)
+        if self._parallel is not None and ranks_of(model) > 1:
             self._shared = SharedStep()
-            self._levers.enter_context(self._shared.watching(model))
+            self._levers.enter_context(self._shared.watching(self._parallel))
 
     # what the user calls
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: object) -> Tensor:
         """One step on `batch`. Returns its mean loss before the step, a detached scalar on the model's device.
 
-        Under DDP a batch is this rank's share, and the mean of what the ranks return is the whole batch's mean.
+        Under DDP `batch` is this rank's share, and the mean over the ranks of the returned losses is the mean loss of
+        the whole batch.
         """
         if not self.model.training:
             raise UsageError(
@@ -145,38 +162,38 @@ class TrainStep:
 
     @property
     def skipped(self) -> int:
-        """Steps without an update, because a gradient was not finite. Waits for the device."""
+        """Number of steps without an update, because a gradient was not finite. Waits for the device."""
         return self._update.skipped
 
     @property
-    def gradient_norm(self) -> Any:
-        """The last gradient's norm before clipping, a device tensor; None if nothing asked for it."""
+    def gradient_norm(self) -> Tensor | None:
+        """The last gradient's norm before clipping, a device tensor; None without clip_norm and `nonfinite`."""
         return self._update.norm
 
     @property
     def rolled_back(self) -> list[tuple[str, str]]:
-        """Choices of the plan that are not in force, and why."""
+        """Choices of the plan that could not be applied, and why."""
         failed = [(entry.choice.label, entry.reason) for entry in self._applied.rolled_back]
         return failed + self._subject.incidents
 
     @property
     def nonfinite_losses(self) -> int:
-        """Steps whose loss was inf or NaN; 0 under fp16 and where the plan has `nonfinite`. Waits for the device."""
+        """Number of steps whose loss was inf or NaN; 0 with fp16 or `nonfinite`. Waits for the device."""
         if self._losses is None:
             return 0
         self._losses.look()
         return self._losses.count
 
     def finish(self) -> None:
-        """Raise, or warn of, what is not known yet about gradients and losses. Waits for the device."""
+        """Check the gradients and losses that were not read yet: raise or warn. Waits for the device."""
         self._update.check(wait=True)
         if self._losses is not None:
             self._losses.look()
 
     def check_finite(self) -> bool:
-        """Raise NumericsError if a weight that is trained is inf or NaN. Waits for the device.
+        """Raise NumericsError if a trained weight is inf or NaN. Waits for the device.
 
-        False if every loss since the last call was inf or NaN, though the weights are not.
+        Returns False if every loss since the last call was inf or NaN although the weights are finite.
         """
         self.finish()
         moved = {id(parameter) for parameter in self._update.parameters}
@@ -187,21 +204,21 @@ class TrainStep:
         watch.begin()
         return learnt
 
-    def metrics(self, model: Any, batch: Any) -> Mapping[str, Any]:
-        """The loss function's own metrics of a batch; where it has none, its loss, weighted by `count_terms`.
+    def metrics(self, model: Module, batch: object) -> Mapping[str, object]:
+        """The loss function's own metrics of a batch; without any, its loss, weighted by `count_terms`.
 
-        `flatout.evaluate(step, data)` takes these; with another model (an average of the weights) they are given:
+        `flatout.evaluate(step, data)` uses these. Pass them for another model, such as an average of the weights:
         `flatout.evaluate(average, data, step.metrics, plan=plan)`.
         """
         return own_metrics(self.loss_fn, self.count_terms, model, batch)
 
-    def sections(self) -> dict[str, Any]:
+    def sections(self) -> dict[str, object]:
         """What a checkpoint of this training holds, by name, for `capture(step)` and `restore(..., step)`."""
         live = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "step": self}
         return {name: one for name, one in live.items() if one is not None}
 
     def with_plan(self, plan: Plan) -> TrainStep:
-        """A step of the same objects and settings under another plan, which goes on from here; this one is closed.
+        """A step with the same objects and settings and another plan, which continues from here; this one is closed.
 
         step = step.with_plan(flatout.fit_to_memory("12 GiB", step, batch).plan)
         """
@@ -218,27 +235,27 @@ class TrainStep:
             scheduler=self.scheduler,
             count_terms=self._given_count_terms,
         )
-        step.load_state_dict({**state, "micro_batches": 1})  # how far batches had to be split is the other plan's
+        step.load_state_dict({**state, "micro_batches": 1})  # how far to split batches depends on the plan
         return step
 
-    def for_copies(self, plan: Plan, model: Any, optimizer: Any, loss_fn: LossFn) -> TrainStep:
-        """A step of the same settings for copies of its model, optimizer and loss, without a scheduler."""
+    def for_copies(self, plan: Plan, model: Module, optimizer: Optimizer, loss_fn: LossFn) -> TrainStep:
+        """A step with the same settings for copies of its model, optimizer and loss, without a scheduler."""
         clip_norm = self._update.clip_norm
         given = self._given_count_terms
         return TrainStep(model, optimizer, loss_fn, plan, clip_norm=clip_norm, count_terms=given)
 
     def close(self) -> None:
-        """Take every lever back: model and optimizer are as they were given, but for what they learnt."""
+        """Undo every lever: model and optimizer are as they were given, except for their training."""
         self._applied.set([])
         self._levers.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the step itself remembers: counts, loss scaling, parts. `capture(step)` takes all that it trains."""
+    def state_dict(self) -> StepState:
+        """What the step itself remembers: counts, loss scaling, parts. `capture(step)` includes all that it trains."""
         scaler = self._update.scaler.state_dict() if self._update.scaler is not None else None
         return {"steps": self.steps, "skipped": self.skipped, "micro_batches": self.micro_batches, "scaler": scaler}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+    def load_state_dict(self, state: StepState) -> None:
+        """Restore what `state_dict` returned."""
         self.steps, self.micro_batches = state["steps"], max(state["micro_batches"], self.plan.micro_batches or 1)
         self._update.set_skipped(state["skipped"])
         if self._update.scaler is not None and state["scaler"]:
@@ -248,12 +265,12 @@ class TrainStep:
 
     def _apply_levers(self) -> None:
         wanted = self.plan.part_for("step").choices()
-        for whole_step in ("optimizer_in_backward", "optimizer_state"):  # as levers they follow somebody else's loop
+        for whole_step in ("optimizer_in_backward", "optimizer_state"):  # their levers are for a script's own loop
             wanted.pop(whole_step, None)
         if wanted.get("precision") == "fp32":
             del wanted["precision"]
         if wanted.get("precision") == "fp16":
-            # Without the lever's own scaling of each backward pass: here the whole step is scaled, and the scale saved.
+            # Without the lever, which scales each backward pass: here the whole step is scaled, and the scale is saved.
             del wanted["precision"]
             self._levers.enter_context(self._subject.around_calls(autocast_call("fp16")))
         if "activation_checkpointing" in wanted:
@@ -271,8 +288,8 @@ class TrainStep:
                 stack.enter_context(choice.lever.apply(self._subject, choice.value))
             yield
 
-    def _backward_in_parts(self, batch: Any) -> Any:
-        """Gradients of the whole batch's mean loss; with smaller parts again where the memory ended."""
+    def _backward_in_parts(self, batch: object) -> Tensor:
+        """Gradients of the whole batch's mean loss; tried again with smaller parts if memory runs out."""
         if self._shared is not None:
             self._shared.begin()
         while True:
@@ -285,11 +302,11 @@ class TrainStep:
                     self._explain(error, batch)
                     raise
                 self._refuse_to_split(error, batch)
-            # Only here, outside of the handler, nothing holds the failed try's tensors any more.
+            # Only outside of the handler does nothing hold the tensors of the failed attempt any more.
             if attempt is not None:
                 attempt.put_back()
-            if self._shared is not None:
-                self._shared.begin_again(self.model)
+            if self._shared is not None and self._parallel is not None:
+                self._shared.begin_again(self._parallel)
             release(self.model, self.optimizer)
             self._split_further(batch)
 
@@ -300,7 +317,7 @@ class TrainStep:
             self._mixes_samples = bool(batch_coupled_layers(self.model))
         return Attempt(self.model, buffers=self.plan.out_of_memory != "exact" and self._mixes_samples)
 
-    def _backward(self, parts: Sequence[Any]) -> Any:
+    def _backward(self, parts: Sequence[object]) -> Tensor:
         weights, total = self._weights(parts)
         sums = LossParts(weights, total)
         for i, part in enumerate(parts):
@@ -311,27 +328,29 @@ class TrainStep:
                 share = sums.share(i, part, self._loss(part))
                 self._update.scale(share).backward()
         self.figures = sums.figures
+        assert sums.loss is not None  # a part is only left out if others have terms
         return sums.loss
 
-    def _weights(self, parts: Sequence[Any]) -> tuple[list[Any], Any]:
-        """How many terms each part's mean has, and their sum; no sum where the parts are to be added up as they are.
+    def _weights(self, parts: Sequence[object]) -> tuple[Sequence[Number | None], Number | None]:
+        """How many terms each part's mean has, and their sum; no sum if the parts are to be added up as they are.
 
-        Under DDP, which averages over the ranks, it is the mean of the ranks' sums: then each term weighs the same,
+        Under DDP, which averages over the ranks, it is the mean of the ranks' sums: each term then has the same weight,
         whichever rank has it, in however many parts.
         """
-        shared = self._shared
+        shared, parallel = self._shared, self._parallel
         if len(parts) == 1 and shared is None:
             return [1], None
         weights = [self.count_terms(part) for part in parts]
-        if any(weight is None for weight in weights):
+        terms = [weight for weight in weights if weight is not None]
+        if len(terms) < len(weights):
             return weights, None  # the loss sums over its terms
-        if shared is None:
-            return weights, sum(weights)
+        if shared is None or parallel is None:
+            return weights, sum(terms)
         if shared.weight is None:
-            shared.weight = mean_over_ranks(sum(weights), self._update.parameters[0].device, self.model.process_group)
+            shared.weight = mean_over_ranks(sum(terms), self._update.parameters[0].device, parallel.process_group)
         return weights, shared.weight
 
-    def _loss(self, part: Any) -> tuple[Any, dict[str, Any]]:
+    def _loss(self, part: object) -> tuple[Tensor, dict[str, Number]]:
         if not self._subject.wrappers:
             returned, called = self.loss_fn(self.model, part), True
         else:
@@ -350,22 +369,22 @@ class TrainStep:
             self._loss_checked = True
         return loss, figures
 
-    def _without_reduction(self) -> contextlib.AbstractContextManager[Any]:
-        """Under DDP gradients are averaged over the ranks once a step, not once a part."""
-        no_sync: Callable[[], Any] | None = getattr(self.model, "no_sync", None)
+    def _without_reduction(self) -> contextlib.AbstractContextManager[None]:
+        """Under DDP gradients are averaged over the ranks once per step, not once per part."""
+        no_sync: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(self.model, "no_sync", None)
         return no_sync() if no_sync is not None else contextlib.nullcontext()
 
-    def _explain(self, error: Exception, batch: Any) -> None:
-        """Instead of torch's message, where devices or dtypes do not fit; otherwise the error is the user's."""
+    def _explain(self, error: Exception, batch: object) -> None:
+        """Raise a clearer error than torch's if devices or dtypes do not match; otherwise the error is the user's."""
         if isinstance(error, RuntimeError | TypeError):
             explain_batch(self.model, batch, error)
 
     # out of memory
 
-    def _refuse_to_split(self, error: Exception, batch: Any) -> None:
-        """Raise where splitting is not wanted, not exact, or not possible any more."""
+    def _refuse_to_split(self, error: Exception, batch: object) -> None:
+        """Raise if splitting is not wanted, not exact, or not possible any more."""
         if self.plan.out_of_memory == "raise" or self._in_backward is not None:
-            raise error  # weights that were updated in this backward cannot be taken back
+            raise error  # weights that were updated in this backward cannot be restored
         if hasattr(self.model, "no_sync"):
             self._refuse_to_split_alone(error)
         if self.plan.out_of_memory == "exact" and (coupled := batch_coupled_layers(self.model)):
@@ -383,16 +402,18 @@ class TrainStep:
             ) from error
 
     def _refuse_to_split_alone(self, error: Exception) -> None:
-        """Raise where the other ranks are in a collective that this one left, or would have to take part again."""
-        obstacle = "it is no rank of DDP" if self._shared is None else self._shared.obstacle(self.model)
+        """Raise if the other ranks are in a collective that this one left, or would have to take part again."""
+        obstacle: str | None = "it is no rank of DDP"
+        if self._shared is not None and self._parallel is not None:
+            obstacle = self._shared.obstacle(self._parallel)
         if obstacle is not None:
             raise MachineError(
                 "out of memory on one rank",
-                limit=f"it cannot begin its share of a step again by itself: {obstacle}",
+                limit=f"it cannot start its share of a step again alone: {obstacle}",
                 remedy="use a smaller batch or a larger micro_batches: parts before the last can be tried again",
             ) from error
 
-    def _split_further(self, batch: Any) -> None:
+    def _split_further(self, batch: object) -> None:
         samples = batch_length(batch)
         self.micro_batches = min(samples, self.micro_batches * 2)
         coupled = batch_coupled_layers(self.model)
@@ -403,30 +424,30 @@ class TrainStep:
         )
 
 
-def _trained(model: Any, optimizer: Any) -> list[Any]:
-    """The parameters that the optimizer moves, each once; UsageError where they are not the model's."""
+def _trained(model: Module, optimizer: Optimizer) -> list[Parameter]:
+    """The parameters that the optimizer updates, each once; UsageError if they are not the model's."""
     _check_optimizer(optimizer)
     check_optimizer_of(optimizer, model)
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}",
-            limit="it evaluates the loss several times a step, which TrainStep does not do",
-            remedy="call its step(closure) in a loop of your own, or take SGD or AdamW",
+            limit="it evaluates the loss several times per step, which TrainStep does not do",
+            remedy="call its step(closure) in your own loop, or use SGD or AdamW",
         )
 
 
-def _check_count_terms(count_terms: Any) -> None:
+def _check_count_terms(count_terms: object) -> None:
     if count_terms is not None:
         limit = "it is called as count_terms(batch) and returns how many terms the loss is the mean of"
         as_function(count_terms, "count_terms", 1, limit=limit)
 
 
-def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
+def _check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
     import torch
 
     if scheduler is None:
@@ -434,14 +455,14 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
             "the scheduler is ReduceLROnPlateau",
-            limit="TrainStep steps its scheduler once a call, without a metric",
+            limit="TrainStep steps its scheduler once per call, without a metric",
             remedy="pass it to flatout.fit as epoch_scheduler, or call scheduler.step(metric) after evaluating",
         )
     check_scheduler_of(optimizer, scheduler, "scheduler")
 
 
-def check_scheduler_of(optimizer: Any, scheduler: Any, name: str) -> None:
-    """Refuse what is no schedule, and that of another optimizer."""
+def check_scheduler_of(optimizer: Optimizer, scheduler: object, name: str) -> None:
+    """Refuse anything but a scheduler of this optimizer."""
     import torch
 
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
@@ -450,12 +471,12 @@ def check_scheduler_of(optimizer: Any, scheduler: Any, name: str) -> None:
     if isinstance(moved, torch.optim.Optimizer) and moved.param_groups is not optimizer.param_groups:
         raise UsageError(
             f"the {name} is that of another optimizer",
-            limit="it would move learning rates that nothing uses",
-            remedy="make it from the optimizer that is given",
+            limit="it would change learning rates that nothing uses",
+            remedy="create it with the optimizer that is passed here",
         )
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: object) -> None:
     import torch
 
     if not isinstance(loss, torch.Tensor):
@@ -470,10 +491,10 @@ def _check_loss(loss: Any) -> None:
         raise UsageError(
             "the loss does not depend on any trained parameter",
             limit="backward needs a loss with a gradient",
-            remedy="look for detach(), .item() or torch.no_grad() in loss_fn, and for frozen parameters",
+            remedy="check loss_fn for detach(), .item() or torch.no_grad(), and the model for frozen parameters",
         )
 
 
-def _device_of(model: Any) -> str:
+def _device_of(model: Module) -> str:
     parameter = next(model.parameters(), None)
     return str(parameter.device) if parameter is not None else "cpu"

@@ -286,7 +286,7 @@ LEFT_ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "empty": (Empty, "out of range"),
     "int of a fraction": (IntOfFraction, "int()"),
     "closure": (closure, "variables of a function around it"),
-    "from text": (made_from_text, "not at hand"),
+    "from text": (made_from_text, "not available"),
     "gradients": (lambda: TensorDataset(torch.randn(COUNT, 2, requires_grad=True)), "unusual"),
     "parameter": (lambda: TensorDataset(torch.nn.Parameter(torch.ones(COUNT, 2), requires_grad=False)), "unusual"),
 }

@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused() -> None:
         batches(Stream(), tokens=10, length=len)
     with pytest.raises(UsageError, match="batch_size is None"):
         batches(Texts([1, 2]), length=len)
-    with pytest.raises(UsageError, match="drop_last is given beside tokens"):
+    with pytest.raises(UsageError, match="drop_last is given together with tokens"):
         source_of([1, 2], tokens=4, drop_last=True)
     source = source_of(LENGTHS, tokens=100)
     next(iter(source))

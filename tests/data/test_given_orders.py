@@ -1,4 +1,4 @@
-"""Batches as a DataLoader's own batch sampler makes them, taken up at any sample."""
+"""Batches as a DataLoader's own batch sampler makes them, resumed at any sample."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_generator_of_the_samplers_own_gives_the_same_epoch_again() -> None:
 
 def test_what_cannot_be_shared_or_used_is_refused() -> None:
     shares = DistributedSampler(DATA, num_replicas=2, rank=0)
-    with pytest.raises(UsageError, match="is a DistributedSampler; each rank's share is taken here"):
+    with pytest.raises(UsageError, match="is a DistributedSampler; each rank's share of the whole"):
         batches(DataLoader(DATA, 4, sampler=shares), rank=0, ranks=2)
     with pytest.raises(UsageError, match="made an empty batch"):
         batches(DataLoader(DATA, batch_sampler=[[0], []]))

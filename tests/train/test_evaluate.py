@@ -48,7 +48,7 @@ def test_modes_are_put_back_after_an_error_too() -> None:
 
 def test_bad_input_is_named() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="nothing to evaluate"):
+    with pytest.raises(UsageError, match="no batch to evaluate"):
         evaluate(model, [], lambda model, batch: {})
     with pytest.raises(UsageError, match="metrics returned a Tensor"):
         evaluate(model, [torch.zeros(1, 2)], lambda model, batch: model(batch))  # type: ignore[arg-type, return-value]

@@ -1,4 +1,4 @@
-"""`fit` with everything on: dropout, shuffling, a schedule, accumulation, fp16's scaling; killed, stopped, taken up."""
+"""`fit` with everything on: dropout, shuffling, a schedule, accumulation, fp16's scaling; killed, stopped, resumed."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_metric_that_the_evaluation_does_not_give_is_refused(tmp_path: Path) -
     best = checkpoints.best()
     assert best is not None
     assert (best.step, best.metric) == (14, 0.5)
-    with pytest.raises(UsageError, match=r"whether a high or a low one is best .*best='max'\)"):
+    with pytest.raises(UsageError, match=r"whether the highest or the lowest is best .*best='max'\)"):
         fit(step, source, epochs=3, evaluation=evaluation, metric="accuracy", checkpoints=tmp_path)
 
 
@@ -244,14 +244,14 @@ def test_a_stream_that_runs_dry_ends_the_run() -> None:
     rows = [(one, one[:3].argmax()) for one in x]
     step, _ = parts(plan=Plan())
     with pytest.raises(
-        UsageError, match="gave no batch in epoch 1; an iterator runs dry after one epoch; pass an object"
+        UsageError, match="yielded no batch in epoch 1; an iterator is exhausted after one epoch; pass an object"
     ):
         fit(step, batches(iter(rows), 10), steps=50)
     assert step.steps == 4
-    with pytest.raises(UsageError, match="epochs is 3, and the data is an iterator; it can be read once"):
+    with pytest.raises(UsageError, match="epochs is 3, and the data is an iterator; it can be read only once"):
         fit(step, batches(iter(rows), 10), epochs=3)
     assert fit(step, batches(iter(rows), 10), epochs=1).steps == 4
-    with pytest.raises(UsageError, match="gave no batch in epoch 0; an epoch has at least one batch"):
+    with pytest.raises(UsageError, match="yielded no batch in epoch 0; an epoch has at least one batch"):
         fit(step, batches(Empty(), 10), epochs=1)
 
 

@@ -74,10 +74,10 @@ def test_what_data_is_taken_for(kind: str) -> None:
 
 
 def test_an_iterator_of_batches_is_read_once() -> None:
-    with pytest.raises(UsageError, match="epochs is 2, and the data is an iterator; it can be read once"):
+    with pytest.raises(UsageError, match="epochs is 2, and the data is an iterator; it can be read only once"):
         fit(training(), iter(slices()), epochs=2)
     assert fit(training(), iter(slices()), epochs=1).steps == 3
-    with pytest.raises(UsageError, match="gave no batch in epoch 1; an iterator is used up after one epoch"):
+    with pytest.raises(UsageError, match="yielded no batch in epoch 1; an iterator is exhausted after one epoch"):
         fit(training(), iter(slices()), steps=9)
 
 
@@ -118,12 +118,12 @@ def test_an_iterable_resumes_where_the_same_batches_come_again(tmp_path: Path) -
 
 def test_other_batches_than_before_are_refused(tmp_path: Path) -> None:
     fit(training(), Shuffled(np.random.default_rng(0)), steps=4, checkpoints=tmp_path / "a")
-    with pytest.raises(UsageError, match=r"the data gave another batch 4 than before; .*flatout.batches"):
+    with pytest.raises(UsageError, match=r"the data yielded another batch 4 than before; .*flatout.batches"):
         fit(training(), Shuffled(np.random.default_rng(1)), steps=8, checkpoints=tmp_path / "a")
     with pytest.raises(UsageError, match="the data ended after 3 of the 4 batches"):
         fit(training(), slices(), steps=8, checkpoints=tmp_path / "a")
     with pytest.raises(
-        UsageError, match=r"the checkpoint does not fit|saved position is in a data set|is that of samples"
+        UsageError, match=r"the checkpoint does not fit|saved position is in a data set|position counts samples"
     ):
         fit(training(), (X, Y), steps=8, checkpoints=tmp_path / "b") and fit(
             training(), slices(), steps=9, checkpoints=tmp_path / "b"
@@ -136,7 +136,7 @@ def test_parts_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
     options: Any = {"epochs": 1, "metric": "accuracy", "evaluation": lambda: {"accuracy": 0.5}}
     with pytest.raises(UsageError, match=r"'accuracy' Patience\(best=...\) says 'max', ReduceLROnPlateau.* says 'min'"):
         fit(step, (X, Y), patience=Patience(epochs=2, best="max"), epoch_scheduler=plateau, **options)
-    with pytest.raises(UsageError, match="whether a high or a low one is best has to be said"):
+    with pytest.raises(UsageError, match="whether the highest or the lowest is best has to be given"):
         fit(step, (X, Y), patience=2, **options)
     with pytest.raises(UsageError, match="metric is 'loss'; the figures of an epoch are 'train_loss'"):
         fit(step, (X, Y), epochs=2, patience=2, checkpoints=tmp_path)

@@ -115,20 +115,20 @@ def test_what_cannot_be_is_refused() -> None:
 
     with pytest.raises(UsageError, match=r"metric is the class Largest; .*over_all\("):
         given(lambda batch: over_all(Largest, batch))
-    with pytest.raises(UsageError, match="metric of the figure 'a' is another one in each batch"):
+    with pytest.raises(UsageError, match="metric of the figure 'a' is a different object in each batch"):
         given(lambda batch: over_all(Largest(), batch, batch))
     same = len
     with pytest.raises(UsageError, match=r"rows of the figure 'a' are \[2\], \[3\]"):
         given(lambda batch: over_all(same, batch.T))
     with pytest.raises(UsageError, match="given a ndarray for the figure 'a'"):
         given(lambda batch: over_all(same, batch.numpy()))
-    with pytest.raises(UsageError, match=r"the figure 'a' gave a Tensor of shape \[6\]; it gives one number"):
+    with pytest.raises(UsageError, match=r"the figure 'a' returned a Tensor of shape \[6\]; it returns one number"):
         given(lambda batch: over_all(lambda rows: rows[0], batch))
     with pytest.raises(UsageError, match="metrics is a list; it maps names"):
         supervised(nn.CrossEntropyLoss(), metrics=["f1"])  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError) as caught:
         given(lambda batch: over_all(lambda rows: 1 / 0, batch))
-    assert caught.value.__notes__ == ["while the figure 'a' was computed over all batches"]
+    assert caught.value.__notes__ == ["while computing the figure 'a' over all batches"]
 
 
 def test_a_step_brings_model_metrics_and_precision() -> None:
@@ -144,7 +144,7 @@ def test_a_step_brings_model_metrics_and_precision() -> None:
     assert 0 < abs(found["loss"] - exact["loss"]) < 0.05
     assert found == evaluate(network, parts(16), step.metrics, plan=step.plan)
     assert evaluate(step, parts(16), lambda model, batch: {"n": torch.ones(3)}) == {"n": 1.0}
-    with pytest.raises(UsageError, match="plan is given beside a TrainStep"):
+    with pytest.raises(UsageError, match="plan is given with a TrainStep"):
         evaluate(step, parts(16), plan=Plan())
     with pytest.raises(UsageError, match="metrics is None; a model alone does not say"):
         evaluate(network, parts(16))

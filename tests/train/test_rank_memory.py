@@ -107,6 +107,6 @@ def test_one_rank_splits_alone(run_ranks: Any, tmp_path: Path, place: str, micro
 def test_where_it_cannot_it_says_why(run_ranks: Any, tmp_path: Path, place: str, why: str) -> None:
     other, failed = run_ranks(TRAIN, 2, tmp_path / "out", place, 1)
     assert failed[0] == 3
-    assert "out of memory on one rank; it cannot begin its share of a step again by itself: " + why in failed[1]
+    assert "out of memory on one rank; it cannot start its share of a step again alone: " + why in failed[1]
     assert "use a smaller batch or a larger micro_batches" in failed[1]
     assert other[0] == 4  # its reduction failed: it did not go on alone

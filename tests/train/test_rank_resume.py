@@ -1,4 +1,4 @@
-"""Several ranks, interrupted and taken up again, are the run that was never interrupted: each has its own dropout."""
+"""Several ranks, interrupted and resumed, are the run that was never interrupted: each has its own dropout."""
 
 from __future__ import annotations
 

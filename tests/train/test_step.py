@@ -291,7 +291,7 @@ def test_a_users_own_error_stays_the_users() -> None:
         (nn.CrossEntropyLoss(), torch.zeros(12), "class indices are int64"),
         (nn.CrossEntropyLoss(), torch.zeros(11, dtype=torch.long), r"one class index for each of \[12\]"),
         (nn.CrossEntropyLoss(), torch.full((12,), 5), "a target is class 5; the model has 5 classes, 0 to 4"),
-        (nn.MSELoss(), torch.zeros(12), r"gives \[12, 5\] and the targets are \[12\]"),
+        (nn.MSELoss(), torch.zeros(12), r"returns \[12, 5\] and the targets are \[12\]"),
     ],
 )
 def test_wrong_targets_are_named(criterion: nn.Module, targets: torch.Tensor, said: str) -> None:

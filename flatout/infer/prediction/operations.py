@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -11,6 +11,9 @@ from flatout.infer.prediction.samples import Sample
 from flatout.torch_private.lookup import is_missing
 from flatout.torch_private.tensors import onednn_linear
 from flatout.train.flops import count_step
+
+if TYPE_CHECKING:
+    from flatout.train.flops import Packet
 
 T = TypeVar("T")
 
@@ -57,15 +60,15 @@ class Operations:
         return (of_short / short - b * short + b * sample.tokens) * sample.tokens
 
 
-def _formulas() -> dict[object, Callable[..., int]]:
+def _formulas() -> Mapping[Packet, Callable[..., int]]:
     """Operations of oneDNN's products, which torch's counter does not know."""
-    found: dict[object, Callable[..., int]] = {}
+    found: dict[Packet, Callable[..., int]] = {}
 
     def product(x: Sequence[int], weight: Sequence[int]) -> int:
         return 2 * int(torch.Size(x).numel()) * (weight[0] if weight[1] == x[-1] else weight[1])
 
     if not is_missing(onednn_linear):
-        found[onednn_linear] = lambda x, weight, *_: product(x, weight)
+        found[cast("Packet", onednn_linear)] = lambda x, weight, *_: product(x, weight)
     whole = getattr(torch.ops.onednn, "qlinear_pointwise", None)
     if whole is not None:
         found[whole] = lambda x, x_scale, x_zero, weight, *_: product(x, weight)
