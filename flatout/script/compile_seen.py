@@ -4,7 +4,15 @@ compiled in place of the script's functions."""
 from __future__ import annotations
 
 import sys
-from typing import Any
+from types import CodeType
+from typing import Protocol
+
+
+class _Function(Protocol):
+    """A function or a method."""
+
+    @property
+    def __code__(self) -> CodeType: ...
 
 
 def compile_was_asked_for() -> bool:
@@ -15,7 +23,7 @@ def compile_was_asked_for() -> bool:
     return traced or any(backend is not None for backend in backends.values())
 
 
-def never_compiled(*functions: Any) -> None:
+def never_compiled(*functions: _Function) -> None:
     """torch.compile passes over the frames of these and starts with what they call.
 
     A wrapper around all modules would otherwise be what is compiled: all of them would share the one cache of its code

@@ -6,9 +6,9 @@ import ast
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flatout.data.fetch import strategy
 from flatout.levers.attention import attention_by_hand
@@ -20,6 +20,10 @@ from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed
 from flatout.levers.subject import Subject
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
 
 NOT_AS_NOW = 0
 """As `threads_at_start`: the script has set the number by a variable, before torch was there."""
@@ -125,9 +129,9 @@ def _page_faults(rows: Sequence[StepRow]) -> float | None:
     return float(statistics.median(faults)) if faults else None
 
 
-def _see_loader(loader: Any, lengths: bool) -> LoaderSeen:
+def _see_loader(loader: DataLoader[object], lengths: bool) -> LoaderSeen:
     found = strategy(loader.dataset, loader.collate_fn) if loader.batch_sampler is not None else None
-    length = len(loader.dataset) if lengths and hasattr(loader.dataset, "__len__") else None
+    length = len(loader.dataset) if lengths and isinstance(loader.dataset, Sized) else None
     return LoaderSeen(
         dataset=type(loader.dataset).__name__,
         samples=length,
@@ -141,7 +145,7 @@ def _see_loader(loader: Any, lengths: bool) -> LoaderSeen:
     )
 
 
-def _see_module(module: Any) -> ModuleSeen:
+def _see_module(module: nn.Module) -> ModuleSeen:
     import torch
 
     inner = list(module.modules())
@@ -228,7 +232,7 @@ def _speaks_of_device(node: ast.AST) -> bool:
     return any(isinstance(word, str) and ("device" in word.lower() or word == "cuda") for word in words)
 
 
-def _is_channels_last(weight: Any) -> bool:
+def _is_channels_last(weight: Tensor) -> bool:
     import torch
 
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flatout.environment import deterministic_variables
 from flatout.errors import ScriptError, TrialError
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialHangs
+from flatout.script.trial.messages import Command, DeterminismAnswer
 from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
@@ -61,52 +61,70 @@ def check_determinism(
         )
         setup = replace(as_is, environment=deterministic_variables())
         plain = _run(as_is, steps, deterministic=False)
-        if plain["error"] is not None:
-            raise ScriptError(f"the script fails by itself: {plain['error']}", remedy=plain["note"])
+        if plain.error is not None:
+            raise ScriptError(f"the script fails by itself: {plain.error}", remedy=plain.note)
         first = _run(setup, steps, deterministic=True)
-        if first["error"] is not None:
+        if first.error is not None:
             return _failed(first)
         second = _run(setup, steps, deterministic=True)
-        if second["error"] is not None:
+        if second.error is not None:
             return _failed(second)
-    if not first["weights"]:
+    if not first.weights:
         raise ScriptError("no weights were seen", limit="those of two runs are compared", remedy="name what trains")
-    before, after = dict(map(tuple, first["weights"])), dict(map(tuple, second["weights"]))
+    before, after = first.weights, second.weights
     differing = tuple(name for name in {**before, **after} if before.get(name) != after.get(name))
-    if first["steps"] != second["steps"]:
-        differing = (f"the number of steps: {first['steps']} and {second['steps']}", *differing)
+    if first.steps != second.steps:
+        differing = (f"the number of steps: {first.steps} and {second.steps}", *differing)
     return DeterminismCheck(
         equal=not differing,
-        steps=first["steps"],
-        tensors=len(first["weights"]),
+        steps=first.steps,
+        tensors=len(first.weights),
         differing=differing,
         cost=_cost(plain, first, second),
         error=None,
     )
 
 
-def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> dict[str, Any]:
-    """Its answer, with `error`, the script's own in one line or None, and `note`, what may explain that."""
-    command = {"do": "determinism", "steps": steps, "deterministic": deterministic}
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What one run showed."""
+
+    steps: int
+    step_seconds: float | None
+    weights: dict[str, str]
+    """Name -> digest."""
+    error: str | None
+    """The script's own, in one line."""
+    note: str
+    """What may explain it."""
+
+
+def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> _Run:
+    command: Command = {"do": "determinism", "steps": steps, "deterministic": deterministic}
     with TrialProcess(setup, label="determinism") as trial:
         try:
+            answer: DeterminismAnswer
             answer, end = trial.watch(command, PATIENCE_SECONDS)
         except TrialHangs:
             waited = format_seconds(PATIENCE_SECONDS)
             raise TrialError(f"the script had not made its {steps} steps after {waited}") from None
-    if end is None:
-        return {**answer, "error": None, "note": ""}
-    return {**answer, "error": end.headline or None, "note": end.note}
-
-
-def _failed(run: dict[str, Any]) -> DeterminismCheck:
-    return DeterminismCheck(
-        equal=False, steps=run["steps"], tensors=len(run["weights"]), differing=(), cost=None, error=run["error"]
+    return _Run(
+        steps=answer["steps"],
+        step_seconds=answer["step_seconds"],
+        weights=dict(answer["weights"]),
+        error=None if end is None else end.headline or None,
+        note="" if end is None else end.note,
     )
 
 
-def _cost(plain: dict[str, Any], *runs: dict[str, Any]) -> float | None:
-    seconds = [one["step_seconds"] for one in runs]
-    if not plain["step_seconds"] or not all(seconds) or max(seconds) > MOST_SPREAD * min(seconds):
+def _failed(run: _Run) -> DeterminismCheck:
+    return DeterminismCheck(
+        equal=False, steps=run.steps, tensors=len(run.weights), differing=(), cost=None, error=run.error
+    )
+
+
+def _cost(plain: _Run, *runs: _Run) -> float | None:
+    seconds = [one.step_seconds for one in runs if one.step_seconds]
+    if not plain.step_seconds or len(seconds) < len(runs) or max(seconds) > MOST_SPREAD * min(seconds):
         return None
-    return float(min(seconds) / plain["step_seconds"])
+    return min(seconds) / plain.step_seconds

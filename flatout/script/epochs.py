@@ -6,7 +6,10 @@ Medians of steps do not see it, because it falls on one step in an epoch.
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 MOST_KEPT = 512
 
@@ -24,7 +27,7 @@ class EpochStarts:
         self._steps: list[int] = []
         self._typical_seconds = 0.0
 
-    def iterator_made(self, loader: Any, began: float, steps: int = 0) -> None:
+    def iterator_made(self, loader: DataLoader[object], began: float, steps: int = 0) -> None:
         """`began`: the clock before the loader was asked for it, in seconds; `steps`: so many in the run until then."""
         self.workers = 0 if loader.persistent_workers else loader.num_workers
         if self._previous is not None:

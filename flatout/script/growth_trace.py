@@ -10,7 +10,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 
 class GrowthTrace:
@@ -58,14 +61,14 @@ class GrowthTrace:
                 self._blamed[index][self._current] += 1
             self._last[index] = now
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _called(self, frame: FrameType, event: str, argument: object) -> TraceFunction | None:
         if not self._is_users(frame.f_code.co_filename):
             return None
         self._look()
         self._current = self._place(frame)
         return self._event
 
-    def _event(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _event(self, frame: FrameType, event: str, argument: object) -> TraceFunction:
         self._look()
         self._current = self._place(frame.f_back if event == "return" else frame)
         return self._event

@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from flatout import environment
 from flatout.errors import FlatoutError
@@ -52,7 +51,7 @@ class Leftover:
     """Of everything in it, links not followed; what cannot be read counts as 0."""
     is_trial: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -64,7 +63,7 @@ class Cleaned:
     failed: tuple[tuple[Leftover, str], ...] = ()
     """With the reason."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         failed = [{**one.to_json(), "reason": why} for one, why in self.failed]
         return {"removed": [one.to_json() for one in self.removed], "failed": failed}
 

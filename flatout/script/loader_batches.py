@@ -10,12 +10,15 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
 from flatout.levers.lever import Lever
 from flatout.levers.subject import Subject, Undo
 from flatout.replaced import replaced
+
+if TYPE_CHECKING:
+    from torch.utils.data import BatchSampler, DataLoader
 
 
 class LiveBatches(Lever):
@@ -26,12 +29,12 @@ class LiveBatches(Lever):
     switch = "start"
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: object) -> Iterator[None]:
         from torch.utils.data import BatchSampler
 
         subject.samples_drawn = 0
 
-        def batches(sampler: Any) -> Iterator[list[Any]]:
+        def batches(sampler: BatchSampler) -> Iterator[list[int]]:
             samples = iter(sampler.sampler)
             while batch := list(itertools.islice(samples, sampler.batch_size)):
                 if sampler.drop_last and len(batch) < sampler.batch_size:
@@ -49,8 +52,8 @@ class BatchSize(Lever):
     name = "batch size"
     plan_field = "batch_size"
 
-    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        def visit(loader: Any) -> Undo[Any]:
+    def apply(self, subject: Subject, value: int) -> AbstractContextManager[None]:
+        def visit(loader: DataLoader[object]) -> Undo[DataLoader[object]]:
             sampler = _own_sampler(loader)
             before, sampler.batch_size = sampler.batch_size, value
             return lambda loader: setattr(loader.batch_sampler, "batch_size", before)
@@ -61,12 +64,12 @@ class BatchSize(Lever):
 LEVERS = (LiveBatches(), BatchSize())
 
 
-def _count(subject: Subject, sampler: Any, batch: list[Any]) -> None:
+def _count(subject: Subject, sampler: BatchSampler, batch: list[int]) -> None:
     if any(loader.batch_sampler is sampler for loader in subject.loaders):
         subject.samples_drawn = (subject.samples_drawn or 0) + len(batch)
 
 
-def _own_sampler(loader: Any) -> Any:
+def _own_sampler(loader: DataLoader[object]) -> BatchSampler:
     """torch's own; what another does with its size is not known."""
     from torch.utils.data import BatchSampler
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
 from flatout.machine.process_memory import resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage
 
 MOST_HOLDERS = 8
 DEEPEST = 4
@@ -58,7 +61,7 @@ class MemoryDeath:
     def held_bytes(self) -> int:
         return sum(self.categories.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "held_bytes": self.held_bytes}
 
 
@@ -135,7 +138,7 @@ def _advice(
     yield "in your own loop: flatout.TrainStep splits a batch that does not fit; flatout.fit_to_memory plans for less"
 
 
-def _take(tensors: Iterator[Any], seen: set[int]) -> int:
+def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Bytes of storages that were not counted yet."""
     total = 0
     for tensor in tensors:
@@ -147,7 +150,7 @@ def _take(tensors: Iterator[Any], seen: set[int]) -> int:
     return total
 
 
-def _storage(tensor: Any) -> Any:
+def _storage(tensor: Tensor) -> UntypedStorage | None:
     """What holds its bytes; None where nothing does: sparse layouts, fake tensors, weights of lazy layers."""
     try:
         storage = tensor.untyped_storage()
@@ -156,7 +159,7 @@ def _storage(tensor: Any) -> Any:
     return None if storage.device.type == "meta" else storage
 
 
-def _weights(subject: Subject) -> Iterator[Any]:
+def _weights(subject: Subject) -> Iterator[Tensor]:
     for module in subject.modules:
         yield from (*module.parameters(), *module.buffers())
     for optimizer in subject.optimizers:
@@ -164,22 +167,22 @@ def _weights(subject: Subject) -> Iterator[Any]:
             yield from group["params"]
 
 
-def _gradients(subject: Subject) -> Iterator[Any]:
+def _gradients(subject: Subject) -> Iterator[Tensor]:
     for weight in _weights(subject):
         if weight.grad is not None:
             yield weight.grad
 
 
-def _optimizer_state(subject: Subject) -> Iterator[Any]:
+def _optimizer_state(subject: Subject) -> Iterator[Tensor]:
     for optimizer in subject.optimizers:
         for state in optimizer.state.values():
             yield from (tensor for _, tensor in tensors_in(state))
 
 
-def _alive() -> Iterator[Any]:
+def _alive() -> list[Tensor]:
     from flatout.memory.graphs import live_tensors
 
-    return iter(live_tensors())
+    return live_tensors()
 
 
 def _graph_by_kind(seen: set[int]) -> dict[str, int]:
@@ -188,7 +191,7 @@ def _graph_by_kind(seen: set[int]) -> dict[str, int]:
 
     sizes: dict[str, int] = {}
     for kind, tensor in saved_tensors_of(live_tensors()):
-        size = _take(iter([tensor]), seen)
+        size = _take([tensor], seen)
         if size:
             sizes[kind] = sizes.get(kind, 0) + size
     return sizes
@@ -213,7 +216,7 @@ def _holders(frames: list[tuple[FrameType, int]], seen: set[int]) -> list[HeldBy
     return sorted(found, key=lambda one: -one.size_bytes)
 
 
-def _tensors_of(value: Any) -> Iterator[Any]:
+def _tensors_of(value: object) -> Iterator[Tensor]:
     """Tensors in nests of plain containers; objects of the script's own are not opened."""
     if isinstance(value, (set, frozenset)):
         value = list(value)

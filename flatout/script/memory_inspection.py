@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -39,6 +39,15 @@ class Suspect:
     entries_before: int | None = None
     lines: HoldingLines = field(default_factory=lambda: HoldingLines((), ()))
     file: str = ""
+
+
+class InspectionFound(TypedDict):
+    """Of the answer of a memory trial."""
+
+    use: dict[str, object]
+    judged_steps: int
+    leaks: list[dict[str, object]]
+    collected: list[str]
 
 
 class Inspection:
@@ -88,7 +97,7 @@ class Inspection:
         """How large each suspect's holder is, to be asked again and again."""
         return [_size_of(suspect.found) for suspect in self.suspects]
 
-    def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> dict[str, Any]:
+    def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> InspectionFound:
         leaks = [
             leak
             for number, suspect in enumerate(self.suspects)
@@ -281,8 +290,9 @@ def _size_of(found: Found | None) -> Callable[[], int]:
     return lambda: (found.entries or 0) if found is not None else 0
 
 
-def _file(module: Any) -> str:
-    return getattr(module, "__file__", None) or ""
+def _file(module: object) -> str:
+    file: str | None = getattr(module, "__file__", None)
+    return file or ""
 
 
 def _source(file: str) -> str:

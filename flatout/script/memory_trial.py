@@ -7,13 +7,14 @@ watched.use.peak.size_bytes, watched.leaks
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.errors import TrialError
 from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.use import MemoryUse
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
+from flatout.script.trial.messages import MemoryAnswer
 from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
@@ -84,13 +85,14 @@ def watch_memory(request: MemoryRequest) -> MemoryWatched:
         )
         with TrialProcess(setup, label="memory") as trial:
             try:
+                answer: MemoryAnswer
                 answer, end = trial.watch({"do": "memory", "steps": request.steps}, request.patience_seconds)
             except TrialError as error:
                 raise _explained(error, request, trial.errors) from None
             return _watched(request, answer, end, trial.errors)
 
 
-def _watched(request: MemoryRequest, answer: dict[str, Any], end: TrialEnded | None, errors: str) -> MemoryWatched:
+def _watched(request: MemoryRequest, answer: MemoryAnswer, end: TrialEnded | None, errors: str) -> MemoryWatched:
     leaks = [Leak(**{**one, "births": tuple(one["births"])}) for one in answer.get("leaks", ())]
     note = f"{end.note}\n" if end is not None and end.note else ""
     return MemoryWatched(

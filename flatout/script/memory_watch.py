@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
-from flatout.script.trial.isolated_child import Answer, IsolatedChild
+from flatout.script.trial.isolated_child import IsolatedChild
+from flatout.script.trial.messages import MemoryAnswer
 from flatout.script.watch import Watch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from flatout.memory.timeline import Allocation
+    from flatout.memory.tracking import Tracker
+    from flatout.script.memory_inspection import Inspection
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 2
@@ -29,8 +38,9 @@ class MemoryWatch:
     def __init__(self, child: IsolatedChild, *, steps: int) -> None:
         self.watch = Watch()
         self._child, self._wanted = child, WARM_UP_STEPS + steps
-        self._tracker: Any = None
-        self._inspection: Any = None
+        self._tracker: Tracker  # from when torch is imported
+        self._has_torch = False
+        self._inspection: Inspection | None = None
         self._trace: GrowthTrace | None = None
         self._patches = Patches()
         self._marks: list[int] = []
@@ -51,6 +61,7 @@ class MemoryWatch:
 
         from flatout.memory.tracking import Tracker
 
+        self._has_torch = True
         self._tracker = Tracker(prefer=self._child.target.folder)
         self._tracker.step = -1  # what a script makes before it trains belongs to no step
         self._tracker.model = _Models(self.watch)
@@ -61,15 +72,13 @@ class MemoryWatch:
         self._patches.replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._wrap_next)
         os.register_at_fork(after_in_child=self._leave_child)
 
-    def ended(self) -> Answer:
+    def ended(self) -> MemoryAnswer:
         """The script is over before it had all its steps: what is known by then; little where it has no torch."""
-        if self._tracker is None:
+        if not self._has_torch:
             return {"event": "memory", "ended": True, "peak_resident_bytes": peak_resident_bytes()}
         if self._trace is not None:
             self._trace.stop()
-        if self._inspection is None:
-            self._inspect(None)
-        return self._result(ended=True)
+        return self._result(self._inspection or self._inspect(None), ended=True)
 
     def _leave_child(self) -> None:
         """A loader's worker is not watched; it must not pay for it either."""
@@ -83,8 +92,8 @@ class MemoryWatch:
         frame = sys._getframe(2)
         if self._left_to_trace:
             self._left_to_trace -= 1
-            if not self._left_to_trace:
-                self._finish()
+            if not self._left_to_trace and self._inspection is not None:
+                self._finish(self._inspection)
             return
         from flatout.memory.graphs import newest_number
 
@@ -95,25 +104,25 @@ class MemoryWatch:
         self._resident.append(resident_bytes())
         self._tracker.step = len(self._marks)
         if len(self._marks) == self._wanted:
-            self._inspect(frame)
-            self._trace = GrowthTrace(self._inspection.sizes(), self._inspection.is_users_file)
-            if not self._inspection.suspects:
-                self._finish()
+            self._inspection = inspection = self._inspect(frame)
+            self._trace = GrowthTrace(inspection.sizes(), inspection.is_users_file)
+            if not inspection.suspects:
+                self._finish(inspection)
             else:
                 self._left_to_trace = TRACED_STEPS
                 self._trace.start(frame)
 
-    def _finish(self) -> None:
+    def _finish(self, inspection: Inspection) -> None:
         if self._trace is not None:
             self._trace.stop()
-        self._child.finish(self._result(ended=False))
+        self._child.finish(self._result(inspection, ended=False))
 
     def _training_begins(self) -> None:
         if self._first_event is None and self.watch.enabled:
             self._first_event = self._tracker.events
             self._tracker.step = 0
 
-    def _module_starts(self, module: Any, arguments: Any) -> None:
+    def _module_starts(self, module: nn.Module, arguments: object) -> None:
         import torch
 
         self._depth += 1
@@ -124,18 +133,18 @@ class MemoryWatch:
         self._tracker.hold(module.buffers(), "weights")
         self._name_inputs(arguments)
 
-    def _module_ends(self, module: Any, arguments: Any, output: Any) -> None:
+    def _module_ends(self, module: nn.Module, arguments: object, output: object) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def _wrap_next(self, original: Any) -> Any:
-        def __next__(iterator: Any) -> Any:
+    def _wrap_next(self, original: Callable[[Iterator[object]], object]) -> Callable[[Iterator[object]], object]:
+        def __next__(iterator: Iterator[object]) -> object:
             batch = original(iterator)
             self._name_inputs(batch)
             return batch
 
         return __next__
 
-    def _name_inputs(self, values: Any) -> None:
+    def _name_inputs(self, values: object) -> None:
         """What has no history of its own: a hidden state that comes back as an input is the model's."""
         from torch import Tensor
         from torch.utils._pytree import tree_leaves
@@ -155,11 +164,11 @@ class MemoryWatch:
 
     # what is found
 
-    def _inspect(self, frame: FrameType | None) -> None:
+    def _inspect(self, frame: FrameType | None) -> Inspection:
         from flatout.script.memory_inspection import Inspection
 
         per_step = self.watch.backwards / max(1, self.watch.steps)
-        self._inspection = Inspection(
+        return Inspection(
             tracker=self._tracker,
             marks=self._marks,
             numbers=self._numbers,
@@ -170,7 +179,7 @@ class MemoryWatch:
             frame=frame,
         )
 
-    def _result(self, *, ended: bool) -> Answer:
+    def _result(self, inspection: Inspection, *, ended: bool) -> MemoryAnswer:
         traced = self._trace.line_of if self._trace is not None else lambda index: None
         steps_traced = TRACED_STEPS - self._left_to_trace if self._trace is not None else 0
         return {
@@ -182,7 +191,7 @@ class MemoryWatch:
             "left_uncompiled": compile_was_asked_for() and not self.watch.saw_compile,
             "resident_bytes": self._resident,
             "peak_resident_bytes": peak_resident_bytes(),
-            **self._inspection.result(traced, steps_traced),
+            **inspection.result(traced, steps_traced),
         }
 
 
@@ -192,11 +201,11 @@ class _Models:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def parameters(self) -> Any:
+    def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for module in self._watch.subject.modules for parameter in module.parameters())
 
 
-def _allocation_of(known: dict[int, Any], tensor: Any) -> Any:
+def _allocation_of(known: Mapping[int, Allocation], tensor: Tensor) -> Allocation | None:
     from flatout.memory.tracking import identity
 
     return known.get(identity(tensor))

@@ -17,10 +17,9 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
 
 STAY = ("flatout", "torch", "numpy")
 """Packages that are left alone: one copy of each, whoever imported it first."""
@@ -48,7 +47,9 @@ class _OwnModules:
             self.modules[name] = sys.modules.pop(name)
             self.hidden.add(name)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self.hidden:
             return None
         found = self._search(name, path, target)
@@ -58,7 +59,7 @@ class _OwnModules:
             found.loader = _LoadedBefore(self, ours)  # type: ignore[assignment]
         return found
 
-    def _search(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+    def _search(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         finders = list(sys.meta_path)
         after = finders.index(self) + 1 if self in finders else 0  # those before us were asked already
         for finder in finders[after:]:
@@ -141,7 +142,7 @@ def _can_be_set_aside(name: str) -> bool:
     return spec is not None and spec.name == name
 
 
-def _is_the_scripts(name: str, module: Any) -> bool:
+def _is_the_scripts(name: str, module: object) -> bool:
     """Is this a module of somebody else's, under a name of the standard library?"""
     if name.partition(".")[0] not in sys.stdlib_module_names or name == "__main__":
         return False

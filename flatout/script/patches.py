@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from flatout.tracebacks import leave_no_frame
+
+F = TypeVar("F", bound=Callable[..., object])
 
 _MISSING = object()
 
@@ -26,7 +29,7 @@ class _Patch:
     stays as it is: our wrapper passes calls through while it is not `on`.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: object, name: str, make: Callable[[F], Callable[..., object]]) -> None:
         self.owner, self.name = owner, name
         self.own = vars(owner).get(name, _MISSING)
         original = getattr(owner, name)
@@ -66,7 +69,7 @@ class _Patch:
         if self._current() is self.own and self.own is not _MISSING:
             self._own_references = sys.getrefcount(self.own)
 
-    def _current(self) -> Any:
+    def _current(self) -> object:
         return vars(self.owner).get(self.name, _MISSING)
 
 
@@ -80,7 +83,7 @@ class Patches:
     def __init__(self) -> None:
         self._patches: list[_Patch] = []
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(self, owner: object, name: str, make: Callable[[F], Callable[..., object]]) -> None:
         """Set `owner.name` to `make(original)`; the original's name, doc and signature are kept on the wrapper."""
         self._patches.append(_Patch(owner, name, make))
 
@@ -107,11 +110,11 @@ class Patches:
         return len(self._patches)
 
 
-def noting(note: Callable[..., None]) -> Callable[[Any], Any]:
+def noting(note: Callable[..., None]) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """For `Patches.replace`: `note` gets the arguments of each call before torch does."""
 
-    def make(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             try:
                 note(*args, **kwargs)
                 return original(*args, **kwargs)
@@ -146,7 +149,9 @@ class ImportWatch:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self._waiting or self._searching:
             return None
         self._searching = True  # the search below asks us again

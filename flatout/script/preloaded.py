@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flatout.environment import variables
 
@@ -59,7 +59,9 @@ class Preloaded:
         self._variables, self._refuse = variables(), refuse
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self._hidden:
             return None
         found, ours = PathFinder.find_spec(name, path), self._hidden[name].__spec__

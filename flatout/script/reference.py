@@ -23,11 +23,20 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from flatout.generators import generator_states
 from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TensorRow = tuple[str, float, float, float]
+"""(name, error, how far the plain run moved it, one rounding error), or of a gradient (name, error, size, product)."""
+Early = Mapping[int, "Tensor"]
+"""Gradients that a backward pass has used already, by the identity of their parameters."""
+NO_EARLY: Early = MappingProxyType({})
 
 LARGEST_STATE_BYTES = 1 << 30
 """Of all check steps of one run together."""
@@ -39,9 +48,9 @@ MOST_CALLS = 8
 """Optimizer steps within one step of training whose gradients are kept (the critic of a GAN takes several)."""
 
 
-def named_weights(subject: Subject) -> dict[str, Any]:
+def named_weights(subject: Subject) -> dict[str, Tensor]:
     """The parameters of all models and optimizers, each once, by a name that means something to the user."""
-    found: dict[int, tuple[str, Any]] = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     several = len(subject.modules) > 1
     for number, module in enumerate(subject.modules):
         prefix = f"{type(module).__name__}#{number}." if several else ""
@@ -53,7 +62,7 @@ def named_weights(subject: Subject) -> dict[str, Any]:
     return {name: parameter.detach() for name, parameter in found.values()}
 
 
-def named_buffers(subject: Subject) -> dict[str, Any]:
+def named_buffers(subject: Subject) -> dict[str, Tensor]:
     """The floating-point buffers of all models: running statistics and the like."""
     return {
         f"{type(module).__name__}#{number}.{name}": buffer
@@ -63,9 +72,9 @@ def named_buffers(subject: Subject) -> dict[str, Any]:
     }
 
 
-def optimizer_state(subject: Subject) -> dict[str, Any]:
+def optimizer_state(subject: Subject) -> dict[str, Tensor]:
     """Every tensor that an optimizer holds for a parameter."""
-    found: dict[str, Any] = {}
+    found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(subject.optimizers):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -95,6 +104,36 @@ def fits(subject: Subject, checks: int) -> bool:
     return checks * sum(t.numel() * t.element_size() for t in tensors) <= LARGEST_STATE_BYTES
 
 
+class _Entry(TypedDict):
+    """The plain run at one check step, as its file holds it."""
+
+    step: int
+    whole: bool
+    """False: samples of each tensor."""
+    generators: str
+    before: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizers: dict[str, Tensor]
+    losses: list[float]
+    gradients: list[list[Tensor | None]]
+    """Of each call of an optimizer, those of its parameters."""
+    closure: bool
+    """Were the gradients formed inside the optimizer's step? Then they are those after it."""
+    after: dict[str, Tensor]
+
+
+class CheckFound(TypedDict):
+    """One check step of a run beside the plain one; see `flatout.tuning.numerics.Check`."""
+
+    step: int
+    same_generators: bool
+    unlike: str
+    replaced: bool
+    drift: list[TensorRow]
+    gradients: list[TensorRow]
+    updates: list[TensorRow]
+
+
 class ReferenceWriter:
     """Writes what the plain run is at its check steps. Fed by a NumericsRecorder."""
 
@@ -104,27 +143,35 @@ class ReferenceWriter:
         self.checks = thinned(checks, most) if most else checks[:1]
         """The steps at which there is something to compare with: fewer than asked for where the state is large."""
         self._whole = most > 0
-        self._entry: dict[str, Any] | None = None
-        self._calls: list[list[Any]] = []
+        self._entry: _Entry | None = None
+        self._calls: list[list[Tensor | None]] = []
         self._closure = False
 
     def before_step(self, step: int) -> None:
         if step not in self.checks:
             return
         weights = named_weights(self._subject)
-        self._entry = {"step": step, "whole": self._whole, "generators": generator_digest()}
-        self._entry["before"] = _kept(weights, self._whole)
-        self._entry["buffers"] = _kept(named_buffers(self._subject), self._whole)
-        self._entry["optimizers"] = _kept(optimizer_state(self._subject), self._whole) if self._whole else {}
+        self._entry = {
+            "step": step,
+            "whole": self._whole,
+            "generators": generator_digest(),
+            "before": _kept(weights, self._whole),
+            "buffers": _kept(named_buffers(self._subject), self._whole),
+            "optimizers": _kept(optimizer_state(self._subject), self._whole) if self._whole else {},
+            "losses": [],
+            "gradients": [],
+            "closure": False,
+            "after": {},
+        }
         self._calls, self._closure = [], False
 
     def backward(self, inside_optimizer: bool) -> None:
         self._closure |= inside_optimizer
 
-    def update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
+    def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
         """Nothing to do: no lever updates within the plain run's backward passes."""
 
-    def optimizer(self, parameters: list[Any], early: Mapping[int, Any]) -> None:
+    def optimizer(self, parameters: list[Tensor], early: Early) -> None:
         """Before a step of one that has these parameters. early: by identity, gradients that it has used already."""
         if self._entry is not None and len(self._calls) < MOST_CALLS:
             self._calls.append([_gradient(p, self._whole, i, early) for i, p in enumerate(parameters)])
@@ -136,7 +183,7 @@ class ReferenceWriter:
         if self._closure or not self._calls:  # the gradients are formed inside the step, or there is no optimizer
             self._calls = [[_gradient(p, self._whole, i) for i, p in enumerate(_live(self._subject))]]
             self._closure = True
-        self._entry |= {"losses": losses, "gradients": self._calls, "closure": self._closure}
+        self._entry["losses"], self._entry["gradients"], self._entry["closure"] = losses, self._calls, self._closure
         self._entry["after"] = _kept(weights, self._whole)
         from torch.serialization import save
 
@@ -152,10 +199,10 @@ class ReferenceReader:
         self.whole = True
         """False: the state is too large; samples are compared, and this run goes on from its own state."""
         self.checks = tuple(sorted(int(path.stem) for path in folder.glob("*.pt")))
-        self.found: list[dict[str, Any]] = []
+        self.found: list[CheckFound] = []
         """One entry a check step, for the judge: errors and sizes, each tensor by itself."""
-        self._entry: dict[str, Any] | None = None
-        self._last_after: dict[str, Any] = {}
+        self._entry: _Entry | None = None
+        self._last_after: dict[str, Tensor] = {}
         self._call = 0
 
     def before_step(self, step: int) -> None:
@@ -163,11 +210,11 @@ class ReferenceReader:
             return
         from torch.serialization import load
 
-        self._entry = entry = load(self._folder / f"{step}.pt", weights_only=True, mmap=True, map_location="cpu")
-        assert entry is not None
+        entry: _Entry = load(self._folder / f"{step}.pt", weights_only=True, mmap=True, map_location="cpu")
+        self._entry = entry
         self.whole = entry["whole"]
         weights, buffers = named_weights(self._subject), named_buffers(self._subject)
-        found: dict[str, Any] = {
+        found: CheckFound = {
             "step": step,
             "same_generators": entry["generators"] == generator_digest(),
             "unlike": _unlike(entry["before"], weights, entry["whole"]),
@@ -188,7 +235,7 @@ class ReferenceReader:
         if entry["whole"]:
             self._put(entry, weights, buffers)
 
-    def _put(self, entry: dict[str, Any], weights: dict[str, Any], buffers: dict[str, Any]) -> None:
+    def _put(self, entry: _Entry, weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         import torch
 
         state = optimizer_state(self._subject)
@@ -205,7 +252,7 @@ class ReferenceReader:
     def backward(self, inside_optimizer: bool) -> None:
         """Nothing to do: whether gradients are formed inside the optimizer stands in the reference."""
 
-    def update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
+    def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
         """A parameter is about to be updated by itself, of an optimizer that has all these: by the plain gradient.
 
         ahead: so many optimizer steps will come before that one's.
@@ -213,7 +260,7 @@ class ReferenceReader:
         if (theirs := self._to_replace(parameters, self._call + ahead)) is not None:
             _replace(parameter, theirs[next(i for i, one in enumerate(parameters) if one is parameter)])
 
-    def optimizer(self, parameters: list[Any], early: Mapping[int, Any]) -> None:
+    def optimizer(self, parameters: list[Tensor], early: Early) -> None:
         entry = self._entry
         if entry is None or entry["closure"] or self._call >= len(entry["gradients"]):
             return
@@ -225,12 +272,12 @@ class ReferenceReader:
             self.found[-1]["replaced"] = True
         self._call += 1
 
-    def _to_replace(self, parameters: list[Any], call: int) -> list[Any] | None:
+    def _to_replace(self, parameters: list[Tensor], call: int) -> list[Tensor | None] | None:
         """The plain run's gradients of that optimizer step, where they take the place of this run's."""
         entry = self._entry
         if entry is None or entry["closure"] or call >= len(entry["gradients"]):
             return None
-        theirs: list[Any] = entry["gradients"][call]
+        theirs = entry["gradients"][call]
         return None if not entry["whole"] or self._own_gradients or len(theirs) != len(parameters) else theirs
 
     def after_step(self, losses: list[float]) -> None:
@@ -250,7 +297,7 @@ class ReferenceReader:
         self._entry = None
 
     def _compare_gradients(
-        self, parameters: list[Any], theirs: list[Any], whole: bool, early: Mapping[int, Any] = MappingProxyType({})
+        self, parameters: list[Tensor], theirs: list[Tensor | None], whole: bool, early: Early = NO_EARLY
     ) -> None:
         found = self.found[-1]
         if len(parameters) != len(theirs):
@@ -260,10 +307,10 @@ class ReferenceReader:
         for index, (parameter, reference) in enumerate(zip(parameters, theirs, strict=True)):
             name = names.get(parameter.data_ptr(), f"parameter {index}")
             mine = _gradient(parameter, whole, index, early)
-            if (mine is None) != (reference is None):
+            if mine is not None and reference is not None:
+                found["gradients"].append((name, *_error(reference, mine)))
+            elif mine is not reference:
                 found["unlike"] = f"{name} has {'no' if mine is None else 'a'} gradient, unlike the plain run"
-            elif mine is not None:
-                found["gradients"].append([name, *_error(reference, mine)])
 
 
 Reference = ReferenceWriter | ReferenceReader
@@ -276,9 +323,9 @@ def thinned(checks: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tuple(checks[round(i * (len(checks) - 1) / most)] for i in range(most))
 
 
-def _live(subject: Subject) -> list[Any]:
+def _live(subject: Subject) -> list[Tensor]:
     """The parameters themselves, which have gradients (detached ones have none)."""
-    found: dict[int, Any] = {}
+    found: dict[int, Tensor] = {}
     for module in subject.modules:
         found |= {id(p): p for p in module.parameters()}
     for optimizer in subject.optimizers:
@@ -286,7 +333,7 @@ def _live(subject: Subject) -> list[Any]:
     return list(found.values())
 
 
-def _kept(tensors: dict[str, Any], whole: bool) -> dict[str, Any]:
+def _kept(tensors: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:
     """Copies on the host; of large models samples."""
     return {
         name: (tensor.detach().to("cpu", copy=True) if whole else sample(tensor, i))
@@ -294,16 +341,16 @@ def _kept(tensors: dict[str, Any], whole: bool) -> dict[str, Any]:
     }
 
 
-def _copied(values: Any, tensor: Any) -> None:
+def _copied(values: Tensor, tensor: Tensor) -> None:
     tensor.copy_(values)
 
 
-def _replace(parameter: Any, gradient: Any) -> None:
+def _replace(parameter: Tensor, gradient: Tensor | None) -> None:
     if gradient is not None and parameter.grad is not None and parameter.grad.layout is gradient.layout:
         parameter.grad.detach().copy_(gradient)
 
 
-def _gradient(parameter: Any, whole: bool, index: int, early: Mapping[int, Any] = MappingProxyType({})) -> Any:
+def _gradient(parameter: Tensor, whole: bool, index: int, early: Early = NO_EARLY) -> Tensor | None:
     gradient = early.get(id(parameter), parameter.grad)
     if gradient is None:
         return None
@@ -312,7 +359,7 @@ def _gradient(parameter: Any, whole: bool, index: int, early: Mapping[int, Any] 
     return gradient.to("cpu", copy=True) if whole else sample(gradient, index)
 
 
-def sample(tensor: Any, index: int, most: int = SAMPLED_ELEMENTS) -> Any:
+def sample(tensor: Tensor, index: int, most: int = SAMPLED_ELEMENTS) -> Tensor:
     """[min(numel, most)] elements on the host, drawn evenly; the same ones in every process, whatever the layout."""
     import torch
 
@@ -323,7 +370,7 @@ def sample(tensor: Any, index: int, most: int = SAMPLED_ELEMENTS) -> Any:
     return flat.to("cpu", copy=True)
 
 
-def _unlike(theirs: dict[str, Any], mine: dict[str, Any], whole: bool) -> str:
+def _unlike(theirs: dict[str, Tensor], mine: dict[str, Tensor], whole: bool) -> str:
     """Why the two cannot be compared tensor by tensor; '' if they can."""
     if list(theirs) != list(mine):
         odd = sorted(set(theirs) ^ set(mine))
@@ -335,9 +382,9 @@ def _unlike(theirs: dict[str, Any], mine: dict[str, Any], whole: bool) -> str:
 
 
 def _differences(
-    theirs: dict[str, Any], mine: dict[str, Any], since: dict[str, Any], whole: bool
-) -> Iterator[list[Any]]:
-    """[name, |mine - theirs|, |theirs - since|, one rounding error of theirs] of each tensor."""
+    theirs: dict[str, Tensor], mine: dict[str, Tensor], since: dict[str, Tensor], whole: bool
+) -> Iterator[TensorRow]:
+    """(name, |mine - theirs|, |theirs - since|, one rounding error of theirs) of each tensor."""
     import torch
 
     for index, (name, tensor) in enumerate(mine.items()):
@@ -348,25 +395,25 @@ def _differences(
         a, b = reference.float(), own.float()
         moved = a - since[name].float() if name in since else a
         rounding = torch.finfo(reference.dtype).eps * float(a.norm())
-        yield [name, float((b - a).norm()), float(moved.norm()), rounding]
+        yield name, float((b - a).norm()), float(moved.norm()), rounding
 
 
-def _error(reference: Any, mine: Any) -> list[float]:
-    """[|mine - reference|, |reference|, <mine, reference>]"""
+def _error(reference: Tensor, mine: Tensor) -> tuple[float, float, float]:
+    """(|mine - reference|, |reference|, <mine, reference>)"""
     if mine.shape != reference.shape:
-        return [float("inf"), float(reference.float().norm()), 0.0]
+        return float("inf"), float(reference.float().norm()), 0.0
     a, b = reference.float().reshape(-1), mine.float().reshape(-1)
-    return [float((b - a).norm()), float(a.norm()), float(a.double() @ b.double())]
+    return float((b - a).norm()), float(a.norm()), float(a.double() @ b.double())
 
 
-def _flat(value: Any) -> Iterator[bytes]:
+def _flat(value: object) -> Iterator[bytes]:
     if isinstance(value, dict):
         for key in sorted(value):
             yield from _flat(value[key])
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _flat(item)
-    elif hasattr(value, "numpy"):
+    elif hasattr(value, "numpy") and hasattr(value, "cpu"):
         yield value.cpu().numpy().tobytes()
     elif hasattr(value, "tobytes"):
         yield value.tobytes()

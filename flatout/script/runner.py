@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.environment import thread_variables
 from flatout.errors import describe_error
@@ -30,6 +30,9 @@ from flatout.script.run_record import RunRecord
 from flatout.script.step_look import StepLook
 from flatout.script.watch import Watch
 from flatout.timing import Load, LoadWatch
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30
 WINDOW_EVERY_SECONDS = 30.0
@@ -100,7 +103,7 @@ class Runner:
         self.fault = f"Flatout could not watch this script: {describe_error(error)}"
         self.watch.uninstall()
 
-    def _iterator_made(self, loader: Any, began: float) -> None:
+    def _iterator_made(self, loader: DataLoader[object], began: float) -> None:
         self.epochs.iterator_made(loader, began, self.watch.finder.steps)
 
     def _boundary(self) -> None:

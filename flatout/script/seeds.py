@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TypeVar
 
 from flatout.script.patches import ImportWatch
+
+T = TypeVar("T")
 
 OURS = str(Path(__file__).resolve().parents[1])
 UNSEEDED = 20_261_121
@@ -41,10 +43,11 @@ class TrialSeeds:
         self._python()
         ImportWatch({"torch": self._torch, "numpy": self._numpy}).install()
 
-    def replacement(self, value: Any, what: str) -> Any:
+    def replacement(self, value: T, what: str) -> T | int:
         """`value` as a seed; another one where it is None, the time or the number of the process."""
-        if value is not None and not _from_clock(value):
-            return value
+        return self._counted(what) if value is None or _from_clock(value) else value
+
+    def _counted(self, what: str) -> int:
         self._note(what)
         return next(self._counter)
 
@@ -57,7 +60,7 @@ class TrialSeeds:
         random.seed(0)
         original, shared = random.Random.seed, random._inst
 
-        def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
+        def seed(generator: random.Random, a: float | str | bytes | bytearray | None = None, version: int = 2) -> None:
             original(generator, self.replacement(a, "random"), version)
 
         random.Random.seed = seed  # type: ignore[method-assign, assignment]
@@ -74,11 +77,11 @@ class TrialSeeds:
         torch.manual_seed(UNSEEDED)
         original = torch.manual_seed
 
-        def manual_seed(seed: Any) -> Any:
+        def manual_seed(seed: object) -> object:
             return original(self.replacement(seed, "torch.manual_seed"))
 
         def from_system() -> int:
-            seed: int = self.replacement(None, "torch.seed")
+            seed = self._counted("torch.seed")
             original(seed)
             return seed
 
@@ -89,7 +92,7 @@ class TrialSeeds:
             callback(torch)
 
 
-def _from_clock(value: Any) -> bool:
+def _from_clock(value: object) -> bool:
     """Is it the time of today in some unit, or the number of this process?"""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -99,7 +102,7 @@ def _from_clock(value: Any) -> bool:
     return any(abs(value / unit - now) < CLOCK_TOLERANCE_SECONDS for unit in CLOCK_UNITS)
 
 
-def _numpy_seed(value: Any) -> Any:
+def _numpy_seed(value: T) -> T | int:
     return value % 2**32 if isinstance(value, int) and value > UNSEEDED else value
 
 

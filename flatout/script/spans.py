@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flatout.machine.device import Device
+from flatout.machine.device import Device, Mark
 
+Reading = float | Mark | None
+"""Of the host's clock, or a mark of the device; None: none could be made."""
 KINDS = ("data", "transfer", "forward", "backward", "optimizer", "sync", "evaluation", "other")
 
 
@@ -33,8 +35,8 @@ class Span:
     """One timed call and those inside it; `kind` may change until it is read."""
 
     kind: str
-    begin: Any
-    end: Any = None
+    begin: Reading
+    end: Reading = None
     inner: list[Span] = field(default_factory=list)
 
 
@@ -46,9 +48,9 @@ class Timeline:
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = device
-        self.mark: Callable[[], Any] = time.perf_counter if device is None else self._device_mark
+        self.mark: Callable[[], Reading] = time.perf_counter if device is None else self._device_mark
 
-    def _device_mark(self) -> Any:
+    def _device_mark(self) -> Reading:
         assert self._device is not None
         return None if self._device.captures() else self._device.mark()
 
@@ -61,18 +63,18 @@ class Timeline:
         self._device.synchronize()
         return True
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def seconds(self, begin: Reading, end: Reading) -> float:
         """Between two marks; none where marks were made in two queues and the later one was passed first."""
-        if self._device is None:
-            return float(end - begin)
-        return 0.0 if begin is None or end is None else max(0.0, self._device.elapsed_seconds(begin, end))
+        if isinstance(begin, Mark) and isinstance(end, Mark) and self._device is not None:
+            return max(0.0, self._device.elapsed_seconds(begin, end))
+        return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
 
 
 class OpenRow(NamedTuple):
     """A watched step whose marks were not read yet."""
 
-    begin: Any
-    end: Any
+    begin: Reading
+    end: Reading
     spans: list[Span]
     backwards: int
     page_faults: int

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Hook = Callable[["Optimizer", object, object], None]
+"""(optimizer, args, kwargs) of its `step`."""
 
 
 class StepHook:
@@ -13,7 +19,7 @@ class StepHook:
     To register it with torch would take one of the numbers that also name the script's hooks.
     """
 
-    def __init__(self, hooks: dict[Any, Any], call: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(self, hooks: dict[Any, Callable[..., Any]], call: Hook) -> None:  # Any: torch says int, and its own
         self._hooks, self._call = hooks, call
 
     def add(self) -> None:
@@ -30,10 +36,10 @@ class PassedSteps:
     fewest objects.
     """
 
-    def __init__(self, otherwise: Callable[[Any, Any, Any], None], compiling: Callable[[], bool]) -> None:
+    def __init__(self, otherwise: Hook, compiling: Callable[[], bool]) -> None:
         leader = granted = left = 0
 
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def hook(optimizer: Optimizer, args: object, kwargs: object) -> None:
             nonlocal left
             if compiling():  # torch.compile traces this call: it must see nothing but torch
                 return

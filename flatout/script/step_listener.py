@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from flatout.data.nested import tensors_in
@@ -30,13 +31,13 @@ class StepListener:
     def others_listen(self) -> bool:
         return _get_current_dispatch_mode() is not None
 
-    def hold(self, tensors: Iterable[Any]) -> None:
+    def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that no operation made while we listened."""
         with self._guarded():
             if self.tracker is not None:
                 self.tracker.hold(tensors, "weights")
 
-    def hold_inputs(self, inputs: Any) -> None:
+    def hold_inputs(self, inputs: object) -> None:
         with self._guarded():
             self.hold(tensor for _, tensor in tensors_in(inputs))
 
@@ -48,7 +49,14 @@ class StepListener:
     def listening(self, *, backward: bool = False) -> _Mode:
         return _Mode(self, backward)
 
-    def seen(self, operation: Any, args: Any, kwargs: Any, out: Any, backward: bool) -> None:
+    def seen(
+        self,
+        operation: OpOverload[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        out: object,
+        backward: bool,
+    ) -> None:
         with self._guarded():
             self.count.add(operation, args, kwargs, out)
             if self.tracker is not None:
@@ -77,7 +85,13 @@ class _Mode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         if self._listener.fault is None:
             self._listener.seen(func, args, kwargs or {}, out, self._backward)

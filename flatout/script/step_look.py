@@ -13,12 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from flatout.levers.subject import Subject
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.own_modules import own_imports
 from flatout.script.step_memory import MemorySample, known_tensors
+
+if TYPE_CHECKING:
+    from flatout.script.step_listener import StepListener
+
+T = TypeVar("T")
 
 TOO_SHORT = "the run ended before a step could be looked at"
 COMPILED = "compiled code does not show its operations"
@@ -38,10 +43,10 @@ class StepSeen:
 class Look(Protocol):
     """Runs the parts of a step for somebody who looks closer."""
 
-    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
+    def forward(self, call: Callable[[], T], inputs: object) -> T:
         """`call` with what the outermost module was given."""
 
-    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def around_backward(self, run: Callable[..., T]) -> Callable[..., T]:
         """`run`, with the look around it."""
 
 
@@ -50,7 +55,7 @@ class StepLook:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._listener: Any = None
+        self._listener: StepListener | None = None
         self._device = "cpu"
         self._forwards = 0
         self._reason = ""
@@ -68,32 +73,35 @@ class StepLook:
                 self._listener = StepListener(follows_memory=device == "cpu")
                 self._listener.hold(known_tensors(self._subject))
 
-    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
-        if not self._may_listen():
+    def forward(self, call: Callable[[], T], inputs: object) -> T:
+        listener = self._free_listener()
+        if listener is None:
             return call()
         self._forwards += 1
-        self._listener.hold_inputs(inputs)
-        with self._listener.listening():
+        listener.hold_inputs(inputs)
+        with listener.listening():
             return call()
 
-    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        if not self._may_listen():
+    def around_backward(self, run: Callable[..., T]) -> Callable[..., T]:
+        listener = self._free_listener()
+        if listener is None:
             return run
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            with self._listener.listening(backward=True):
+        def backward(*args: object, **kwargs: object) -> T:
+            with listener.listening(backward=True):
                 return run(*args, **kwargs)
 
         return backward
 
-    def _may_listen(self) -> bool:
+    def _free_listener(self) -> StepListener | None:
+        """None where nothing may listen."""
         if self._listener is not None and compile_was_asked_for():
             self._reason = COMPILED
         elif self._listener is not None and self._listener.others_listen():
             self._reason = OTHER_MODE
         if self._reason:
             self._listener = None
-        return self._listener is not None
+        return self._listener
 
     def end(self, step: int) -> StepSeen:
         """What was seen since `begin`."""

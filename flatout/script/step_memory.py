@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.memory.tracking import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,7 @@ class StepMemory:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._stack: contextlib.ExitStack | None = None
-        self._tracker: Any = None
+        self._tracker: Tracker | None = None
         self._device = "cpu"
 
     @property
@@ -83,7 +88,7 @@ class StepMemory:
         return MemorySample.of_cuda(step, self._device)
 
 
-def known_tensors(subject: Subject) -> Iterator[Any]:
+def known_tensors(subject: Subject) -> Iterator[Tensor]:
     """What is there between steps and is the training's: weights, buffers, gradients, optimizer state."""
     for module in subject.modules:
         yield from (*module.parameters(), *module.buffers())

@@ -7,11 +7,12 @@ finish().flops_per_step
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.levers.observed import StepWork
@@ -25,13 +26,13 @@ TINY = torch.finfo(torch.float32).tiny
 
 def follow_step() -> Callable[[], StepWork]:
     """Begin; call the result where the step ends."""
-    mode = _WorkMode()
-    mode.__enter__()
+    entered = contextlib.ExitStack()
+    mode = entered.enter_context(_WorkMode())
     finish_counting = count_step()
 
     def finish() -> StepWork:
         flops = finish_counting()
-        mode.__exit__(None, None, None)
+        entered.close()
         return StepWork(
             flops_per_step=flops or None,
             operations_per_step=mode.operations,
@@ -51,7 +52,13 @@ class _WorkMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         self.operations += 1
         with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
@@ -61,7 +68,7 @@ class _WorkMode(TorchDispatchMode):
                 self._look_at(tensor)
         return out
 
-    def _look_at(self, tensor: Any) -> None:
+    def _look_at(self, tensor: torch.Tensor) -> None:
         """At fp32 values in the CPU's memory; there denormal ones may be slow."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != torch.float32:
             return
@@ -72,7 +79,7 @@ class _WorkMode(TorchDispatchMode):
         self.denormal += int(((values != 0) & (values.abs() < TINY)).sum())
 
 
-def _tensors_among(values: Any) -> Iterator[torch.Tensor]:
+def _tensors_among(values: object) -> Iterator[torch.Tensor]:
     """Those of an operation's arguments or results: lists of tensors are as deep as they get."""
     for value in values if isinstance(values, (tuple, list)) else (values,):
         if isinstance(value, (tuple, list)):
@@ -91,7 +98,7 @@ def _denormal_slowdown() -> float:
     return max(1.0, seconds(1e-40) / seconds(1.0))
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

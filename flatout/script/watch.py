@@ -24,28 +24,36 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.levers.subject import Handles, Subject
+from flatout.levers.subject import BackwardWrapper, Handles, Subject
 from flatout.machine.heap_pieces import fill_freed_pieces
 from flatout.machine.process_memory import minor_faults
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
 from flatout.script.patches import ImportWatch, Patches, noting
-from flatout.script.spans import OpenRow, Span, Spans, StepRow, Timeline
+from flatout.script.spans import OpenRow, Reading, Span, Spans, StepRow, Timeline
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
     from flatout.script.step_look import Look
 
 DYNAMO = "torch._dynamo"
 STEPS_WITH_CLOSER_LOOK = 3
 OTHERS_THAT_WAKE = 64
+
+Call = Callable[..., object]
+"""One of torch's functions, or the wrapper of one."""
 
 
 class OpenStep(NamedTuple):
@@ -69,9 +77,9 @@ class Watch:
         self.inside = False
         self.rows: list[OpenRow] | None = None
         self.at_boundary: list[Callable[[], None]] = []
-        self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
-        self.before_optimizer: list[Callable[[Any], None]] = []
-        self.at_iterator: list[Callable[[Any, float], None]] = []
+        self.at_backward: list[Callable[[tuple[Tensor, ...]], None]] = []
+        self.before_optimizer: list[Callable[[Optimizer], None]] = []
+        self.at_iterator: list[Callable[[DataLoader[object], float], None]] = []
         """Called with a loader that feeds training, when it has made an iterator, and the time before it did."""
         self.look: Look | None = None
         """Who looks closer at the step that is under way."""
@@ -86,13 +94,15 @@ class Watch:
         self._lasting_patches = Patches()
         self._weights = WeightProbe()
         self._optimizers_open: list[OpenStep] = []
-        self._loader_of: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], Any]] = weakref.WeakKeyDictionary()
+        self._loader_of: weakref.WeakKeyDictionary[
+            Iterator[object], tuple[weakref.ref[DataLoader[object]], DataLoader[object] | None]
+        ] = weakref.WeakKeyDictionary()
         """Iterator -> its loader, which is also kept with it (in `for batch in DataLoader(...)` nobody else does); not
         where the loader holds its iterator (persistent workers), so that both can go together."""
-        self._last_loader: weakref.ref[Any] | None = None
-        self._without_weights: Handles[Any] = Handles()
+        self._last_loader: weakref.ref[DataLoader[object]] | None = None
+        self._without_weights: Handles[nn.Module] = Handles()
         self._main_thread = threading.get_ident()
-        self._row_start: Any = None
+        self._row_start: Reading = None
         self._row_faults = 0
         self._row_backwards = 0
         self.resting = False
@@ -204,7 +214,7 @@ class Watch:
         for identity in [] if leader_steps else others:
             self.finder.optimizer_stepped(identity)
 
-    def _count_resting(self, optimizer: Any) -> None:
+    def _count_resting(self, optimizer: Optimizer) -> None:
         if id(optimizer) != self.finder.leader:
             if self._passing.note_other(id(optimizer)) > OTHERS_THAT_WAKE:  # another phase, with another optimizer
                 self.wake()
@@ -246,7 +256,7 @@ class Watch:
     def _here(self) -> bool:
         return self.enabled and threading.get_ident() == self._main_thread
 
-    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_starts(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._compiling() or not self._here() or self.subject.updating:  # torch.compile must see nothing but torch
             return
         if self._optimizers_open:  # an exception may have left some of them
@@ -258,7 +268,7 @@ class Watch:
         span = self._spans.enter("optimizer") if self.rows is not None else None
         self._optimizers_open.append(OpenStep(id(optimizer), span))
 
-    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._here() or self.subject.updating:
             return
         if self.resting:
@@ -274,11 +284,11 @@ class Watch:
         if not self._optimizers_open and self.finder.optimizer_stepped(step.identity):
             self._boundary()
 
-    def _wrap_pass(self, original: Any, first: str) -> Any:
+    def _wrap_pass(self, original: Call, first: str) -> Call:
         """`first` names the roots: 'tensors' of `backward`, 'outputs' of `grad` (which accumulates nothing)."""
         watch, accumulates = self, first == "tensors"
 
-        def observed(*args: Any, **kwargs: Any) -> Any:
+        def observed(*args: Any, **kwargs: Any) -> object:  # Any: torch checks what it is given
             if watch._compiling() or watch.resting or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
@@ -289,7 +299,7 @@ class Watch:
             roots = args[0] if args else kwargs.pop(first)
             return watch._pass(original, accumulates, roots, args[1:], kwargs)
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def backward(*args: object, **kwargs: object) -> object:
             try:
                 return observed(*args, **kwargs)
             except BaseException as error:
@@ -298,7 +308,14 @@ class Watch:
 
         return backward
 
-    def _pass(self, run: Any, accumulates: bool, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass(
+        self,
+        run: Call,
+        accumulates: bool,
+        tensors: Any,  # Any: a tensor, several, or what makes them: told apart here
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         if not isinstance(tensors, Sequence) and not hasattr(tensors, "grad_fn"):
             tensors = tuple(tensors)
         roots = _as_tuple(tensors)
@@ -327,10 +344,11 @@ class Watch:
             self._boundary()
         return result
 
-    def _wrap_module_call(self, original: Any) -> Any:
+    def _wrap_module_call(self, original: Call) -> Call:
         watch, compiling = self, self._compiling  # torch.compile sees one constant, and nothing of ours
 
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # torch's profiler reads the frame's `self`
+        # torch's profiler reads the frame's `self`
+        def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
             try:
                 if compiling() or watch.inside or watch.resting:
                     return original(self, *args, **kwargs)
@@ -342,7 +360,9 @@ class Watch:
         never_compiled(__call__, self._outermost, self._recomputed)
         return __call__
 
-    def _outermost(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _outermost(
+        self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if not self._here():
             return original(module, *args, **kwargs)
         if self._in_backward:  # what activation checkpointing recomputes: no call of the script's, but levers act on it
@@ -368,17 +388,19 @@ class Watch:
             if span is not None and self.rows is not None:
                 self._spans.leave(span)
 
-    def _recomputed(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recomputed(
+        self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         self.inside = True
         try:
             return self.subject.call(module, lambda: original(module, *args, **kwargs))
         finally:
             self.inside = False
 
-    def _note_scale(self, scaler: Any, *_: Any, **__: Any) -> None:
+    def _note_scale(self, scaler: GradScaler, *_: object, **__: object) -> None:
         self.saw_scaler |= scaler.is_enabled()
 
-    def _note_zero_grad(self, owner: Any, set_to_none: Any = True, *_: Any, **__: Any) -> None:
+    def _note_zero_grad(self, owner: object, set_to_none: object = True, *_: object, **__: object) -> None:
         if not self._compiling() and self._here():
             self.gradients_zeroed = bool(self.gradients_zeroed) or not set_to_none
 
@@ -393,7 +415,7 @@ class Watch:
         dynamo = sys.modules.get("torch._dynamo.utils")
         return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
-    def _see_module(self, module: Any) -> None:
+    def _see_module(self, module: nn.Module) -> None:
         if module in self.subject.modules or module in self._without_weights:
             return
         if _has_weights(module) and not (self.steps and self._is_part_of_known(module)):
@@ -405,14 +427,16 @@ class Watch:
         else:
             self._without_weights.add(module)
 
-    def _is_part_of_known(self, module: Any) -> bool:
+    def _is_part_of_known(self, module: nn.Module) -> bool:
         """Does it share weights with what trained from the first step on? Then it is called by itself for some other
         end (features, an export), which no trial has seen: it stays as the script has it."""
         known = {id(weight) for model in self.subject.modules for weight in model.parameters()}
         return any(id(weight) in known for weight in module.parameters())
 
-    def _wrap_loader_iter(self, original: Any) -> Any:
-        def __iter__(loader: Any) -> Any:
+    def _wrap_loader_iter(
+        self, original: Callable[[DataLoader[object]], Iterator[object]]
+    ) -> Callable[[DataLoader[object]], Iterator[object]]:
+        def __iter__(loader: DataLoader[object]) -> Iterator[object]:
             here = self._here()
             for hook in self.subject.iterator_hooks if here else ():
                 hook(loader)
@@ -434,8 +458,8 @@ class Watch:
 
         return __iter__
 
-    def _wrap_next(self, original: Any) -> Any:
-        def __next__(iterator: Any) -> Any:
+    def _wrap_next(self, original: Callable[[Iterator[object]], object]) -> Callable[[Iterator[object]], object]:
+        def __next__(iterator: Iterator[object]) -> object:
             span = None
             if not self.resting and self._here():
                 self._last_loader = self._loader_of.get(iterator, (None,))[0]
@@ -470,7 +494,7 @@ class Watch:
         self._row_backwards = 0
 
 
-def _has_weights(module: Any) -> bool:
+def _has_weights(module: nn.Module) -> bool:
     import torch
 
     try:
@@ -480,9 +504,9 @@ def _has_weights(module: Any) -> bool:
         return False
 
 
-def _as_tuple(tensors: Any) -> tuple[Any, ...]:
+def _as_tuple(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensors) if isinstance(tensors, Sequence) else (tensors,)
 
 
-def _wrapped_backward(wrapper: Any, inner: Any) -> Any:
+def _wrapped_backward(wrapper: BackwardWrapper, inner: Call) -> Call:
     return lambda tensors, *args, **kwargs: wrapper(tensors, lambda t: inner(t, *args, **kwargs))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from flatout.search.trial import NotTried, Record, Trial
+from flatout.search.trial import C, NotTried, Record, Trial
 from flatout.statistics import Comparison
 from flatout.units import format_bytes, format_seconds
 
@@ -66,7 +65,7 @@ def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
     return [f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
 
 
-def nothing_found(state: Record[Any], budget_seconds: float, option: BudgetOption) -> str:
+def nothing_found(state: Record[C], budget_seconds: float, option: BudgetOption) -> str:
     """What a search says that kept nothing: what was not tried cannot be said not to help."""
     late = state.late
     if not late:
@@ -77,16 +76,16 @@ def nothing_found(state: Record[Any], budget_seconds: float, option: BudgetOptio
     return f"nothing found {until}, with {late} not reached{_enough(state, option)}"
 
 
-def reach_lines(state: Record[Any], option: BudgetOption) -> list[str]:
+def reach_lines(state: Record[C], option: BudgetOption) -> list[str]:
     """One, where something was kept and other levers were not reached."""
     late = state.late
     return [f"{late} not reached{_enough(state, option) or _stopped(state)}"] if late and state.kept else []
 
 
-def _enough(state: Record[Any], option: BudgetOption) -> str:
+def _enough(state: Record[C], option: BudgetOption) -> str:
     return "" if state.enough_seconds is None else f": try {option(state.enough_seconds)} (about)"
 
 
-def _stopped(state: Record[Any]) -> str:
+def _stopped(state: Record[C]) -> str:
     seconds = state.stopped_after_seconds
     return "" if seconds is None else f": the search was stopped after {format_seconds(seconds)}"

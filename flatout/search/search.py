@@ -20,14 +20,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Generic
+from typing import Generic
 
 from flatout.levers.break_even import Counted, describe, payoff_steps, pays
 from flatout.levers.catalogue import INTERACTING
 from flatout.levers.lever import Saving
 from flatout.plan_choices import worst
 from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.search.trial import C, Measured, NotTried, Trial
+from flatout.search.trial import C, Measured, NotTried, Record, Trial
 from flatout.signals import told_of
 from flatout.statistics import Comparison
 from flatout.units import format_seconds
@@ -61,7 +61,7 @@ class Search(ABC, Generic[C]):
     worth_beside_others: float = math.inf
     """Times as fast, at the least: what was dropped with that is tried again beside what was kept since."""
 
-    def __init__(self, state: Any, deadline: Deadline, progress: Progress) -> None:
+    def __init__(self, state: Record[C], deadline: Deadline, progress: Progress) -> None:
         self.state = state
         """A Record, or one with more in it."""
         self._deadline, self._progress = deadline, progress
@@ -88,9 +88,9 @@ class Search(ABC, Generic[C]):
     def proposal(self, name: str) -> Proposal[C]:
         """What is to be tried of it as things stand now, or why nothing."""
 
-    def promise(self, name: str) -> Any:
+    def promise(self, name: str) -> tuple[float, ...]:
         """The greatest is tried next; of equals the first."""
-        return 0
+        return ()
 
     def bundle(self) -> tuple[C, ...]:
         """What to try all at once before anything by itself, where there is no time for each; () where there is."""
@@ -152,7 +152,7 @@ class Search(ABC, Generic[C]):
 
     # the search
 
-    def run(self) -> Any:
+    def run(self) -> Record[C]:
         """Returns the record."""
         try:
             self.observe()
@@ -369,9 +369,10 @@ class Search(ABC, Generic[C]):
         """For the line that says what is tried: the time of one as it was and as it is now, and what is left."""
         timed = [trial for trial in self.state.trials if trial.baseline_seconds is not None]
         kept, left = [trial for trial in timed if trial.outcome == "kept"], f"{format_seconds(self._remaining())} left"
-        if not kept or kept[-1].candidate_seconds is None:
+        first = self.first_seconds or (timed[0].baseline_seconds if timed else None)
+        now = kept[-1].candidate_seconds if kept else None
+        if first is None or now is None:
             return f" · {left}"
-        first, now = self.first_seconds or timed[0].baseline_seconds, kept[-1].candidate_seconds
         return f" · {self._a_unit} took {format_seconds(first)}, now {format_seconds(now)} · {left}"
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from flatout.levers.lever import Saving
 from flatout.plan_choices import Exactness, worst
@@ -24,7 +24,7 @@ class Candidate(Protocol):
         """For people."""
 
     @property
-    def choices(self) -> Mapping[str, Any]:
+    def choices(self) -> Mapping[str, object]:
         """The fields of a plan that it sets."""
 
     @property
@@ -39,7 +39,7 @@ class Candidate(Protocol):
 class Accuracy(Protocol):
     """How near outputs are to those in fp32; `str` says it in words."""
 
-    def to_json(self) -> dict[str, Any]: ...
+    def to_json(self) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Trial(Measured):
     """One change, tried on top of those that had been kept until then."""
 
     label: str
-    choices: Mapping[str, Any]
+    choices: Mapping[str, object]
     """Fields of the plan that it sets."""
     exactness: Exactness
     on_top_of: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Trial(Measured):
     decided_after_seconds: float | None = None
     """Since the tune began; None: it was decided together with another one."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         plain = {"choices": dict(self.choices), "notes": list(self.notes), "on_top_of": list(self.on_top_of)}
         nested = {"comparison": self.comparison, "accuracy": self.accuracy}
         told = {name: None if value is None else value.to_json() for name, value in nested.items()}
@@ -99,7 +99,7 @@ class NotTried:
     reason: str
     for_lack_of_time: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 

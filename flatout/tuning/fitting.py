@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, Lever, split_by_switch
@@ -69,7 +68,7 @@ def combinations(
     return sorted(together, key=lambda one: (len(one), any(choice.lever.compiles for choice in one)))
 
 
-def _go_together(choices: Mapping[str, Any]) -> bool:
+def _go_together(choices: Mapping[str, object]) -> bool:
     return not {"activation_checkpointing", "activation_offload"} <= choices.keys() and contradiction(choices) is None
 
 

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from flatout import __version__, environment
 from flatout.errors import MachineError
@@ -247,7 +246,7 @@ def _file() -> Path:
 
 def _trials(text: str) -> list[Earlier]:
     """Raises MachineError for a file of a newer Flatout, other errors for what is no such file."""
-    document: dict[str, Any] = json.loads(text)
+    document = json.loads(text)
     if document["schema"] > SCHEMA:
         newer = f"was written by a newer Flatout (schema {document['schema']}; this one reads {SCHEMA})"
         raise MachineError(newer, remedy=f"upgrade Flatout, or delete it: {FORGET}")

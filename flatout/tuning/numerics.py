@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from flatout.script.numerics import NumericsAnswer
+from flatout.script.reference import CheckFound, TensorRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Check:
     updates: tuple[TensorDifference, ...]
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Check:
+    def from_json(cls, data: CheckFound) -> Check:
         return cls(
             step=data["step"],
             same_generators=data["same_generators"],
@@ -96,7 +98,7 @@ class Numerics:
     unseeded: tuple[str, ...] = ()
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any]) -> Numerics:
+    def from_answer(cls, answer: NumericsAnswer) -> Numerics:
         return cls(
             losses=tuple(tuple(step) for step in answer["losses"]),
             norms=tuple(answer["gradient_norms"]),
@@ -127,5 +129,5 @@ class Numerics:
         return self.finite and all(map(math.isfinite, values))
 
 
-def _tensors(rows: Sequence[Sequence[Any]]) -> tuple[TensorDifference, ...]:
+def _tensors(rows: Sequence[TensorRow]) -> tuple[TensorDifference, ...]:
     return tuple(TensorDifference(name=n, error=e, moved=m, rounding=r) for n, e, m, r in rows)

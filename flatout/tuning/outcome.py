@@ -56,11 +56,11 @@ def search_and_prove(
     mine = replace(limits, deadline=deadline.reserving(deadline.budget_seconds * PROOF_SHARE))
     history = load_history(machine)
     search = TrainingSearch(trials, machine, levers, mine, progress, history)
-    load = LoadWatch()
+    state, load = search.state, LoadWatch()
     with stopped_by_interrupt(search.stop, progress) if limits.only is None else contextlib.nullcontext():
         with deadline.stage("the search"):
             try:
-                state = search.run()
+                search.run()
             finally:
                 history.save()
         state.warnings += busy(load, "the search")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flatout.levers.lever import Choice, Lever, Saving
 from flatout.machine.description import Machine
@@ -33,7 +32,7 @@ class SearchLimits:
     exactness: Exactness = "reduced"
     total_steps: int | None = None
     """How many steps the script is going to run; None: unknown."""
-    only: tuple[tuple[str, Any], ...] | None = None
+    only: tuple[tuple[str, object], ...] | None = None
     """Try just these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
     fit_bytes: int | None = None
     """What the tensors of a step may hold at the most; None: whatever they do."""

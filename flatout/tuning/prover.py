@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
@@ -52,8 +52,28 @@ ROUNDING: tuple[Exactness, ...] = ("rounding",)
 Progress = Callable[[str], None]
 Repeats = Literal["to the bit", "to rounding", "no"]
 """How alike two plain runs are, every generator seeded."""
-Judged = tuple[ProofVerdict, str, dict[str, Any]]
-"""A verdict on a claim, why, and what was seen."""
+
+
+class Evidence(TypedDict, total=False):
+    """What was seen: fields of Proof."""
+
+    loss_difference: float | None
+    loss_floor: float | None
+    gradient_difference: float | None
+    gradient_floor: float | None
+    loss_drift: float | None
+    resolution: float | None
+    candidate_losses: tuple[float | None, ...]
+
+
+class Judged(NamedTuple):
+    """A verdict on a claim, why, and what was seen."""
+
+    verdict: ProofVerdict
+    reason: str
+    evidence: Evidence
+    may_be_reduced: bool = False
+    """As Claim has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +160,7 @@ class Prover:
         """The verdict on these levers together."""
         plain = self._plain(choices)
         claims: list[Claim] = []
-        evidence: dict[str, Any] = {}
+        judged = Judged("rejected", "", {})
         for claimed in EXACTNESS_ORDER:
             own = tuple(choice.label for choice in choices if choice.exactness == claimed)
             if not own:
@@ -148,18 +168,23 @@ class Prover:
             rank = EXACTNESS_ORDER.index(claimed)
             so_far = [choice for choice in choices if EXACTNESS_ORDER.index(choice.exactness) <= rank]
             try:
-                verdict, reason, evidence = self._known_or_new(claimed, so_far)
+                judged = self._known_or_new(claimed, so_far)
             except TrialError as error:
-                verdict, reason, evidence = "rejected", _failure(error), {}
-            may_be_reduced = bool(evidence.pop("may_be_reduced", False))
+                judged = Judged("rejected", _failure(error), {})
             claims.append(
-                Claim(levers=own, claimed=claimed, verdict=verdict, reason=reason, may_be_reduced=may_be_reduced)
+                Claim(
+                    levers=own,
+                    claimed=claimed,
+                    verdict=judged.verdict,
+                    reason=judged.reason,
+                    may_be_reduced=judged.may_be_reduced,
+                )
             )
-            if verdict == "rejected":
+            if judged.verdict == "rejected":
                 break
-            if verdict == "statistical":  # no step can be compared: the rest is judged in the same way, together
+            if judged.verdict == "statistical":  # no step can be compared: the rest is judged in the same way, together
                 return self._proof_by_levels(choices, plain)
-        return self._proof(claims, plain, evidence)
+        return self._proof(claims, plain, judged.evidence)
 
     # the claims
 
@@ -169,22 +194,21 @@ class Prover:
             own = [choice.label for choice in choices if choice.exactness == claimed]
             self._progress(f"proof: {', '.join(own)} {'is' if len(own) == 1 else 'are'} {claimed}?")
             self._judged[key] = self._claim(claimed, choices)
-        verdict, reason, evidence = self._judged[key]
-        return verdict, reason, dict(evidence)
+        return self._judged[key]
 
     def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> Judged:
         plain = self._plain(choices)
         if claimed == "bit-identical" and (judged := self._bit_identical(plain, choices)) is not None:
             return judged
         if self._repeats == "no":
-            return "statistical", "", {}
+            return Judged("statistical", "", {})
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
         # What is as near to the plain run as that from other weights would be as near from its own: one run less.
         near = self._repeats is not None or judge.repeats_to_rounding(plain, nudged)
         if not near and self._repeats_how() == "no":
-            return "statistical", "", {}
+            return Judged("statistical", "", {})
         checked = self._record(choices, role="checked")
-        evidence = {
+        evidence: Evidence = {
             "loss_difference": judge.largest_loss_difference(plain, checked),
             "loss_floor": judge.largest_loss_difference(plain, nudged),
             "gradient_difference": judge.largest_gradient_difference(checked),
@@ -195,11 +219,11 @@ class Prover:
         if beyond is None:
             factor, floor = judge.ROUNDING_FACTOR, judge.LOSS_ROUNDING_FLOOR
             reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
-            return "within rounding", reason, evidence
+            return Judged("within rounding", reason, evidence)
         if claimed == "rounding":
-            evidence["may_be_reduced"] = judge.not_reduced(plain, nudged, checked) is None
+            return Judged("rejected", beyond, evidence, judge.not_reduced(plain, nudged, checked) is None)
         if claimed != "reduced":
-            return "rejected", beyond, evidence
+            return Judged("rejected", beyond, evidence)
         return self._reduced(plain, nudged, checked, choices, evidence)
 
     def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged | None:
@@ -209,29 +233,26 @@ class Prover:
         if difference is None:
             self._repeats = "to the bit"  # it would be odd if two plain runs differed
             reason = "losses, gradient norms, weights and RNG states match bit for bit"
-            return "bit-identical", reason, {"candidate_losses": candidate.mean_losses()}
+            return Judged("bit-identical", reason, {"candidate_losses": candidate.mean_losses()})
         if self._repeats_how() == "to the bit":
-            return "rejected", f"it should be bit-identical, but {difference}", {}
+            return Judged("rejected", f"it should be bit-identical, but {difference}", {})
         return None
 
     def _reduced(
-        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: dict[str, Any]
+        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: Evidence
     ) -> Judged:
         if reason := judge.not_reduced(plain, nudged, checked) or self._goes_astray(plain, checked, choices):
-            return "rejected", reason, evidence
+            return Judged("rejected", reason, evidence)
         coarse = self._coarse = self._coarse or self._record([], nudge="16-bit", then=choices)
         free = self._record(choices)
         if reason := judge.drifts(plain, coarse, free):
-            return "rejected", reason, evidence
+            return Judged("rejected", reason, evidence)
         drift = _largest_mean(judge.late_differences(plain, free))
         own = _largest_mean(judge.late_differences(plain, coarse))
-        evidence |= {"loss_drift": drift, "candidate_losses": free.mean_losses()}
+        evidence = {**evidence, "loss_drift": drift, "candidate_losses": free.mean_losses()}
         level = f"losses of the later half {drift:+.2%} off (16-bit noise in the first weights: {own:+.2%})"
-        return (
-            "reduced",
-            f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}",
-            evidence,
-        )
+        reason = f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}"
+        return Judged("reduced", reason, evidence)
 
     def _goes_astray(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
         """Beyond what noise explains; a run that shows it is made only where it is needed, and where there is time."""
@@ -259,10 +280,12 @@ class Prover:
             f"a difference of the losses below {resolution:.1%} would not have been seen"
         )
         claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=told)
-        losses = {"candidate_losses": candidates[0].mean_losses()} if candidates else {}
-        return self._proof([claim], plain, {"resolution": resolution, **losses})
+        evidence: Evidence = {"resolution": resolution}
+        if candidates:
+            evidence["candidate_losses"] = candidates[0].mean_losses()
+        return self._proof([claim], plain, evidence)
 
-    def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: dict[str, Any]) -> Proof:
+    def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: Evidence) -> Proof:
         self._drop_the_one_ahead()  # expected in vain: it would hold memory beside what is measured next
         last = claims[-1]
         return Proof(

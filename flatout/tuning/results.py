@@ -8,7 +8,7 @@ Tuned         the plan with all of that, of a script or of a training step
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
@@ -79,7 +79,7 @@ class Proof:
         """Did it see the script come from one epoch into the next, and to the end of that?"""
         return self.epochs is None or self.epochs >= 2
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -98,7 +98,7 @@ class SearchState(Record[Choice]):
     total_steps: int | None = None
     few_steps: FewSteps | None = None
     """The script's length, where it is so short that whole runs are compared."""
-    isolation: dict[str, Any] = field(default_factory=dict)
+    isolation: dict[str, object] = field(default_factory=dict)
     startup_seconds: float | None = None
     """Of the script in a new process, until its first certain step."""
     restart_seconds: float = 0.0

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness
@@ -39,7 +39,7 @@ class TuneRequest:
     fit_bytes: int | None = None
     """What the tensors of a step may hold at the most; None: whatever they do."""
     levers: str = "flatout.levers.catalogue:LEVERS"
-    only: tuple[tuple[str, Any], ...] | None = None
+    only: tuple[tuple[str, object], ...] | None = None
     """Restrict the search to these (plan field, value) choices: how a plan from elsewhere is verified."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False

@@ -21,7 +21,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from flatout.errors import TrialError, UsageError
 from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
@@ -34,18 +38,29 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 from flatout.script.describe import observe
 from flatout.script.device_calls import device_name, device_of
-from flatout.script.numerics import NumericsRecorder, NumericsRequest
+from flatout.script.numerics import NumericsAnswer, NumericsRecorder, NumericsRequest
 from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
 from flatout.script.trial.answers import PEAK_STEPS, Peak, TrialEnded, Window, most_of
 from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.train.loss import LossFn
 from flatout.train.placement import join_recurrent_weights
 from flatout.train.step import TrainStep
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Copies = tuple[nn.Module, Optimizer, LossFn]
 
 SEED = 20_261_122
 FIRST_STEPS = 2
 """That pass before a trial takes commands: the optimizer makes its state in the first."""
+
+
+class Timed(Protocol):
+    """Wraps a call, whose time counts as of this kind."""
+
+    def __call__(self, kind: str, call: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +68,7 @@ class StepTrials:
     """A step, and the batches that its trials train on, again and again."""
 
     step: TrainStep
-    batches: Sequence[Any]
+    batches: Sequence[object]
     work_folder: Path
     name: str = "the step"
     kind: str = "step"
@@ -82,9 +97,9 @@ class WatchedStep:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.step_kind = "optimizer"
-        self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
-        self.before_optimizer: list[Callable[[Any], None]] = []
-        self.at_iterator: list[Callable[[Any, float], None]] = []
+        self.at_backward: list[Callable[[tuple[Tensor, ...]], None]] = []
+        self.before_optimizer: list[Callable[[Optimizer], None]] = []
+        self.at_iterator: list[Callable[[DataLoader[object], float], None]] = []
         self.inside_optimizer = False
         self.saw_autocast = self.saw_scaler = self.saw_compile = self.saw_create_graph = False
         self.gradients_zeroed: bool | None = None
@@ -102,10 +117,10 @@ class StepTrial:
 
     def __init__(self, trials: StepTrials, choices: Sequence[Choice]) -> None:
         self._trials, self._from_start = trials, list(choices)
-        self._copies: tuple[Any, Any, Any] | None = None
-        self._generators: dict[str, Any] = {}
+        self._copies: Copies | None = None
+        self._generators: Mapping[str, object] = {}
         self._steps = 0
-        self.isolation: Mapping[str, Any] = {}
+        self.isolation: Mapping[str, object] = {}
         self.start_seconds: float | None = None
 
     def __enter__(self) -> StepTrial:
@@ -172,8 +187,8 @@ class StepTrial:
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
         rows, parts = [], dict.fromkeys(("forward", "optimizer"), 0.0)
 
-        def timed(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*arguments: Any, **named: Any) -> Any:
+        def timed(kind: str, call: Callable[P, R]) -> Callable[P, R]:
+            def run(*arguments: P.args, **named: P.kwargs) -> R:
                 self._device.synchronize()
                 began = time.perf_counter()
                 try:
@@ -218,7 +233,7 @@ class StepTrial:
             held = most_of(peaks) if self._device.kind == "cpu" else self._device.memory_peak_bytes()
         return Peak(peak_bytes=held, resident_bytes=peak_resident_bytes(), incidents=self._rolled_back)
 
-    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer:
         with self._running(choices, watched=True) as take:
             recorder = NumericsRecorder(self._watch, request)
             try:
@@ -233,7 +248,7 @@ class StepTrial:
 
     # inside
 
-    def _copies_or_fail(self) -> tuple[Any, Any, Any]:
+    def _copies_or_fail(self) -> Copies:
         assert self._copies is not None, "start it first"
         return self._copies
 
@@ -241,10 +256,10 @@ class StepTrial:
     def _running(
         self,
         choices: Sequence[Choice],
-        timed: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
+        timed: Timed | None = None,
         *,
         watched: bool = False,
-    ) -> Iterator[Callable[[], Any]]:
+    ) -> Iterator[Callable[[], Tensor]]:
         """A function that takes one step under these choices. The step's own exceptions leave as TrialEnded.
 
         timed: wraps the loss and the optimizer's step. watched: `before_optimizer` is called, before any lever's hook.
@@ -261,13 +276,13 @@ class StepTrial:
                 step = original.for_copies(plan, model, optimizer, timed("forward", loss_fn) if timed else loss_fn)
                 closing.callback(step.close)
                 if timed is not None:
-                    optimizer.step = timed("optimizer", optimizer.step)
+                    vars(optimizer)["step"] = timed("optimizer", optimizer.step)
                     closing.callback(vars(optimizer).pop, "step")
 
-                def take() -> Any:
+                def take() -> Tensor:
                     if self.broken_off and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
                         raise BudgetSpent(self.deadline)
-                    loss = step(next(self._batches))
+                    loss: Tensor = step(next(self._batches))
                     nonlocal steps
                     steps += 1
                     return loss
@@ -289,7 +304,7 @@ class StepTrial:
         names = {choice.label: choice.lever.name for choice in choices}
         return {names.get(label, label): why for label, why in rolled_back.items()}
 
-    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         for listener in self._watch.before_optimizer:
             listener(optimizer)
 
@@ -298,7 +313,7 @@ class StepTrial:
         return replace(seen, names_device=True)
 
 
-def copies_of(model: Any, optimizer: Any, loss_fn: Any) -> tuple[Any, Any, Any]:
+def copies_of(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn) -> Copies:
     """A model, optimizer and loss of their own, which know one another; UsageError where they cannot be copied."""
     try:
         copies = copy.deepcopy((model, optimizer, loss_fn), copied_codes(optimizer))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ KEEPS = ("micro_batches", "nonfinite", "out_of_memory")
 
 def tune_step(
     step: TrainStep,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     exactness: Exactness,
     budget_seconds: float,
@@ -100,7 +99,7 @@ def _check(step: TrainStep) -> None:
         )
 
 
-def _read(batches: Iterable[Any]) -> list[Any]:
+def _read(batches: Iterable[object]) -> list[object]:
     """Copies of the first batches; a source that can say where it stands is put back there."""
     if isinstance(batches, torch.Tensor | tuple | dict | str | bytes) or not hasattr(batches, "__iter__"):
         raise UsageError(
@@ -108,8 +107,8 @@ def _read(batches: Iterable[Any]) -> list[Any]:
             limit="it is an iterable of batches, each as the step takes it",
             remedy="for a single one: [batch]",
         )
-    where: Any = batches.state_dict() if hasattr(batches, "state_dict") else None
-    kept: list[Any] = []
+    where = batches.state_dict() if hasattr(batches, "state_dict") else None
+    kept: list[object] = []
     size = 0
     for batch in itertools.islice(batches, MOST_BATCHES):
         kept.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))

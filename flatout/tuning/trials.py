@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
-from flatout.script.numerics import NumericsRequest
+from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
 from flatout.search.deadline import Deadline
 
@@ -32,7 +32,7 @@ class RunningTrial(Protocol):
     deadline: Deadline | None
 
     @property
-    def isolation(self) -> Mapping[str, Any]: ...
+    def isolation(self) -> Mapping[str, object]: ...
 
     @property
     def startup_seconds(self) -> float | None:
@@ -68,7 +68,7 @@ class RunningTrial(Protocol):
 
     def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak: ...
 
-    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]: ...
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer: ...
 
     def close(self) -> None: ...
 

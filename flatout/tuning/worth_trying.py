@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.levers.first_compilation import usual_compile_seconds
 from flatout.levers.lever import Lever, Verdict, refuse
 from flatout.levers.observed import Observed
@@ -55,12 +53,12 @@ def least_trial_seconds(observed: Observed) -> float:
 
 
 def saving_per_second(
-    lever: Lever, expected: float, observed: Observed, restart_seconds: float, value: Any = None
+    lever: Lever, expected: float, observed: Observed, restart_seconds: float, value: object = None
 ) -> float:
     """What is expected to be saved of a step, per second of the lever's trial. What is expected to cost time comes
     after all that saves some, and first what is soon tried."""
     seconds = least_trial_seconds(observed)
     if lever.switch != "live":
         seconds += restart_seconds
-    seconds += lever.compiles * usual_compile_seconds(observed, value)
+    seconds += lever.compiles * usual_compile_seconds(observed, str(value))
     return expected / seconds if expected > 0 else expected * seconds

@@ -16,13 +16,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flatout.errors import MachineError
 
 from .landlock import restrict_writes
 from .scratch import TEMPORARY
-from .writes import Stop, WriteRules, program_rules, stream_check
+from .writes import Arguments, Stop, WriteRules, program_rules, stream_check
 
 _active: WriteRules | None = None  # what guard_torch asks; None before enter_guard and in overlay mode
 
@@ -49,7 +49,7 @@ def enter_guard(
     if not programs_allowed:
         _check_workers(rules.stop)
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event: str, arguments: Arguments) -> None:
         check = events.get(event)
         if check is not None:
             check(arguments)
@@ -79,13 +79,13 @@ def _check_workers(stop: Stop) -> None:
     """multiprocessing starts its helpers below Python's audit events; the module attribute is where it looks."""
     import _posixsubprocess
 
-    start = _posixsubprocess.fork_exec
+    start: Callable[..., int] = _posixsubprocess.fork_exec
     check = program_rules(stop)["subprocess.Popen"]
 
     @functools.wraps(start)
-    def checked(arguments: Any, *others: Any) -> int:
+    def checked(arguments: object, *others: object) -> int:
         check(("", arguments))
-        return int(start(arguments, *others))
+        return start(arguments, *others)
 
     _posixsubprocess.fork_exec = checked
 
@@ -98,7 +98,7 @@ def guard_torch(torch: ModuleType) -> Callable[[], None]:
     rules = _active
     if rules is None:
         return lambda: None
-    wrapped: list[tuple[Any, str, Any]] = []
+    wrapped: list[tuple[object, str, object]] = []
     for owner, name, position in (
         (torch, "save", 1),
         (torch.serialization, "save", 1),

@@ -29,15 +29,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn, TypedDict
 
 from flatout.environment import trial_environment
 from flatout.script.child_command import child_command
 from flatout.script.isolation import kernel
 from flatout.script.preloaded import Groups, Preloaded, load
 from flatout.script.trial import child
+from flatout.script.trial.messages import TrialConfig
 
 MODULES = ("numpy", "torch", "torch._dynamo")
 """torch imports the last with the first optimizer."""
@@ -51,6 +52,15 @@ MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 5
 POLL_SECONDS = 0.002
 KILLED = -9
 """SIGKILL, which Windows does not name."""
+
+
+class _Told(TypedDict, total=False):
+    """What the server says: once the first two, then each time the others."""
+
+    obstacle: str
+    time: float
+    number: int
+    answer: int | None
 
 
 class Forked:
@@ -122,7 +132,7 @@ class ForkServer:
             self.load_seconds = told["time"] - self._began
         return not self.obstacle
 
-    def start(self, config: Path, streams: Sequence[IO[Any]], pipes: Sequence[int]) -> Forked | None:
+    def start(self, config: Path, streams: Sequence[IO[bytes] | IO[str]], pipes: Sequence[int]) -> Forked | None:
         """A trial by this file of settings; None if the server is gone. streams: its stdin, stdout and stderr; pipes:
         those for commands and answers."""
         given = [*(stream.fileno() for stream in streams), *pipes]
@@ -143,21 +153,23 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self, request: dict[str, Any], given: Sequence[int] = (), otherwise: int | None = None) -> int | None:
+    def _answer(
+        self, request: Mapping[str, object], given: Sequence[int] = (), otherwise: int | None = None
+    ) -> int | None:
         self._asked += 1
         try:
             socket.send_fds(self._connection, [json.dumps({**request, "number": self._asked}).encode()], given)
             while (told := self._received()) is not None:
                 if told["number"] == self._asked:  # Ctrl-C may have left an earlier one unread
-                    answer: int | None = told["answer"]
-                    return answer
+                    return told["answer"]
         except OSError:
             pass
         return otherwise
 
-    def _received(self) -> dict[str, Any] | None:
+    def _received(self) -> _Told | None:
         message = self._connection.recv(MESSAGE_BYTES)
-        return json.loads(message) if message else None
+        told: _Told | None = json.loads(message) if message else None
+        return told
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
@@ -228,7 +240,7 @@ def _become_trial(config: str, folder: str, given: list[int], groups: Groups) ->
             os.close(stream)
         _shift_addresses()
         gc.collect()  # it copies pages that are shared with the server: now, and not in the script's first steps
-        settings: dict[str, Any] = json.loads(Path(config).read_text())
+        settings: TrialConfig = json.loads(Path(config).read_text())
         commands, answers = given[STREAMS:]
         child.begin(settings, commands, answers, Preloaded(groups))
     except BaseException:

@@ -16,15 +16,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from flatout.errors import FlatoutError
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.patches import ImportWatch
+from flatout.script.trial.messages import TrialConfig
 
 if TYPE_CHECKING:
     from flatout.script.watch import Watch
@@ -33,7 +35,8 @@ _leave = os._exit
 INTERRUPTED = 128 + signal.SIGINT
 MOST_ERROR_CHARACTERS = 8000
 
-Answer = dict[str, Any]
+Answer = Mapping[str, object]
+"""See `messages`."""
 
 
 class Observer(Protocol):
@@ -53,13 +56,14 @@ class IsolatedChild:
 
     isolation: Isolation
 
-    def __init__(self, config: dict[str, Any], write_fd: int) -> None:
+    def __init__(self, config: TrialConfig, write_fd: int) -> None:
         kernel.die_with_parent(signal.SIGKILL)
         if os.getppid() != config["parent"]:
             _leave(1)  # the parent was killed while this process was being started
         self._config = config
         self._answers = os.fdopen(write_fd, "w")
-        self.target = Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])})
+        given = config["target"]
+        self.target = Target(path=given["path"], module=given["module"], arguments=tuple(given["arguments"]))
         self._error, self._note = "", ""
         """The script's own traceback where it failed, and what of its surroundings here may have made it fail."""
 
@@ -93,15 +97,15 @@ class IsolatedChild:
         self.write({"event": "isolated", **asdict(self.isolation)})
 
     @property
-    def torch_hooks(self) -> list[Callable[[Any], object]]:
+    def torch_hooks(self) -> list[Callable[[ModuleType], object]]:
         """What the isolation itself has to do as soon as torch is imported."""
         return [guard_torch] if self.isolation.mode == "guard" else []
 
-    def on_torch(self, hooks: Sequence[Callable[[Any], object]]) -> None:
+    def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
         """Call them, and those of the isolation, as soon as the script has imported torch."""
         called = [*self.torch_hooks, *hooks]
 
-        def torch_imported(torch: Any) -> None:
+        def torch_imported(torch: ModuleType) -> None:
             for hook in called:
                 hook(torch)
 
@@ -150,7 +154,7 @@ class IsolatedChild:
             {"event": "ended", **told, "steps": observer.watch.steps, "script_steps": observer.watch.finder.steps}
         )
 
-    def _failed(self, kind: Any, error: Any, trace: Any) -> None:
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._note = explain_failure(error, self.isolation)
         self._error = "".join(traceback.format_exception(kind, error, trace))
         sys.stderr.write(self._error)

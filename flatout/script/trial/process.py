@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 import psutil
 
@@ -36,7 +36,7 @@ from flatout.machine.detect import usable_cores
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
-from flatout.script.numerics import NumericsRequest
+from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial.answers import (
     PEAK_STEPS,
     Peak,
@@ -47,6 +47,7 @@ from flatout.script.trial.answers import (
     TrialStopped,
     Window,
 )
+from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent, Deadline
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class TrialProcess:
     def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
         self.setup, self.choices, self.label = setup, list(choices), label
         self.deadline = setup.deadline
-        self.isolation: dict[str, Any] = {}
+        self.isolation: dict[str, object] = {}
         self.step_kind = ""
         self.startup_seconds: float | None = None
         """Until the script's first certain step; of a fork with the time in which torch was loaded before."""
@@ -231,7 +232,7 @@ class TrialProcess:
     def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.deadline is None else self.deadline.stage(name)
 
-    def watch(self, command: Mapping[str, Any], timeout_seconds: float) -> tuple[dict[str, Any], TrialEnded | None]:
+    def watch(self, command: Command, timeout_seconds: float) -> tuple[Any, TrialEnded | None]:  # Any: JSON
         """Run the script under one command that holds from its first line; the answer, and the script's end where that
         came before what was asked for."""
         until = time.monotonic() + timeout_seconds
@@ -246,14 +247,14 @@ class TrialProcess:
             return found, end
         raise AssertionError("an answer after the last")
 
-    def spawn(self, command: Mapping[str, Any] | None = None) -> None:
+    def spawn(self, command: Command | None = None) -> None:
         """Start the script and wait for nothing, so that several may start at once; `start` must follow, if there is no
         command that holds from its first line."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
         command_read, self._command_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
         config = self._folder / "config.json"
-        settings = {**self._config(command_read, answer_write), "command": command}
+        settings = self._config(command_read, answer_write, command)
         environment = self._environment()
         server = None if environment else self.setup.fork_server
         self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
@@ -309,7 +310,13 @@ class TrialProcess:
         return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
 
     def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
-        command = {"do": "window", "levers": _json(choices), "settle": settle, "steps": steps, "resting": resting}
+        command: Command = {
+            "do": "window",
+            "levers": _json(choices),
+            "settle": settle,
+            "steps": steps,
+            "resting": resting,
+        }
         answer = self._ask(command, self._patience(settle + steps, choices))
         return Window(
             seconds=tuple(answer["seconds"]),
@@ -321,7 +328,7 @@ class TrialProcess:
         )
 
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
-        command = {"do": "breakdown", "levers": _json(choices), "steps": steps}
+        command: Command = {"do": "breakdown", "levers": _json(choices), "steps": steps}
         return Observed.from_json(self._ask(command, self._patience(steps, choices))["observed"])
 
     def work(self) -> StepWork:
@@ -329,7 +336,7 @@ class TrialProcess:
 
     def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak:
         """The most of these steps; one that is followed takes several times as long."""
-        command = {"do": "peak", "levers": _json(choices), "steps": steps}
+        command: Command = {"do": "peak", "levers": _json(choices), "steps": steps}
         answer = self._ask(command, self._patience(20 * steps, choices))
         return Peak(
             peak_bytes=answer["peak_bytes"],
@@ -337,10 +344,11 @@ class TrialProcess:
             incidents=dict(answer["incidents"]),
         )
 
-    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer:
         """What `request.steps` steps computed under these levers; fewer, and 'ended', where the script ends first."""
-        command = {"do": "numerics", "levers": _json(choices), "request": asdict(request)}
-        return self._ask(command, self._patience(3 * request.steps, choices))
+        command: Command = {"do": "numerics", "levers": _json(choices), "request": asdict(request)}
+        answer: NumericsAnswer = self._ask(command, self._patience(3 * request.steps, choices))
+        return answer
 
     def close(self) -> None:
         """End the process with everything it started, and remove its scratch. Its log stays."""
@@ -362,10 +370,11 @@ class TrialProcess:
             return ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def _config(self, read_fd: int, write_fd: int) -> dict[str, Any]:
+    def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()
+        target = self.setup.target
         return {
-            "target": asdict(self.setup.target),
+            "target": {"path": target.path, "module": target.module, "arguments": list(target.arguments)},
             "scratch": str(self._folder / "scratch"),
             "shared": [str(path) for path in (inductor_folder(), *self.setup.shared)],
             "isolation": self.setup.isolation,
@@ -375,13 +384,14 @@ class TrialProcess:
             "choices": _json(self.choices),
             "read_fd": read_fd,
             "write_fd": write_fd,
+            "command": command,
         }
 
     def _environment(self) -> dict[str, str]:
         of_levers = [choice.lever.environment(choice.value) for choice in self.choices]
         return {name: value for part in (self.setup.environment, *of_levers) for name, value in part.items()}
 
-    def _stdin(self) -> contextlib.AbstractContextManager[Any]:
+    def _stdin(self) -> contextlib.AbstractContextManager[IO[bytes] | IO[str]]:
         if self.setup.inherits_stdin and (piped := _piped_in()) is not None:
             return contextlib.nullcontext(piped)
         if self.setup.terminal_size is None or self.setup.stdin_file is not None:
@@ -404,14 +414,14 @@ class TrialProcess:
         allowance = COMPILE_ALLOWANCE_SECONDS if any(choice.lever.compiles for choice in choices) else 0.0
         return max(self.setup.hang_floor_seconds, expected) + allowance
 
-    def _ask(self, command: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+    def _ask(self, command: Command, timeout_seconds: float) -> Any:  # Any: JSON
         with contextlib.suppress(BrokenPipeError):  # it died: the answer says how
             os.write(self._command_write, (json.dumps(command) + "\n").encode())
         return self._answer(timeout_seconds)
 
-    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> dict[str, Any]:
+    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> Any:  # Any: JSON
         line = self._read_line(timeout_seconds, broken_off=self.broken_off and not starting)
-        answer: dict[str, Any] = json.loads(line)
+        answer = json.loads(line)
         if answer["event"] == "ended":
             told = answer["status"], answer["error"], answer["steps"], answer.get("note", "")
             raise TrialEnded(*told, script_steps=answer.get("script_steps"))
@@ -468,7 +478,7 @@ def terminal_size() -> tuple[int, int] | None:
     return size.lines, size.columns
 
 
-def _piped_in() -> IO[Any] | None:
+def _piped_in() -> TextIO | None:
     """This process's own input; None where that is a terminal, or closed."""
     try:
         piped = sys.stdin is not None and not sys.stdin.isatty() and sys.stdin.fileno() >= 0
@@ -477,5 +487,5 @@ def _piped_in() -> IO[Any] | None:
     return sys.stdin if piped else None
 
 
-def _json(choices: Sequence[Choice]) -> list[list[Any]]:
+def _json(choices: Sequence[Choice]) -> list[list[object]]:
     return [choice.to_json() for choice in choices]

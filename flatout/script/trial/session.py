@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from types import ModuleType
 
 from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
@@ -28,13 +28,14 @@ from flatout.script.seeds import TrialSeeds
 from flatout.script.step_memory import StepMemory
 from flatout.script.trial.answers import most_of
 from flatout.script.trial.isolated_child import Answer, IsolatedChild
+from flatout.script.trial.messages import Command, TrialConfig
 from flatout.script.watch import Watch
 
 
 class Session:
     """Drives one script; `read` blocks for the next command line. Of `config` it takes `levers` and `choices`."""
 
-    def __init__(self, child: IsolatedChild, config: dict[str, Any], read: Callable[[], str]) -> None:
+    def __init__(self, child: IsolatedChild, config: TrialConfig, read: Callable[[], str]) -> None:
         self.watch = Watch()
         self.levers = load_levers(config["levers"])
         self.applied = Applied(self.watch.subject)
@@ -60,7 +61,7 @@ class Session:
             return None
         return {"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()}
 
-    def _torch_imported(self, torch: Any) -> None:
+    def _torch_imported(self, torch: ModuleType) -> None:
         """Turn on what must be on before the first loader makes its iterator."""
         by_variable = thread_variables() != self._thread_variables
         self._threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
@@ -81,9 +82,9 @@ class Session:
     def _command(self) -> Callable[[], bool] | None:
         """Read and start a command; returns what to do at each following boundary (True when done), or None."""
         line = self._read()
-        command = json.loads(line) if line else {"do": "stop"}
+        command: Command = json.loads(line) if line else {"do": "stop"}
         self.watch.wake()
-        start = {
+        start: Callable[[Command], Callable[[], bool] | None] = {
             "describe": self._describe,
             "window": self._window,
             "breakdown": self._breakdown,
@@ -94,14 +95,14 @@ class Session:
         }[command["do"]]
         return start(command)
 
-    def _choices(self, command: dict[str, Any]) -> list[Choice]:
+    def _choices(self, command: Command) -> list[Choice]:
         return self._start_choices + choices_from_json(command.get("levers", ()), self.levers)
 
-    def _describe(self, command: dict[str, Any]) -> None:
+    def _describe(self, command: Command) -> None:
         observed = observe(self.watch, threads_at_start=self._threads_at_start, rows=())
         self._write({"event": "described", "observed": observed.to_json()})
 
-    def _window(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _window(self, command: Command) -> Callable[[], bool]:
         assert self._device is not None
         device, settle, steps = self._device, command["settle"], command["steps"]
         before = time.perf_counter()
@@ -133,7 +134,7 @@ class Session:
 
         return boundary
 
-    def _breakdown(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _breakdown(self, command: Command) -> Callable[[], bool]:
         self.applied.set(self._choices(command))
         self.watch.open_window()
 
@@ -158,7 +159,7 @@ class Session:
 
         return boundary
 
-    def _work(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _work(self, command: Command) -> Callable[[], bool]:
         from flatout.script.step_work import follow_step
 
         self.applied.set(self._start_choices)
@@ -170,7 +171,7 @@ class Session:
 
         return boundary
 
-    def _peak(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _peak(self, command: Command) -> Callable[[], bool]:
         """Of the steps after the first under these levers, which may still hold what the one before it made."""
         assert self._device is not None
         device, subject = self._device, self.watch.subject
@@ -194,13 +195,14 @@ class Session:
 
         return boundary
 
-    def _numerics(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _numerics(self, command: Command) -> Callable[[], bool]:
         self.applied.set(self._choices(command))
-        recorder = NumericsRecorder(self.watch, NumericsRequest.from_json(command["request"]))
+        request = NumericsRequest.from_json(command["request"])
+        recorder = NumericsRecorder(self.watch, request)
 
         def boundary() -> bool:
             recorder.step_ended()
-            if recorder.steps < command["request"]["steps"]:
+            if recorder.steps < request.steps:
                 return False
             self._write({"event": "numerics", "ended": False, **recorder.finish(), **self._state()})
             self._recorder = None
@@ -209,7 +211,7 @@ class Session:
         self._recorder = recorder
         return boundary
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {
             "resident_bytes": resident_bytes(),
             "peak_resident_bytes": peak_resident_bytes(),
@@ -233,4 +235,5 @@ def load_levers(source: str) -> Sequence[Lever]:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    return getattr(module, name)
+    levers: Sequence[Lever] = getattr(module, name)
+    return levers
