@@ -100,8 +100,8 @@ def set_aside(folder: str) -> None:
     started = names.index(LAST_AT_STARTUP) + 1 if LAST_AT_STARTUP in names else len(names)
     names = [name for name in names[started:] if _can_be_set_aside(name)]
     packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
-    rivalled = {name for name in packages if PathFinder.find_spec(name, [folder]) is not None}
-    _own.hide([name for name in names if name.partition(".")[0] in sys.stdlib_module_names | rivalled])
+    shadowed = {name for name in packages if PathFinder.find_spec(name, [folder]) is not None}
+    _own.hide([name for name in names if name.partition(".")[0] in sys.stdlib_module_names | shadowed])
 
 
 @contextlib.contextmanager

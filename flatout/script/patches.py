@@ -34,7 +34,7 @@ class _Patch:
         self.own = vars(owner).get(name, _MISSING)
         original = getattr(owner, name)
         self.wrapper = make(original)
-        self.buried = False
+        self.covered = False
         """Did somebody put something over ours while it was in its place? Then it is reached through that."""
         functools.update_wrapper(self.wrapper, original)
         setattr(owner, name, self.wrapper)
@@ -43,7 +43,7 @@ class _Patch:
         self._own_references = sys.getrefcount(self.own) + 1  # once more, when it stands in its place again
 
     def take_off(self) -> None:
-        self.buried = self._current() is not self.wrapper and self._current() is not self.own
+        self.covered = self._current() is not self.wrapper and self._current() is not self.own
         if self._current() is not self.wrapper or sys.getrefcount(self.wrapper) > self._wrapper_references:
             return
         if self.own is _MISSING:
@@ -62,7 +62,7 @@ class _Patch:
 
     @property
     def is_reached(self) -> bool:
-        return self._current() is self.wrapper or (self.buried and self._current() is not self.own)
+        return self._current() is self.wrapper or (self.covered and self._current() is not self.own)
 
     def accept_references(self) -> None:
         """Whoever holds the original by now has no script's reasons."""

@@ -288,7 +288,7 @@ class ReferenceReader:
             self._compare_gradients(_live(self._subject), entry["gradients"][0], entry["whole"])
         elif self._call != len(entry["gradients"]) and not self.found[-1]["unlike"]:
             self.found[-1]["unlike"] = (
-                f"{self._call} optimizer steps in step {entry['step'] + 1}; plainly {len(entry['gradients'])}"
+                f"{self._call} optimizer steps in step {entry['step'] + 1}, {len(entry['gradients'])} in the plain run"
             )
         weights = named_weights(self._subject)
         if not _unlike(entry["after"], weights, entry["whole"]):
@@ -301,7 +301,7 @@ class ReferenceReader:
     ) -> None:
         found = self.found[-1]
         if len(parameters) != len(theirs):
-            found["unlike"] = f"{len(parameters)} parameters got to the optimizer; plainly {len(theirs)}"
+            found["unlike"] = f"{len(parameters)} parameters reached the optimizer, {len(theirs)} in the plain run"
             return
         names = {tensor.data_ptr(): name for name, tensor in named_weights(self._subject).items()}
         for index, (parameter, reference) in enumerate(zip(parameters, theirs, strict=True)):
@@ -377,7 +377,7 @@ def _unlike(theirs: dict[str, Tensor], mine: dict[str, Tensor], whole: bool) -> 
         return f"other parameters than in the plain run ({', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''})"
     for name, tensor in mine.items():
         if whole and tensor.shape != theirs[name].shape:
-            return f"{name} has the shape {tuple(tensor.shape)}; plainly {tuple(theirs[name].shape)}"
+            return f"{name} has the shape {tuple(tensor.shape)}, {tuple(theirs[name].shape)} in the plain run"
     return ""
 
 

@@ -42,7 +42,7 @@ MEMORY_LEFT_EVERY_SECONDS, LESS_LEFT_BYTES = 5.0, 64 << 20
 """What is left of the host's memory takes a millisecond to read: so often, or when this process has grown so much."""
 QUICK_STEP_SECONDS = 2e-3
 QUICK_WINDOW_STEPS = 10
-GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 50e-3, 256
+BOUNDARY_SECONDS, MOST_STEPS_A_BOUNDARY = 50e-3, 256
 """Quick steps are timed several at a time, about this long: a boundary costs 20 to 100 us, being out of the caches."""
 
 
@@ -130,8 +130,8 @@ class Runner:
         else:
             self.record.add_steps(now - self._last_boundary, self.watch.steps - self._steps_at_boundary)
             self._manage_window(now)
-            if self.watch.resting:  # the first steps were slow ones: how many fit into a glance shows later
-                self.watch.glance_every = self._steps_a_glance()
+            if self.watch.suspended:  # the first steps were slow ones: how many fit into a glance shows later
+                self.watch.boundary_every = self._steps_a_boundary()
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
             self._note_memory(now)
@@ -194,8 +194,8 @@ class Runner:
         if rows is None:
             if self.record.steps >= FIRST_WINDOW_STEP and now >= self._next_window:
                 self._window_began = now
-                self.watch.wake()
-                if self.watch.resting:  # it could not: the script has patches of its own there
+                self.watch.resume()
+                if self.watch.suspended:  # it could not: the script has patches of its own there
                     self._next_window = now + WINDOW_EVERY_SECONDS
                 else:
                     self.watch.open_window()
@@ -216,12 +216,12 @@ class Runner:
     def _end_look(self) -> None:
         self.watch.look = None
         self.record.add_look(self._look.end(self.record.steps))
-        self._rest()
+        self._suspend()
 
-    def _rest(self) -> None:
+    def _suspend(self) -> None:
         """Where a lever stands around calls, the watch goes on: it is what calls the lever."""
-        self.watch.rest(self._steps_a_glance())
+        self.watch.suspend(self._steps_a_boundary())
 
-    def _steps_a_glance(self) -> int:
+    def _steps_a_boundary(self) -> int:
         step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS
-        return min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE)
+        return min(max(1, int(BOUNDARY_SECONDS / step_seconds)), MOST_STEPS_A_BOUNDARY)

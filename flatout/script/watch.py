@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 DYNAMO = "torch._dynamo"
 STEPS_WITH_CLOSER_LOOK = 3
-OTHERS_THAT_WAKE = 64
+OTHERS_THAT_RESUME = 64
 
 Call = Callable[..., object]
 """One of torch's functions, or the wrapper of one."""
@@ -105,9 +105,9 @@ class Watch:
         self._row_start: Reading = None
         self._row_faults = 0
         self._row_backwards = 0
-        self.resting = False
-        self.glance_every = 1
-        """While resting: of so many steps one is a boundary."""
+        self.suspended = False
+        self.boundary_every = 1
+        """While suspended: of so many steps one is a boundary."""
         self._passing = PassedSteps(self._optimizer_ends, lambda: False)
         self._dynamo_watch: ImportWatch | None = None
         self._step_starts: StepHook | None = None
@@ -146,7 +146,7 @@ class Watch:
     def _dynamo_imported(self, dynamo: ModuleType) -> None:
         """It keeps torch's functions to know them again, so it is imported while they are torch's own."""
         self._patches.accept_references()
-        if self.enabled and not self.resting:
+        if self.enabled and not self.suspended:
             self._patches.redo()
 
     def _patch(self) -> None:
@@ -181,27 +181,27 @@ class Watch:
         if self._step_starts is not None:
             self._step_starts.remove()
 
-    def rest(self, glance_every: int = 1) -> None:
-        """Until `wake`, only count the leader's steps: for quick steps even a few microseconds are a share.
+    def suspend(self, boundary_every: int = 1) -> None:
+        """Until `resume`, only count the leader's steps: for quick steps even a few microseconds are a share.
 
-        Of the counted steps each `glance_every`-th is a boundary. Possible where steps end with an optimizer, no lever
+        Of the counted steps each `boundary_every`-th is a boundary. Possible where steps end with an optimizer, no lever
         wraps a call and no window is open; otherwise nothing.
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
-        self.resting, self.glance_every = True, glance_every
+        self.suspended, self.boundary_every = True, boundary_every
         self._optimizers_open.clear()
         self._unpatch()
         fill_freed_pieces()  # those of our imports, and of what was watched until now
 
-    def wake(self) -> None:
-        """Watch whole steps again; goes on resting where the script has put its own functions in the place of torch's,
+    def resume(self) -> None:
+        """Watch whole steps again; goes on suspended where the script has put its own functions in the place of torch's,
         or has asked for torch.compile meanwhile."""
-        if not self.resting or not self.enabled:
+        if not self.suspended or not self.enabled:
             return
         self.count_passed()
         if self._patches.are_reached if compile_was_asked_for() else self._patches.redo():
-            self.resting = False
+            self.suspended = False
             assert self._step_starts is not None
             self._step_starts.add()
 
@@ -214,16 +214,16 @@ class Watch:
         for identity in [] if leader_steps else others:
             self.finder.optimizer_stepped(identity)
 
-    def _count_resting(self, optimizer: Optimizer) -> None:
+    def _count_suspended(self, optimizer: Optimizer) -> None:
         if id(optimizer) != self.finder.leader:
-            if self._passing.note_other(id(optimizer)) > OTHERS_THAT_WAKE:  # another phase, with another optimizer
-                self.wake()
+            if self._passing.note_other(id(optimizer)) > OTHERS_THAT_RESUME:  # another phase, with another optimizer
+                self.resume()
             return
         self.count_passed(leader_steps=True)
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
-        if self.resting:
-            self._passing.grant(self.finder.leader, self.glance_every - 1)
+        if self.suspended:
+            self._passing.grant(self.finder.leader, self.boundary_every - 1)
 
     def disable(self) -> None:
         self.enabled = False
@@ -271,8 +271,8 @@ class Watch:
     def _optimizer_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._here() or self.subject.updating:
             return
-        if self.resting:
-            self._count_resting(optimizer)
+        if self.suspended:
+            self._count_suspended(optimizer)
             return
         if not any(step.identity == id(optimizer) for step in self._optimizers_open):
             return
@@ -289,7 +289,7 @@ class Watch:
         watch, accumulates = self, first == "tensors"
 
         def observed(*args: Any, **kwargs: Any) -> object:  # Any: torch checks what it is given
-            if watch._compiling() or watch.resting or not watch._here() or watch.inside or watch._in_backward:
+            if watch._compiling() or watch.suspended or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
                 watch.saw_create_graph = True
@@ -350,7 +350,7 @@ class Watch:
         # torch's profiler reads the frame's `self`
         def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
             try:
-                if compiling() or watch.inside or watch.resting:
+                if compiling() or watch.inside or watch.suspended:
                     return original(self, *args, **kwargs)
                 return watch._outermost(original, self, args, kwargs)
             except BaseException as error:
@@ -461,7 +461,7 @@ class Watch:
     def _wrap_next(self, original: Callable[[Iterator[object]], object]) -> Callable[[Iterator[object]], object]:
         def __next__(iterator: Iterator[object]) -> object:
             span = None
-            if not self.resting and self._here():
+            if not self.suspended and self._here():
                 self._last_loader = self._loader_of.get(iterator, (None,))[0]
                 span = self._spans.enter("pending") if self.rows is not None else None
             try:

@@ -1,4 +1,4 @@
-"""Trials in lines for people."""
+"""Trials as lines of text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from flatout.statistics import Comparison
 from flatout.units import format_bytes, format_seconds
 
 BudgetOption = Callable[[float], str]
-"""How a budget of so many seconds is given: '--budget 2m'."""
+"""How a budget of this many seconds is given: '--budget 2m'."""
 
 
 def seconds_argument(seconds: float) -> str:
-    """To `flatout.tune` and `tune_inference`."""
+    """How `flatout.tune` and `tune_inference` take a budget."""
     return f"seconds={10 * math.ceil(seconds / 10)}"
 
 
 def trial_lines(trials: Sequence[Trial]) -> list[str]:
-    """A line for each, in columns."""
+    """One line per trial, in columns."""
     width = max((len(trial.label) for trial in trials), default=0)
     return [_trial(trial, width) for trial in trials]
 
@@ -52,13 +52,13 @@ def _trial(trial: Trial, width: int) -> str:
 def ratio_text(comparison: Comparison) -> str:
     """'x1.47 ±0.02': half the width of the confidence interval."""
     half = (comparison.high - comparison.low) / 2
-    if half > comparison.ratio:  # or infinite: it says no more than that the pairs were too few
+    if half > comparison.ratio:  # or infinite: there were too few pairs
         return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
     return f"x{comparison.ratio:.2f} ±{half:.2f}"
 
 
 def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
-    """One line for each reason, so that the GPU's levers on a CPU do not fill the screen."""
+    """One line per reason, so that the GPU levers do not fill the screen on a CPU."""
     by_reason: dict[str, list[str]] = {}
     for entry in skipped:
         by_reason.setdefault(entry.reason, []).append(entry.label)
@@ -66,7 +66,7 @@ def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
 
 
 def nothing_found(state: Record[C], budget_seconds: float, option: BudgetOption) -> str:
-    """What a search says that kept nothing: what was not tried cannot be said not to help."""
+    """The result of a search that kept nothing; what was not tried may still help."""
     late = state.late
     if not late:
         return "nothing helps here"
@@ -77,7 +77,7 @@ def nothing_found(state: Record[C], budget_seconds: float, option: BudgetOption)
 
 
 def reach_lines(state: Record[C], option: BudgetOption) -> list[str]:
-    """One, where something was kept and other levers were not reached."""
+    """One line, where something was kept and other levers were not reached."""
     late = state.late
     return [f"{late} not reached{_enough(state, option) or _stopped(state)}"] if late and state.kept else []
 

@@ -172,7 +172,7 @@ def fresh_arms(trials: Trials, choices: Sequence[Choice]) -> Iterator[tuple[Arm,
             planned.spawn()
         plain.start()
         planned.start()
-        yield Arm(plain, resting=True), Arm(planned, live, resting=True)
+        yield Arm(plain, suspended=True), Arm(planned, live, suspended=True)
 
 
 def _is_narrow(found: Comparison, pairs: int, *, undecided: bool) -> bool:

@@ -1,11 +1,11 @@
-"""Prove a set of levers in fresh processes: record the plain script, record it with the levers, judge each claim.
+"""Prove a set of levers in new processes: record the plain script, record it with the levers, judge each claim.
 
 prover = Prover(trials, Pattern(step_seconds=0.01, startup_seconds=3), Deadline(120))
-proof = prover.prove(choices)              # verdict, reason, horizon, one Claim for each class of levers
+proof = prover.prove(choices)              # verdict, reason, horizon, one Claim per class of levers
 prover.close()
 
-The plain script's runs are kept from one call to the next, so that proving a part of the levers costs one or two runs.
-While one run is recorded the next one already starts, where they cannot get in each other's way.
+The plain script's runs are kept from one call to the next, so that proving a subset of the levers costs one or two
+runs. While one run is recorded the next one already starts, where they do not disturb each other.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from flatout.tuning.trials import RunningTrial, Trials
 
 WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
-"""What a script does once an epoch is seen only by a run of more than two; 'more', as a first step has passed."""
+"""Only a run of more than two epochs shows what a script does once per epoch; more, because a step has passed before."""
 LEAST_STEPS = 8
 CHECKS, STEPS_A_CHECK = 24, 4
 SHARE_FOR_RUNS = 0.7
-"""Of the time; the rest is for finding the lever at fault."""
+"""Of the time; the rest is for finding a lever at fault."""
 LEAST_SHARE = 0.05
-"""Of the whole budget, for the steps themselves: starting the runs may have taken all that was meant for the proof, and
-a few hundred quick steps more cost little beside that."""
+"""Least share of the whole budget for the steps themselves: starting the runs may take all of the proof's time, and a few
+hundred quick steps cost little in comparison."""
 RECORDING_FACTOR = 1.5
 SHARED_START = 0.6
-"""Of a start: what each of two costs that start at once."""
+"""Of a start: the cost of each of two that start at once."""
 STATISTICAL_RUNS = 3
 
 REDUCED: tuple[Exactness, ...] = ("reduced",)
@@ -51,7 +51,7 @@ ROUNDING: tuple[Exactness, ...] = ("rounding",)
 
 Progress = Callable[[str], None]
 Repeats = Literal["to the bit", "to rounding", "no"]
-"""How alike two plain runs are, every generator seeded."""
+"""How well plain runs agree, every generator seeded."""
 
 
 class Evidence(TypedDict, total=False):
@@ -78,12 +78,12 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """What is known of the script's course, from which the length of a proof follows."""
+    """What is known of the script's run, which determines the length of a proof."""
 
     step_seconds: float
     startup_seconds: float = 0.0
     levers_start_seconds: float = 0.0
-    """That a run with the levers takes longer to start."""
+    """Extra time to start a run with the levers."""
     total_steps: int | None = None
     """Steps after which the script ends; None: not known."""
     epoch_steps: int | None = None
@@ -93,35 +93,34 @@ class Pattern:
 
 
 def least_seconds(pattern: Pattern, trials: Trials, claims: Collection[Exactness] = REDUCED) -> float:
-    """What a proof of these claims takes, as a rule, where it is as short as it may be."""
+    """Typical duration of the shortest proof of these claims."""
     starting = pattern.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
     steps, runs = LEAST_STEPS, RunsMade.for_claims(claims)
     if pattern.few is not None:
         steps = pattern.few.compared
-        if steps < judge.LEAST_LOSSES:  # nothing is tried that is 'reduced'
+        if steps < judge.LEAST_LOSSES:  # no 'reduced' lever is tried
             runs = RunsMade.for_claims(ROUNDING)
     recording = RECORDING_FACTOR * steps * pattern.step_seconds
     return runs.all * (starting + recording) + runs.with_levers * pattern.levers_start_seconds
 
 
 class RunsMade(NamedTuple):
-    """By the proof of a set of claims, where plain runs are alike."""
+    """Runs in the proof of a set of claims, where plain runs agree."""
 
     all: int
     with_levers: int
 
     @classmethod
     def for_claims(cls, claims: Collection[Exactness]) -> RunsMade:
-        """One with the levers of each class and all stricter ones, beside a plain one; where rounding is allowed one
-        from nudged weights; for 'reduced' one from coarsely nudged ones, and one with the levers that is left to
-        itself."""
+        """A plain one and one per class, with its levers and all stricter ones; where rounding is allowed, one from
+        nudged weights; for 'reduced', one from coarsely nudged weights and a free one with the levers."""
         reduced = "reduced" in claims
         with_levers = len({*claims}) + reduced
         return cls(all=1 + (reduced or "rounding" in claims) + reduced + with_levers, with_levers=with_levers)
 
 
 class Prover:
-    """Records and judges. A reference of the plain run lies in a folder of its own."""
+    """Records and judges. The reference of the plain run is kept in a folder of its own."""
 
     def __init__(
         self, trials: Trials, pattern: Pattern, deadline: Deadline, progress: Progress = lambda text: None
@@ -131,14 +130,14 @@ class Prover:
         self._pattern, self._deadline, self._progress = pattern, deadline, progress
         self._steps: int | None = None
         self._plains: list[Numerics] = []
-        """Of one seed: the one that left the reference, and more where a claim needs them."""
+        """Plain runs from one seed: the one that wrote the reference, and more where a claim needs them."""
         self._nudged: Numerics | None = None
         self._coarse: Numerics | None = None
         self._repeats: Repeats | None = None
         self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Judged] = {}
-        """What became of claims so far: a set that is proved again without one of its levers makes some anew."""
-        self._ahead: tuple[list[Choice], RunningTrial] | None = None
-        """(levers from its start, a process that starts while another one is recorded)"""
+        """Verdicts so far: proving a set again without one of its levers repeats only some claims."""
+        self._prestarted: tuple[list[Choice], RunningTrial] | None = None
+        """(levers on from its start, a process that starts while another is recorded)"""
 
     def __enter__(self) -> Prover:
         return self
@@ -147,13 +146,13 @@ class Prover:
         self.close()
 
     def has_time_for(self, runs: int) -> bool:
-        """Is there time for so many more runs of the length of those before?"""
+        """Is there time for this many more runs of the usual length?"""
         pattern = self._pattern
         run_seconds = pattern.startup_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
         return runs * run_seconds <= self._deadline.seconds_left
 
     def close(self) -> None:
-        self._drop_the_one_ahead()
+        self._drop_prestarted()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def prove(self, choices: Sequence[Choice]) -> Proof:
@@ -182,7 +181,9 @@ class Prover:
             )
             if judged.verdict == "rejected":
                 break
-            if judged.verdict == "statistical":  # no step can be compared: the rest is judged in the same way, together
+            if (
+                judged.verdict == "statistical"
+            ):  # steps cannot be compared: all levers are judged together, in the same way
                 return self._proof_by_levels(choices, plain)
         return self._proof(claims, plain, judged.evidence)
 
@@ -203,7 +204,7 @@ class Prover:
         if self._repeats == "no":
             return Judged("statistical", "", {})
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
-        # What is as near to the plain run as that from other weights would be as near from its own: one run less.
+        # If a run from nudged weights is that close to the plain one, so is a plain one: that saves a run.
         near = self._repeats is not None or judge.repeats_to_rounding(plain, nudged)
         if not near and self._repeats_how() == "no":
             return Judged("statistical", "", {})
@@ -227,11 +228,11 @@ class Prover:
         return self._reduced(plain, nudged, checked, choices, evidence)
 
     def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged | None:
-        """None: plain runs do not match bit for bit either."""
+        """None where plain runs do not match bit for bit either."""
         candidate = self._record(choices)
         difference = judge.not_bit_identical(plain, candidate)
         if difference is None:
-            self._repeats = "to the bit"  # it would be odd if two plain runs differed
+            self._repeats = "to the bit"  # two plain runs would hardly differ then
             reason = "losses, gradient norms, weights and RNG states match bit for bit"
             return Judged("bit-identical", reason, {"candidate_losses": candidate.mean_losses()})
         if self._repeats_how() == "to the bit":
@@ -241,7 +242,7 @@ class Prover:
     def _reduced(
         self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: Evidence
     ) -> Judged:
-        if reason := judge.not_reduced(plain, nudged, checked) or self._goes_astray(plain, checked, choices):
+        if reason := judge.not_reduced(plain, nudged, checked) or self._diverges(plain, checked, choices):
             return Judged("rejected", reason, evidence)
         coarse = self._coarse = self._coarse or self._record([], nudge="16-bit", then=choices)
         free = self._record(choices)
@@ -254,17 +255,18 @@ class Prover:
         reason = f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}"
         return Judged("reduced", reason, evidence)
 
-    def _goes_astray(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
-        """Beyond what noise explains; a run that shows it is made only where it is needed, and where there is time."""
-        reason = judge.goes_astray(plain, checked)
+    def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
+        """Why it diverges beyond what noise explains. The run that measures the noise is made only if needed, and if there
+        is time."""
+        reason = judge.diverges(plain, checked)
         if reason is None or not self.has_time_for(1):
             return reason
         noise = judge.typical_gradient_difference(checked)
         noisy = self._record([], role="checked", gradient_noise=noise, then=choices)
-        return judge.goes_astray(plain, checked, noisy)
+        return judge.diverges(plain, checked, noisy)
 
     def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
-        """Of a script that does not repeat itself: several runs of each side, compared by their levels."""
+        """For a script whose plain runs differ: several runs of each side, compared by their levels."""
         while len(self._plains) < STATISTICAL_RUNS:
             self._plains.append(self._record([]))
         try:
@@ -275,18 +277,18 @@ class Prover:
         labels = tuple(choice.label for choice in choices)
         claimed = worst(choice.exactness for choice in choices)
         verdict: ProofVerdict = "rejected" if reason else "statistical"
-        told = reason or (
-            f"{STATISTICAL_RUNS} runs of each: gradients of the same sizes, losses of the same level; "
-            f"a difference of the losses below {resolution:.1%} would not have been seen"
+        found = reason or (
+            f"{STATISTICAL_RUNS} runs of each: gradients of the same size, losses at the same level; "
+            f"a difference in loss below {resolution:.1%} would not have been detected"
         )
-        claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=told)
+        claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=found)
         evidence: Evidence = {"resolution": resolution}
         if candidates:
             evidence["candidate_losses"] = candidates[0].mean_losses()
         return self._proof([claim], plain, evidence)
 
     def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: Evidence) -> Proof:
-        self._drop_the_one_ahead()  # expected in vain: it would hold memory beside what is measured next
+        self._drop_prestarted()  # not needed: it would hold memory while the next thing is measured
         last = claims[-1]
         return Proof(
             verdict=last.verdict,
@@ -303,12 +305,12 @@ class Prover:
     # the runs
 
     def _plain(self, choices: Sequence[Choice]) -> Numerics:
-        """The plain run that leaves the reference; shorter than planned where the script is."""
+        """The plain run that writes the reference; shorter than planned where the script is."""
         if not self._plains:
             self._steps = self._wanted_steps(choices)
             self._progress(f"proof: the plain {self._trials.kind}, {self._steps} steps")
             first = self._record([], role="reference", then=_bit_identical_ones(choices))
-            if first.ended and first.steps > 1:  # all runs stop within the script, before its end can change anything
+            if first.ended and first.steps > 1:  # all runs stop before the script's end, which might change something
                 for old in self._folder.glob("*.pt"):
                     old.unlink()
                 self._steps = first.steps - 1
@@ -337,7 +339,7 @@ class Prover:
         gradient_noise: float = 0.0,
         then: Sequence[Choice] | None = None,
     ) -> Numerics:
-        """`then`: the levers of the run that will probably be recorded next; None: not known."""
+        """`then`: the levers of the run that will probably be recorded next; None: unknown."""
         assert self._steps is not None
         checks = self._check_steps(self._steps)
         request = NumericsRequest(
@@ -357,40 +359,40 @@ class Prover:
             except TrialError:
                 if alone:
                     raise
-        self._drop_the_one_ahead()
-        # Two at once may need more memory than there is.
+        self._drop_prestarted()
+        # Two processes at once may need more memory than there is.
         return self._record(choices, role=role, nudge=nudge, gradient_noise=gradient_noise)
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
-        """Of few steps every second, so that between two of them a step is made from a run's own state, and the last,
-        whose update shows nowhere else."""
+        """For few steps, every second one, so that a step from the run's own state lies in between, and the last, whose
+        update shows nowhere else."""
         if self._pattern.few is not None:
             return tuple(sorted({*range(0, steps, 2), steps - 1}))
         count = max(1, min(CHECKS, steps // STEPS_A_CHECK))
         return tuple(i * steps // count for i in range(count))
 
     def _spawned(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[RunningTrial, bool]:
-        """(the process for a run, whether no other one runs beside it)"""
-        process, was_ahead = None, False
-        if self._ahead is not None and self._ahead[0] == from_start:
-            process, was_ahead, self._ahead = self._ahead[1], True, None
-        self._drop_the_one_ahead()
+        """(the process for a run, whether no other runs at the same time)"""
+        process, was_prestarted = None, False
+        if self._prestarted is not None and self._prestarted[0] == from_start:
+            process, was_prestarted, self._prestarted = self._prestarted[1], True, None
+        self._drop_prestarted()
         if process is None:
             process = self._trials.trial(from_start, label="proof")
             process.spawn()
         if then is not None and self._trials.starts_overlap:
             next_from_start, _ = split_by_switch(then)
-            self._ahead = next_from_start, self._trials.trial(next_from_start, label="proof")
-            self._ahead[1].spawn()
-        return process, not was_ahead and self._ahead is None
+            self._prestarted = next_from_start, self._trials.trial(next_from_start, label="proof")
+            self._prestarted[1].spawn()
+        return process, not was_prestarted and self._prestarted is None
 
-    def _drop_the_one_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead[1].close()
-            self._ahead = None
+    def _drop_prestarted(self) -> None:
+        if self._prestarted is not None:
+            self._prestarted[1].close()
+            self._prestarted = None
 
     def _wanted_steps(self, choices: Sequence[Choice]) -> int:
-        """As many as the claims want and the time affords; two epochs where that is possible."""
+        """As many as the claims need and the time allows; two epochs where possible."""
         pattern = self._pattern
         if pattern.few is not None:
             return pattern.few.compared
@@ -413,7 +415,7 @@ def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:
 
 def _failure(error: TrialError) -> str:
     headline = error.headline if isinstance(error, TrialEnded) else ""
-    return f"a fresh run with it failed: {headline or error}"
+    return f"a new run with it failed: {headline or error}"
 
 
 def _largest_mean(streams: Sequence[Sequence[float]]) -> float:
@@ -427,7 +429,7 @@ def _notes(plain: Numerics, repeats: Repeats | None) -> list[str]:
         notes.append(f"the script leaves generators unseeded ({shown}); the proof gave both sides the same seeds")
     if repeats == "to rounding":
         notes.append(
-            "plain runs differ by rounding errors although every generator was seeded, as where a GPU adds in no fixed "
+            "plain runs differ by rounding errors although every generator was seeded, as where a GPU sums in no fixed "
             "order: nothing finer can be proved"
         )
     if repeats == "no":
@@ -436,5 +438,5 @@ def _notes(plain: Numerics, repeats: Repeats | None) -> list[str]:
             "processes, on the clock, or on an operation without a fixed order"
         )
     if plain.sampled:
-        notes.append("the model is too large to be compared whole: 16,384 elements of each tensor were")
+        notes.append("the model is too large to compare in full: 16,384 elements of each tensor were compared")
     return notes

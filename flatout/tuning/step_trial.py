@@ -110,7 +110,7 @@ class StepTrial:
 
     expected_step_seconds: float | None = None
     first_steps_seconds = 0.0
-    broken_off = False
+    interruptible = False
     deadline: Deadline | None = None
     waiting_seconds = 0.0
     """It is started where all that it needs is in memory."""
@@ -165,7 +165,7 @@ class StepTrial:
     def describe(self) -> Observed:
         return self._observed(())
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
         before = time.perf_counter()
         with self._running(choices) as take:
             self._device.synchronize()
@@ -280,7 +280,7 @@ class StepTrial:
                     closing.callback(vars(optimizer).pop, "step")
 
                 def take() -> Tensor:
-                    if self.broken_off and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
+                    if self.interruptible and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
                         raise BudgetSpent(self.deadline)
                     loss: Tensor = step(next(self._batches))
                     nonlocal steps

@@ -27,7 +27,7 @@ class RunningTrial(Protocol):
     """A plain step's length, from which follows when silence counts as hanging; None: not known yet."""
     first_steps_seconds: float
     """Patience until that is known."""
-    broken_off: bool
+    interruptible: bool
     """Do steps that are under way when the deadline passes end soon afterwards, with BudgetSpent?"""
     deadline: Deadline | None
 
@@ -60,7 +60,7 @@ class RunningTrial(Protocol):
 
     def describe(self) -> Observed: ...
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window: ...
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window: ...
 
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed: ...
 

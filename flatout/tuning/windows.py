@@ -116,11 +116,11 @@ class Arm:
 
     process: RunningTrial
     choices: Sequence[Choice] = ()
-    resting: bool = False
+    suspended: bool = False
     """Watched no more closely than `flatout run` does between its looks."""
 
     def window(self, *, settle: int, steps: int) -> Window:
-        return self.process.window(self.choices, settle=settle, steps=steps, resting=self.resting)
+        return self.process.window(self.choices, settle=settle, steps=steps, suspended=self.suspended)
 
 
 @dataclass(frozen=True, kw_only=True)

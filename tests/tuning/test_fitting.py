@@ -93,7 +93,7 @@ def test_the_fastest_that_fits_is_kept() -> None:
 def test_where_nothing_fits_the_least_is_named() -> None:
     with pytest.raises(ScriptError, match=r"100 MiB, and 5 MiB are allowed; the least .* is 10 MiB, with .*; make the"):
         fitted(5)
-    with pytest.raises(ScriptError, match="2 of 7 combinations; give it more time with --budget"):
+    with pytest.raises(ScriptError, match="2 of 7 combinations; allow more time: --budget"):
         fitted(5, turns=2)
     with pytest.raises(ScriptError, match="it hangs; make the script's batch smaller"):
         fitted(65, Process(loss=TrialError("it hangs")), offered=[(LOSS,)])

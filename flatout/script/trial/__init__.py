@@ -19,7 +19,7 @@ Without one, the script runs until its first certain step, and then waits for co
 
     ready  step_kind                       it has got there
     describe                               -> what was seen of the loop (`Observed`)
-    window  levers, settle, steps, resting -> seconds of each measured step, with exactly these levers on
+    window  levers, settle, steps, suspended -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps               -> where the time of each step went
     work                                   -> what one step computes (`StepWork`)
     peak  levers, steps                    -> the most that the tensors of a step hold at once

@@ -21,7 +21,7 @@ class Command(TypedDict, total=False):
     """[name, value] of each choice."""
     settle: int
     steps: int
-    resting: bool
+    suspended: bool
     deterministic: bool
     request: dict[str, object]
     """A NumericsRequest."""

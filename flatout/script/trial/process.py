@@ -63,7 +63,7 @@ LONG_START_SECONDS = 1.0
 """Below that two starts in turn are quick enough."""
 SIDE_BY_SIDE = 1.2
 """Times the usable cores: two starts that want so much together are still quicker at once than in turn."""
-GLANCE_SECONDS = 0.5
+STOP_POLL_SECONDS = 0.5
 """Between two looks whether somebody has stopped the search, while a trial is silent."""
 ENDS_OF_INPUT = b"\x04" * 64
 """Who reads from a trial's terminal is told each time that nothing comes."""
@@ -188,7 +188,7 @@ class TrialProcess:
         """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
         self.first_steps_seconds = FIRST_STEPS_SECONDS
         """Patience until that is known."""
-        self.broken_off = False
+        self.interruptible = False
         """Whether steps that are under way when the setup's deadline passes end soon afterwards, with BudgetSpent. A
         start goes on: how long it takes is not known before."""
         self._process: Process | None = None
@@ -219,7 +219,7 @@ class TrialProcess:
 
     def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
         """Start the script and wait for its first certain step. Raises TrialEnded if there is none."""
-        if self.broken_off and self._has_passed():
+        if self.interruptible and self._has_passed():
             raise BudgetSpent(self.deadline)
         with self._stage(f"starting {self.setup.target.name}"):
             if self._process is None:
@@ -309,13 +309,13 @@ class TrialProcess:
     def describe(self) -> Observed:
         return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
         command: Command = {
             "do": "window",
             "levers": _json(choices),
             "settle": settle,
             "steps": steps,
-            "resting": resting,
+            "suspended": suspended,
         }
         answer = self._ask(command, self._patience(settle + steps, choices))
         return Window(
@@ -420,7 +420,7 @@ class TrialProcess:
         return self._answer(timeout_seconds)
 
     def _answer(self, timeout_seconds: float, *, starting: bool = False) -> Any:  # Any: JSON
-        line = self._read_line(timeout_seconds, broken_off=self.broken_off and not starting)
+        line = self._read_line(timeout_seconds, interruptible=self.interruptible and not starting)
         answer = json.loads(line)
         if answer["event"] == "ended":
             told = answer["status"], answer["error"], answer["steps"], answer.get("note", "")
@@ -433,23 +433,23 @@ class TrialProcess:
             raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
         return answer
 
-    def _read_line(self, timeout_seconds: float, *, broken_off: bool) -> bytes:
+    def _read_line(self, timeout_seconds: float, *, interruptible: bool) -> bytes:
         end = time.monotonic() + timeout_seconds
         gone = False
         while b"\n" not in self._buffer:
             patience = end - time.monotonic()
-            if self.deadline is not None and broken_off:
+            if self.deadline is not None and interruptible:
                 patience = min(patience, self.deadline.grace_seconds_left)
-            ready, _, _ = select.select([self._answer_read], [], [], min(max(0.0, patience), GLANCE_SECONDS))
+            ready, _, _ = select.select([self._answer_read], [], [], min(max(0.0, patience), STOP_POLL_SECONDS))
             if self.deadline is not None and self.deadline.stopped:
                 raise BudgetSpent(self.deadline)
-            if not ready and broken_off and self._has_passed():
+            if not ready and interruptible and self._has_passed():
                 raise BudgetSpent(self.deadline)
             chunk = os.read(self._answer_read, 1 << 16) if ready else b""
             if not chunk and (ready or gone):  # gone: others that outlive it may hold the pipe open
                 assert self._process is not None
                 raise TrialDied(self._process.wait())
-            if not ready and patience <= GLANCE_SECONDS:
+            if not ready and patience <= STOP_POLL_SECONDS:
                 raise TrialHangs(timeout_seconds)
             gone = not ready and not self.alive
             self._buffer += chunk

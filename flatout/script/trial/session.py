@@ -83,7 +83,7 @@ class Session:
         """Read and start a command; returns what to do at each following boundary (True when done), or None."""
         line = self._read()
         command: Command = json.loads(line) if line else {"do": "stop"}
-        self.watch.wake()
+        self.watch.resume()
         start: Callable[[Command], Callable[[], bool] | None] = {
             "describe": self._describe,
             "window": self._window,
@@ -108,8 +108,8 @@ class Session:
         before = time.perf_counter()
         self.applied.set(self._choices(command))
         apply_seconds = time.perf_counter() - before
-        if command.get("resting"):
-            self.watch.rest()
+        if command.get("suspended"):
+            self.watch.suspend()
         device.synchronize()
         marks, drawn = [device.mark()], [self.watch.subject.samples_drawn]
 
