@@ -184,8 +184,8 @@ class Watch:
     def suspend(self, boundary_every: int = 1) -> None:
         """Until `resume`, only count the leader's steps: for quick steps even a few microseconds are a share.
 
-        Of the counted steps each `boundary_every`-th is a boundary. Possible where steps end with an optimizer, no lever
-        wraps a call and no window is open; otherwise nothing.
+        Of the counted steps each `boundary_every`-th is a boundary. Possible where steps end with an optimizer, no
+        lever wraps a call and no window is open; otherwise nothing.
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
@@ -195,8 +195,8 @@ class Watch:
         fill_freed_pieces()  # those of our imports, and of what was watched until now
 
     def resume(self) -> None:
-        """Watch whole steps again; goes on suspended where the script has put its own functions in the place of torch's,
-        or has asked for torch.compile meanwhile."""
+        """Watch whole steps again; goes on suspended where the script has put its own functions in the place of
+        torch's, or has asked for torch.compile meanwhile."""
         if not self.suspended or not self.enabled:
             return
         self.count_passed()

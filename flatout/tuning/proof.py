@@ -25,29 +25,31 @@ from flatout.statistics import median
 from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
 
 ROUNDING_FACTOR = 40.0
-"""A lever rounds at every operation of every step, the nudge only once: up to this many times its effect is rounding."""
+"""A lever rounds at every operation of every step, the nudge only once: up to this many times its effect is
+rounding."""
 GRADIENT_ROUNDING_FLOOR = 1e-4
 LOSS_ROUNDING_FLOOR = 1e-4
 """A single unit of a ReLU or a pool that switches sides causes this much, at a step where none did in the nudged run.
 What a lever does wrong in every step shows in gradients and updates at the check steps, far below that."""
 UPDATE_ROUNDING, UPDATE_ULPS = 1e-4, 4.0
-"""From equal gradients an optimizer's update agrees to this share of it, or to this many rounding errors of the weights."""
+"""From equal gradients an optimizer's update agrees to this share of it, or to this many rounding errors of the
+weights."""
 OWN_GRADIENTS_FACTOR = 3.0
 """Where a script updates its weights itself, or in a closure, the gradients cannot be replaced: their 16-bit noise, and
 that of a norm by which they are clipped, carries over to the updates."""
 UPDATE_IN_CODES = 0.1
-"""The same for parameters whose moments are held in 8 bits: measured at 0.01 to 0.03, and at 0.13 to 0.36 where gradients
-vanish in a deep network, which 8 bits cannot represent. A lost update gives 1."""
+"""The same for parameters whose moments are held in 8 bits: measured at 0.01 to 0.03, and at 0.13 to 0.36 where
+gradients vanish in a deep network, which 8 bits cannot represent. A lost update gives 1."""
 DRIFT_ROUNDING, DRIFT_ULPS = 1e-3, 8.0
 """The same between check steps; a single lost update is a few per cent of the distance moved."""
 
 LOST_IN_ROUNDING = 0.005
-"""A gradient that one fp32 rounding error changes by this much is all cancellation (the bias of keys in attention, or one
-before a normalization): 16 bits say nothing about it, and training does not depend on it. Such a bias of a convolution
-was measured at 0.01 to 0.4; without cancellation it is near 1e-6."""
+"""A gradient that one fp32 rounding error changes by this much is all cancellation (the bias of keys in attention, or
+one before a normalization): 16 bits say nothing about it, and training does not depend on it. Such a bias of a
+convolution was measured at 0.01 to 0.4; without cancellation it is near 1e-6."""
 REDUCED_GRADIENT_FACTOR, REDUCED_GRADIENT_LEAST, REDUCED_GRADIENT_MOST = 6.0, 0.05, 0.25
-"""The whole gradient may be off by this many times the effect of one 16-bit rounding error in the weights (correct levers
-were measured at 0.4 to 2.7 times that), within these bounds."""
+"""The whole gradient may be off by this many times the effect of one 16-bit rounding error in the weights (correct
+levers were measured at 0.4 to 2.7 times that), within these bounds."""
 FP32_TO_16_BITS = 2.0**15
 """How much larger a rounding error of bf16 is than one of fp32."""
 REDUCED_TENSOR_LIMIT = 1.0
@@ -56,7 +58,8 @@ REDUCED_BIAS, REDUCED_BIAS_FEW = 0.1, 0.4
 """Noise leaves the projection on the plain gradient at 1; a lever that loses or scales one moves it. The second where
 fewer than three check steps cannot show the noise."""
 REDUCED_DRIFT_LIMIT = 0.02
-"""The losses of the later half may differ by this share of their level, or by three times the effect of a 16-bit nudge."""
+"""The losses of the later half may differ by this share of their level, or by three times the effect of a 16-bit
+nudge."""
 REDUCED_GRADIENT_ANYWHERE = 0.5
 """... and this at any single check step: beyond it, it is the gradient of another batch."""
 STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
@@ -73,8 +76,9 @@ WAY_FACTOR, WAY_LEAST = 6.0, 0.05
 """Correct levers were measured at 0.3 to 1.7 times the noise of their gradients."""
 
 REPEATED_GRADIENT, REPEATED_LOSS, REPEATED_WAY = 1e-4, 1e-3, 0.05
-"""Up to this, two plain runs from the same state differ by rounding alone: the whole gradient, the loss of any step, the
-path of the weights from one check step to the next. With more, a candidate measured against it would always pass."""
+"""Up to this, two plain runs from the same state differ by rounding alone: the whole gradient, the loss of any step,
+the path of the weights from one check step to the next. With more, a candidate measured against it would always
+pass."""
 
 
 def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:

@@ -93,7 +93,8 @@ class Proposals:
         return first, saving_per_second(lever, saving.expected, state.observed, state.restart_seconds, value)
 
     def bundle(self, trial_seconds: float, seconds_left: float) -> tuple[Choice, ...]:
-        """Levers that are predicted to help and quick to switch, where there is no time to try even a few one by one."""
+        """Levers that are predicted to help and quick to switch, where there is no time to try even a few one by
+        one."""
         offered = [found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates]
         if self._only is not None or TRIALS_COST * trial_seconds * min(A_FEW, len(offered)) < seconds_left:
             return ()

@@ -33,14 +33,15 @@ from flatout.tuning.trials import RunningTrial, Trials
 
 WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
-"""Only a run of more than two epochs shows what a script does once per epoch; more, because a step has passed before."""
+"""Only a run of more than two epochs shows what a script does once per epoch; more, because a step has passed
+before."""
 LEAST_STEPS = 8
 CHECKS, STEPS_A_CHECK = 24, 4
 SHARE_FOR_RUNS = 0.7
 """Of the time; the rest is for finding a lever at fault."""
 LEAST_SHARE = 0.05
-"""Least share of the whole budget for the steps themselves: starting the runs may take all of the proof's time, and a few
-hundred quick steps cost little in comparison."""
+"""Least share of the whole budget for the steps themselves: starting the runs may take all of the proof's time, and a
+few hundred quick steps cost little in comparison."""
 RECORDING_FACTOR = 1.5
 SHARED_START = 0.6
 """Of a start: the cost of each of two that start at once."""
@@ -256,8 +257,8 @@ class Prover:
         return Judged("reduced", reason, evidence)
 
     def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
-        """Why it diverges beyond what noise explains. The run that measures the noise is made only if needed, and if there
-        is time."""
+        """Why it diverges beyond what noise explains. The run that measures the noise is made only if needed, and if
+        there is time."""
         reason = judge.diverges(plain, checked)
         if reason is None or not self.has_time_for(1):
             return reason

@@ -44,9 +44,9 @@ class Claim:
 class Proof:
     """How far a candidate's numbers are from the plain script's, and how far plain runs are from one another.
 
-    Each claim is proved by itself, strictest first; `verdict` is the weakest of them, or the first that failed.
-    Figures are relative: losses to the median loss, gradients to their norm. A `floor` is the script's own: the effect of
-    one rounding error in the weights.
+    Each claim is proved by itself, strictest first; `verdict` is the weakest of them, or the first that failed. Figures
+    are relative: losses to the median loss, gradients to their norm. A `floor` is the script's own: the effect of one
+    rounding error in the weights.
     """
 
     verdict: ProofVerdict

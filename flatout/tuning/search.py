@@ -268,8 +268,8 @@ class TrainingSearch(Search[Choice]):
             return replace(seen, **asdict(process.work())), described
 
     def _affordable_of_first(self, process: RunningTrial, step_seconds: float) -> int:
-        """Where the budget is too short for steps as long as the first, time a few more: first steps allocate, and caches
-        are cold."""
+        """Where the budget is too short for steps as long as the first, time a few more: first steps allocate, and
+        caches are cold."""
         self._keep_back(step_seconds)
         more = min(MOST_FIRST_STEPS, int(FIRST_STEPS_SHARE * self._deadline.budget_seconds / step_seconds))
         try:
@@ -289,8 +289,8 @@ class TrainingSearch(Search[Choice]):
             raise explain_stop(stop, self.trials.name, str(self.state.isolation.get("reason", ""))) from None
 
     def _keep_back(self, step_seconds: float) -> None:
-        """Reserve more for the verifier where slow starts or long steps make it slow, as a search that leaves no time for
-        it is useless; and less while there is nothing to verify."""
+        """Reserve more for the verifier where slow starts or long steps make it slow, as a search that leaves no time
+        for it is useless; and less while there is nothing to verify."""
         usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
         least = max(least, usual) if self.state.kept else max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
         self._deadline = self.limits.deadline.reserving(least - usual)
@@ -313,7 +313,8 @@ class TrainingSearch(Search[Choice]):
         return max(2, int(OBSERVATION_SHARE * self._remaining() / step_seconds))
 
     def _look_again(self) -> None:
-        """Observe again after a lever was kept: shares of a step have changed, and a loader lever may have nothing to gain."""
+        """Observe again after a lever was kept: shares of a step have changed, and a loader lever may have nothing to
+        gain."""
         try:
             if self.few is None:
                 seen = self._main().breakdown(self._live(), steps=OBSERVED_STEPS // 2)

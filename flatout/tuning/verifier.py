@@ -27,8 +27,8 @@ from flatout.tuning.whole_run import WholeRun, own_start_seconds, whole_run
 from flatout.tuning.windows import Pace, Pairing
 
 COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
-"""Of the verifier's time, for the last comparison; up to twice that where needed, or what a short proof leaves: without a
-conclusive comparison, everything that was found is dropped."""
+"""Of the verifier's time, for the last comparison; up to twice that where needed, or what a short proof leaves: without
+a conclusive comparison, everything that was found is dropped."""
 PROOF_MARGIN = 1.5
 """Times the minimum of a proof."""
 STEPS_SHARE = 0.4
@@ -148,8 +148,8 @@ class Verifier:
         self.state.take_back(given_back, "dropped", reason)
 
     def _find_failed(self, proof: Proof) -> list[FailedClaim]:
-        """Bisect for the first lever with which the numbers go wrong: over prefixes of the levers with the failed claim,
-        on top of all those with a stricter one. All candidates, where time is too short to find out."""
+        """Bisect for the first lever with which the numbers go wrong: over prefixes of the levers with the failed
+        claim, on top of all those with a stricter one. All candidates, where time is too short to find out."""
         failed = proof.claims[-1]
         suspects = [choice for choice in self.state.kept if choice.label in failed.levers]
         sound = {label for claim in proof.claims[:-1] for label in claim.levers}
@@ -171,8 +171,8 @@ class Verifier:
     def _relax(self, failed: FailedClaim) -> bool:
         """Relax its claim to 'reduced' where that is allowed, may hold, and there is time to prove it; True if so.
 
-        A kernel that sums in another order can be far less accurate (batch norm over channels_last on a CPU): worse than
-        rounding, but better than 16-bit products.
+        A kernel that sums in another order can be far less accurate (batch norm over channels_last on a CPU): worse
+        than rounding, but better than 16-bit products.
         """
         choice = failed.choice
         if not failed.may_be_reduced or self._exactness != "reduced" or choice.relaxed:
