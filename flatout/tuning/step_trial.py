@@ -5,10 +5,9 @@
         trial.start()
         trial.window([choice], settle=2, steps=20)
 
-In each window the step is made anew with the plan that is tried, as the user will make it, and taken back at the end:
-between windows nothing of it is on, so two trials can take turns. The generators begin at the same numbers in every
-trial, and each trial's own state is put back before it goes on. The learning rate's schedule is left out: trials run
-past its end.
+In each window a step is built with the plan under test, as the user will build it, and closed at the end: between
+windows nothing is on, so two trials can alternate. The random generators start from the same state in every trial, and
+each trial's state is restored before it continues. The learning rate's schedule is left out: trials run past its end.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Copies = tuple[nn.Module, Optimizer, LossFn]
 
 SEED = 20_261_122
 FIRST_STEPS = 2
-"""That pass before a trial takes commands: the optimizer makes its state in the first."""
+"""Steps that pass before a trial takes commands: the optimizer creates its state in the first."""
 
 
 class Timed(Protocol):
@@ -65,7 +64,7 @@ class Timed(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrials:
-    """A step, and the batches that its trials train on, again and again."""
+    """A step, and the batches that its trials train on, repeatedly."""
 
     step: TrainStep
     batches: Sequence[object]
@@ -74,7 +73,7 @@ class StepTrials:
     kind: str = "step"
     afresh: str = "on fresh copies"
     starts_overlap: bool = False
-    """Copies are made one after the other."""
+    """Copies are made one at a time."""
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> StepTrial:
         return StepTrial(self, choices)
@@ -84,15 +83,15 @@ class StepTrials:
         return 0.0
 
     def in_new_processes(self) -> StepTrials:
-        return self  # there is this process only
+        return self  # there is only this process
 
     def sharing(self, folder: Path) -> StepTrials:
-        """As it is: this process may write there."""
+        """The same: this process may write there."""
         return self
 
 
 class WatchedStep:
-    """What a NumericsRecorder and `observe` look at, of a step whose parts are known."""
+    """What NumericsRecorder and `observe` need, for a step whose parts are known."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -106,14 +105,14 @@ class WatchedStep:
 
 
 class StepTrial:
-    """One copy. Lets no exception of the step out but as TrialEnded, which names it."""
+    """One copy. Exceptions of the step are raised as TrialEnded, which names them."""
 
     expected_step_seconds: float | None = None
     first_steps_seconds = 0.0
     interruptible = False
     deadline: Deadline | None = None
     waiting_seconds = 0.0
-    """It is started where all that it needs is in memory."""
+    """Everything it needs is in memory already."""
 
     def __init__(self, trials: StepTrials, choices: Sequence[Choice]) -> None:
         self._trials, self._from_start = trials, list(choices)
@@ -138,7 +137,7 @@ class StepTrial:
         return self._copies is not None
 
     def spawn(self) -> None:
-        """Nothing can be done ahead."""
+        """Nothing can be done in advance."""
 
     def start(self, timeout_seconds: float = 0.0) -> None:
         began = time.perf_counter()
@@ -160,7 +159,7 @@ class StepTrial:
     def close(self) -> None:
         self._copies = None
 
-    # what a search asks
+    # for the search
 
     def describe(self) -> Observed:
         return self._observed(())
@@ -260,7 +259,7 @@ class StepTrial:
         *,
         watched: bool = False,
     ) -> Iterator[Callable[[], Tensor]]:
-        """A function that takes one step under these choices. The step's own exceptions leave as TrialEnded.
+        """A function that takes one step under these choices. The step's exceptions are raised as TrialEnded.
 
         timed: wraps the loss and the optimizer's step. watched: `before_optimizer` is called, before any lever's hook.
         """
@@ -300,7 +299,7 @@ class StepTrial:
 
     @staticmethod
     def _names(rolled_back: Mapping[str, str], choices: Sequence[Choice]) -> dict[str, str]:
-        """By the levers' names, where the step says their labels."""
+        """Keyed by lever name instead of label."""
         names = {choice.label: choice.lever.name for choice in choices}
         return {names.get(label, label): why for label, why in rolled_back.items()}
 
@@ -314,22 +313,22 @@ class StepTrial:
 
 
 def copies_of(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn) -> Copies:
-    """A model, optimizer and loss of their own, which know one another; UsageError where they cannot be copied."""
+    """Copies of model, optimizer and loss that refer to one another; UsageError where they cannot be copied."""
     try:
         copies = copy.deepcopy((model, optimizer, loss_fn), copied_codes(optimizer))
     except Exception as error:
         if is_out_of_memory(error):
             remedy = "tune a smaller model or batch, or on a device with more memory"
-            raise TrialError("there is no room for copies of the model and its optimizer", remedy=remedy) from error
+            raise TrialError("there is no memory for copies of the model and its optimizer", remedy=remedy) from error
         raise UsageError(
             f"the model, its optimizer or the loss cannot be copied: {type(error).__name__}: {error}",
-            limit="they are tried on copies, so that yours stay as they are",
-            remedy="leave out of the modules what copy.deepcopy cannot copy",
+            limit="trials run on copies, so that yours stay unchanged",
+            remedy="keep what copy.deepcopy cannot copy out of the modules",
         ) from error
     join_recurrent_weights(copies[0])
     return copies
 
 
 def replace_choices(plan: Plan, choices: Sequence[Choice]) -> Plan:
-    """The plan with these made, without their reasons."""
+    """The plan with these choices, without reasons."""
     return replace(plan, **{choice.field: choice.value for choice in choices})
