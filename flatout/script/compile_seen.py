@@ -1,5 +1,5 @@
-"""A script's own torch.compile. What it has traced and guards must not change under it, and nothing of ours may be
-compiled in place of the script's functions."""
+"""A script's own torch.compile: what it has traced and guards must not change, and nothing of ours may be compiled in
+place of the script's functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class _Function(Protocol):
 
 
 def compile_was_asked_for() -> bool:
-    """Has the script called torch.compile, or had it trace anything? An optimizer alone imports it too."""
+    """Has the script called torch.compile, or has anything been traced? Its import proves nothing: optimizers import
+    it."""
     frames = sys.modules.get("torch._dynamo.utils")
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
     traced = frames is not None and frames.counters["frames"]["total"] > 0
@@ -24,10 +25,10 @@ def compile_was_asked_for() -> bool:
 
 
 def never_compiled(*functions: _Function) -> None:
-    """torch.compile passes over the frames of these and starts with what they call.
+    """Make torch.compile skip the frames of these and start with what they call.
 
-    A wrapper around all modules would otherwise be what is compiled: all of them would share the one cache of its code
-    (torch gives up on the ninth), and stand in tracebacks without their own frames.
+    Otherwise a wrapper around all modules would be compiled instead of them: all would share the cache of its code
+    (torch gives up on the ninth), and tracebacks would lack their frames.
     """
     import torch._C._dynamo.eval_frame as frames  # the part in C, which is loaded with torch
 

@@ -1,4 +1,4 @@
-"""The inside of a check of determinism: digests of the weights after some steps of a script, and the time of one."""
+"""A determinism check inside its process: digests of the weights after some steps of a script, and the step time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeterminismWatch:
         self._child, self._wanted, self._deterministic = child, steps, deterministic
         self._device: Device | None = None
         self._marks: list[Mark] = []
-        """Where steps end; the script's first may not be known for one."""
+        """Ends of steps; the script's first may not have been recognized."""
         self.watch.at_boundary.append(child.guarded(self._boundary))
 
     @property

@@ -1,11 +1,11 @@
-"""A run in which the same script makes the same numbers, bit for bit, each time it is started on this machine.
+"""A run in which a script computes the same numbers, bit for bit, each time it is started on this machine.
 
-    environment.deterministic_environment()     # what only a new process, or CUDA before it starts, can be given
+    environment.deterministic_environment()     # what must be set in a new process, or before CUDA starts
     make_deterministic()                        # the rest, as soon as torch and numpy are imported
 
-torch then uses deterministic kernels, and raises its own error, which names the operation, where there is none. What
-the script seeds or sets itself comes later and wins. Loader workers take their seeds from torch's generator, so they
-need none of their own. Left over are a script's own sources: the clock, threads, files that it reads and changes.
+torch then uses deterministic kernels and, where there is none, raises an error that names the operation. What the
+script seeds or sets itself comes later and wins. Loader workers take their seeds from torch's generator. What remains
+is up to the script: the clock, threads, files that it reads and changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Is a script's training repeatable, and what does that cost? Two deterministic runs and a plain one, as trials.
+"""Is a script's training repeatable, and at what cost? Two deterministic runs and a plain one, as trials.
 
-Each is a new process: forks of one would have one layout of addresses, and may agree where two runs do not.
+Each is a new process: forks of one process share their address layout, and may agree where two runs do not.
 
 found = check_determinism(Target.from_command(["train.py"]))
 found.equal, found.differing, found.cost
@@ -22,9 +22,9 @@ from flatout.units import format_seconds
 
 STEPS = 40
 PATIENCE_SECONDS = 1800.0
-"""With each run."""
+"""Timeout of each run."""
 MOST_SPREAD = 1.15
-"""Two like runs that are further apart say nothing about what the switches cost."""
+"""Where two equal runs differ by more, the cost cannot be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +33,22 @@ class DeterminismCheck:
 
     equal: bool
     steps: int
-    """That were compared; 0: the script was compared at its end, no step was found."""
+    """Steps that were compared; 0: no step was found, and the script was compared at its end."""
     tensors: int
     differing: tuple[str, ...]
     """Names of weights that differ between the two deterministic runs."""
     cost: float | None
-    """Median time of a deterministic step over that of a plain one; None: too few steps, or too noisy to tell."""
+    """Median time of a deterministic step over that of a plain one; None: too few steps, or too noisy."""
     error: str | None
-    """torch's own words, which name an operation that cannot be deterministic."""
+    """torch's error, which names an operation that cannot be deterministic."""
 
 
 def check_determinism(
     target: Target, stdin_file: Path | None = None, *, steps: int = STEPS, allow_network: bool = False
 ) -> DeterminismCheck:
-    """stdin_file: what each of the runs reads. allow_network: they have only a loopback interface otherwise.
+    """stdin_file: what each run reads. allow_network: otherwise they have only a loopback interface.
 
-    Raises ScriptError where the script fails without the switches too, or trains nothing that could be compared.
+    Raises ScriptError where the script fails in the plain run too, or trains nothing that could be compared.
     """
     target.check()
     with work_folder() as folder:
@@ -70,7 +70,9 @@ def check_determinism(
         if second.error is not None:
             return _failed(second)
     if not first.weights:
-        raise ScriptError("no weights were seen", limit="those of two runs are compared", remedy="name what trains")
+        raise ScriptError(
+            "no weights were found", limit="those of two runs are compared", remedy="check a script that trains"
+        )
     before, after = first.weights, second.weights
     differing = tuple(name for name in {**before, **after} if before.get(name) != after.get(name))
     if first.steps != second.steps:
@@ -107,7 +109,7 @@ def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> _Run:
             answer, end = trial.watch(command, PATIENCE_SECONDS)
         except TrialHangs:
             waited = format_seconds(PATIENCE_SECONDS)
-            raise TrialError(f"the script had not made its {steps} steps after {waited}") from None
+            raise TrialError(f"the script did not reach {steps} steps in {waited}") from None
     return _Run(
         steps=answer["steps"],
         step_seconds=answer["step_seconds"],

@@ -1,7 +1,7 @@
 """Time that the script's own thread spends copying to a device and waiting for it.
 
-Only where the weights are on a device, and only in a window: `.to`, `.cuda` that cross from the host count as
-transfer; whatever asks for a value (`.item`, `.tolist`, `.cpu`, `bool(tensor)`, `torch.cuda.synchronize`) as sync.
+Only where the weights are on a device, and only in a window: `.to` and `.cuda` from the host count as transfer;
+whatever reads a value (`.item`, `.tolist`, `.cpu`, `bool(tensor)`, `torch.cuda.synchronize`) as sync.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def device_name(subject: Subject) -> str:
     """'cpu' or 'cuda:0': where the weights are."""
     import torch
 
-    with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+    with torch._C.DisableTorchFunction():  # the script's own modes must not see our operations
         for module in subject.modules:
             for parameter in module.parameters():
                 return str(parameter.device)

@@ -1,7 +1,7 @@
-"""The batch size of a script's DataLoader, changed between two steps: the levers of trials that measure a curve.
+"""Change the batch size of a script's DataLoader between steps: levers of the trials that measure a batch-size curve.
 
-torch's BatchSampler may fix its size when an epoch begins. `LiveBatches`, which is on from the start of such a trial,
-has it ask for each batch anew, and counts what is drawn; `BatchSize` sets the size. Both are for trials alone.
+torch's BatchSampler may read its size once per epoch. `LiveBatches`, on from the start of such a trial, reads it for
+each batch and counts the samples drawn; `BatchSize` sets it. Both are for trials only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LiveBatches(Lever):
-    """torch's batch sampler, batch for batch the same, but asking for its size each time."""
+    """torch's batch sampler with the same batches, but reading its size each time."""
 
     name = "live batches"
     plan_field = "live_batches"
@@ -47,7 +47,7 @@ class LiveBatches(Lever):
 
 
 class BatchSize(Lever):
-    """Of the loader that feeds training; those that feed evaluation keep theirs."""
+    """Batch size of the loader that feeds training; loaders for evaluation keep theirs."""
 
     name = "batch size"
     plan_field = "batch_size"
@@ -70,11 +70,11 @@ def _count(subject: Subject, sampler: BatchSampler, batch: list[int]) -> None:
 
 
 def _own_sampler(loader: DataLoader[object]) -> BatchSampler:
-    """torch's own; what another does with its size is not known."""
+    """The loader's BatchSampler; UsageError for another class, whose use of its size is unknown."""
     from torch.utils.data import BatchSampler
 
     sampler = loader.batch_sampler
     if type(sampler) is not BatchSampler:
-        kind = "no batches of its own" if sampler is None else f"a {type(sampler).__name__} for its batches"
-        raise UsageError(f"the loader has {kind}", limit="only torch's BatchSampler takes another size")
+        kind = "no batch sampler" if sampler is None else f"a {type(sampler).__name__} for its batches"
+        raise UsageError(f"the loader has {kind}", limit="only the size of torch's BatchSampler can be changed")
     return sampler

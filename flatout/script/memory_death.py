@@ -1,7 +1,7 @@
-"""A run that died of memory: who held it at that moment, by category and by the script's own lines.
+"""A run that ran out of memory: what held it at that moment, by category and by line of the script.
 
-Read from the exception: its traceback keeps the frames, and so the tensors, as they were. What a batch of another size
-would have taken is stated only as far as arithmetic on these figures goes.
+Read from the exception: its traceback keeps the frames, and so the tensors, alive. What another batch size would have
+taken is stated only as far as these figures imply it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_HOLDERS = 8
 DEEPEST = 4
 WORTH_SAYING = 0.1
-"""Of what is held: less would not have helped."""
+"""Share of what is held: less would not have helped."""
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _PARTS = {"backward": "backward", "step": "optimizer", "__next__": "data"}
@@ -33,8 +33,8 @@ _PARTS = {"backward": "backward", "step": "optimizer", "__next__": "data"}
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBy:
-    """Tensors that one variable of the script's held, counted at the innermost that names them; or one kind of
-    autograd node, which has no line."""
+    """Tensors that one variable of the script held, counted at the innermost one; or one kind of autograd node, which
+    has no line."""
 
     line: str
     name: str
@@ -43,14 +43,14 @@ class HeldBy:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryDeath:
-    """What is known of the moment."""
+    """What is known of that moment."""
 
     message: str
     line: str
-    """The script's line that asked for too much."""
+    """The line of the script whose allocation failed."""
     part: str
     requested_bytes: int | None
-    """What was asked for; None where the message does not say."""
+    """Size of the failed allocation; None where the message does not give it."""
     categories: Mapping[str, int]
     """Bytes of tensors alive: weights, gradients, optimizer, graph (kept for the backward pass), other."""
     holders: tuple[HeldBy, ...]
@@ -66,7 +66,7 @@ class MemoryDeath:
 
 
 def inspect_death(error: BaseException | None, subject: Subject, folder: str) -> MemoryDeath | None:
-    """What that error says of the end of memory; None if it was something else. folder: of the script's own files."""
+    """What is known of an out-of-memory error; None for any other. folder: of the script's own files."""
     error = _cause(error)
     if error is None:
         return None
@@ -100,7 +100,7 @@ def inspect_death(error: BaseException | None, subject: Subject, folder: str) ->
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The end of memory itself, where the script raised another error from it."""
+    """The out-of-memory error itself, where the script raised another one from it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if is_out_of_memory(error):
@@ -115,31 +115,31 @@ def _advice(
 ) -> Iterator[str]:
     grows, held = categories["graph"], sum(categories.values())
     if of_python:
-        yield f"Python's objects, not tensors (they are {format_bytes(held)}), took the memory: look at that line first"
+        yield f"Python objects took the memory, not tensors ({format_bytes(held)}): look at that line first"
         return
     if requested is None:
-        yield "a smaller batch, activation checkpointing or bf16 would have asked for less"
+        yield "a smaller batch, activation checkpointing or bf16 would need less"
     elif requested > held:
         yield (
-            f"the one tensor asked for, {format_bytes(requested)}, is larger than all that was held "
+            f"the requested tensor, {format_bytes(requested)}, is larger than everything that was held "
             f"({format_bytes(held)}): look at that line first"
         )
     elif batch_size is not None and batch_size > 1 and grows:
         most = math.floor(batch_size * grows / (grows + requested))
         yield (
-            f"what is kept for the backward pass grows with the batch; it had reached {format_bytes(grows)}, and "
-            f"{format_bytes(requested)} more were wanted: of the {batch_size} samples of a batch at most {most} come "
-            "past this line, and the rest of the step wants more"
+            f"what is saved for the backward pass grows with the batch; it had reached {format_bytes(grows)}, and "
+            f"{format_bytes(requested)} more were needed: of the {batch_size} samples of a batch at most {most} fit up "
+            "to this line, and the rest of the step needs more"
         )
     state = categories["optimizer"]
     if state > grows and state >= held * WORTH_SAYING:
         yield f"the optimizer's state is {format_bytes(state)}: SGD or Adafactor keep less of it"
-    yield "flatout memory, with a smaller batch, shows the peak by line and what each measure would save"
+    yield "flatout memory, with a smaller batch, shows the peak by line and what each remedy would save"
     yield "in your own loop: flatout.TrainStep splits a batch that does not fit; flatout.fit_to_memory plans for less"
 
 
 def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of storages that were not counted yet."""
+    """Bytes of storages not counted yet."""
     total = 0
     for tensor in tensors:
         storage = _storage(tensor)
@@ -151,7 +151,7 @@ def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def _storage(tensor: Tensor) -> UntypedStorage | None:
-    """What holds its bytes; None where nothing does: sparse layouts, fake tensors, weights of lazy layers."""
+    """Its storage; None where it has none: sparse layouts, fake tensors, weights of lazy layers."""
     try:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError, AttributeError, ValueError):
@@ -186,7 +186,7 @@ def _alive() -> list[Tensor]:
 
 
 def _graph_by_kind(seen: set[int]) -> dict[str, int]:
-    """Bytes kept for the backward pass, by the kind of node that keeps them first."""
+    """Bytes saved for the backward pass, by the kind of node that saves them first."""
     from flatout.memory.graphs import live_tensors, saved_tensors_of
 
     sizes: dict[str, int] = {}
@@ -204,7 +204,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _holders(frames: list[tuple[FrameType, int]], seen: set[int]) -> list[HeldBy]:
-    """Variables of the script's frames with what they hold, innermost first: what one names no other counts."""
+    """Variables of the script's frames with what they hold, each tensor counted once, innermost frame first."""
     found = []
     for frame, line in reversed(frames):
         for name, value in list(frame.f_locals.items()):
@@ -217,7 +217,7 @@ def _holders(frames: list[tuple[FrameType, int]], seen: set[int]) -> list[HeldBy
 
 
 def _tensors_of(value: object) -> Iterator[Tensor]:
-    """Tensors in nests of plain containers; objects of the script's own are not opened."""
+    """Tensors in nested plain containers; the script's own objects are not searched."""
     if isinstance(value, (set, frozenset)):
         value = list(value)
     try:
@@ -233,12 +233,12 @@ def _where(place: tuple[FrameType, int]) -> str:
 
 
 def _of_python(error: BaseException, categories: Mapping[str, int]) -> bool:
-    """Python itself found no room, in a process whose tensors are the smaller part."""
+    """Did Python itself run out of memory, in a process where tensors are the smaller part?"""
     return isinstance(error, MemoryError) and 2 * sum(categories.values()) < resident_bytes()
 
 
 def _part(frames: list[tuple[FrameType, int]]) -> str:
-    """forward, backward, optimizer or data, by torch's own functions on the way."""
+    """forward, backward, optimizer or data, by torch's functions in the traceback."""
     from torch.optim import Optimizer
 
     for frame, _ in frames:

@@ -1,4 +1,4 @@
-"""The look at a script that stands still between two steps: its timeline, what leaks in it, and who holds that."""
+"""Inspects a script that is paused between two steps: its memory timeline, what leaks, and what holds it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOT_THE_USERS = (str(Path(__file__).parents[1]) + "/", sysconfig.get_paths()["s
 
 @dataclass
 class Suspect:
-    """Something that grows, and what holds it; several lines may feed one holder."""
+    """Something that grows, and what holds it; several lines may add to one holder."""
 
     found: Found | None
     growths: list[Growth] = field(default_factory=list)
@@ -51,7 +51,7 @@ class InspectionFound(TypedDict):
 
 
 class Inspection:
-    """Made at the end of a step; `suspects` are what grows, `result` says it all."""
+    """Made at the end of a step; `suspects` are what grows, `result` is the complete finding."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Inspection:
         self.collected: list[str] = []
         self.suspects: list[Suspect] = []
         found = growths(self.timeline, self._marks)
-        gc.collect()  # what only a cycle of references holds is not held by anybody
+        gc.collect()  # what only a reference cycle holds is no leak
         self._frames = list(_frames(frame))
         self._alive = {id(one): key for key, one in tracker.alive_by_storage().items()}
         self._tensors = live_tensors()
@@ -94,7 +94,7 @@ class Inspection:
         return bool(file) and not file.startswith(("<", *_NOT_THE_USERS)) and "-packages/" not in file
 
     def sizes(self) -> list[Callable[[], int]]:
-        """How large each suspect's holder is, to be asked again and again."""
+        """Functions that return the current size of each suspect's holder."""
         return [_size_of(suspect.found) for suspect in self.suspects]
 
     def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> InspectionFound:
@@ -119,7 +119,7 @@ class Inspection:
             for tensors in (container, *container.values()):
                 self._search.ignore(tensors)
 
-    # who is suspected
+    # suspects
 
     def _suspect_growth(self, growth: Growth, *, running: bool) -> None:
         alive = [one for one in growth.alive if id(one) in self._alive]
@@ -144,13 +144,13 @@ class Inspection:
         return found
 
     def _owner(self, key: int) -> Tensor | None:
-        """A tensor with that storage that something in Python holds; or the one whose gradient it is."""
+        """A tensor with that storage that something in Python holds, or whose gradient it is."""
         owners = [*self._by_storage.get(key, ()), *self._by_gradient.get(key, ())]
         self._search.ignore(owners)
         return next((one for one in owners if self._common([one]) is not None), None)
 
     def _root(self, holds: Callable[[Graph], bool]) -> Tensor | None:
-        """The smallest graph that does; a tensor that only another graph holds is nobody's root."""
+        """Root of the smallest such graph; a tensor that only another graph holds is no root."""
         graphs = sorted((graph for graph in self._graphs if holds(graph)), key=lambda graph: len(graph.numbers))
         return next((graph.root for graph in graphs if self._common([graph.root]) is not None), None)
 
@@ -165,7 +165,7 @@ class Inspection:
         return self._search.common(tuple(tensors)) if tensors else None
 
     def _suspect_graphs(self) -> None:
-        """Nodes of old steps that live on, though the tensors that they saved are gone: `total += loss`."""
+        """Graph nodes of old steps that stay alive although their saved tensors are gone: `total += loss`."""
         ends = self._numbers
         if len(ends) < 2:
             return
@@ -247,11 +247,11 @@ class Inspection:
         if not found.bound and suspect.lines.shrinks:
             line = suspect.lines.shrinks[0]
             text = linecache.getline(suspect.file, line).strip()
-            return f"the script takes from it again: {short(suspect.file)}:{line}  {text}"
+            return f"the script also removes from it: {short(suspect.file)}:{line}  {text}"
         return found.bound
 
     def _release(self) -> None:
-        """Nothing of the script's may be held by us while its next steps run, but the containers under suspicion."""
+        """Drop all references to the script's objects before its next steps, except to the suspected containers."""
         self._tensors, self._graphs, self._frames = [], [], []
         self._by_storage.clear()
         self._by_gradient.clear()
@@ -262,7 +262,7 @@ class Inspection:
 
 
 def short(place: str) -> str:
-    """A path as the user would write it here."""
+    """The path relative to the working directory."""
     here = os.getcwd() + "/"
     return place.removeprefix(here) if place.startswith(here) else place
 
@@ -280,7 +280,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _same(one: Found | None, other: Found | None) -> bool:
-    """One holder; an optimizer's state and its parameters are one too, and so is all that has no name."""
+    """Is it one holder? An optimizer's state and its parameters count as one, as does everything without a name."""
     if one is None or other is None:
         return one is other
     return one.container is other.container or (one.owner is not None and one.owner is other.owner)

@@ -1,8 +1,8 @@
 """Follow every tensor of a running script for a few steps, then say what held the memory and what leaks.
 
-Installed before the script starts; the tracker comes on as soon as the script has imported torch. When enough steps
-have been watched the timeline is taken and judged; where something leaks, two more steps run under a trace that sees
-which line makes its holder grow. Then the process ends with its answer.
+Installed before the script starts; the tracker is on as soon as the script has imported torch. After enough steps the
+timeline is evaluated; where something leaks, two more steps run under a trace that finds the line where its holder
+grows. Then the process ends with its answer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MemoryWatch:
 
         self._has_torch = True
         self._tracker = Tracker(prefer=self._child.target.folder)
-        self._tracker.step = -1  # what a script makes before it trains belongs to no step
+        self._tracker.step = -1  # what is allocated before training belongs to no step
         self._tracker.model = _Models(self.watch)
         self._tracker.__enter__()
         self.watch.install(torch)
@@ -73,7 +73,7 @@ class MemoryWatch:
         os.register_at_fork(after_in_child=self._leave_child)
 
     def ended(self) -> MemoryAnswer:
-        """The script is over before it had all its steps: what is known by then; little where it has no torch."""
+        """The script ended before all steps: what is known by then; little where it never imported torch."""
         if not self._has_torch:
             return {"event": "memory", "ended": True, "peak_resident_bytes": peak_resident_bytes()}
         if self._trace is not None:
@@ -81,7 +81,7 @@ class MemoryWatch:
         return self._result(self._inspection or self._inspect(None), ended=True)
 
     def _leave_child(self) -> None:
-        """A loader's worker is not watched; it must not pay for it either."""
+        """A loader worker is not watched, and must not pay for it either."""
         self._tracker.__exit__(None, None, None)
 
     # what the script does
@@ -145,7 +145,7 @@ class MemoryWatch:
         return __next__
 
     def _name_inputs(self, values: object) -> None:
-        """What has no history of its own: a hidden state that comes back as an input is the model's."""
+        """Tensors without a history: a hidden state that is passed back in belongs to the model."""
         from torch import Tensor
         from torch.utils._pytree import tree_leaves
 
@@ -174,7 +174,7 @@ class MemoryWatch:
             numbers=self._numbers,
             first_event=self._first_event if self._first_event is not None else self._tracker.events,
             warm_up=WARM_UP_STEPS,
-            # a scaler unscales all gradients first: they cannot be freed one by one
+            # a scaler unscales all gradients first, so they cannot be freed one by one
             one_backward_a_step=0.9 < per_step < 1.1 and not self.watch.saw_scaler,
             frame=frame,
         )
@@ -196,7 +196,7 @@ class MemoryWatch:
 
 
 class _Models:
-    """All models that the script trains, as the tracker asks for them."""
+    """All models that the script trains, in the form the tracker needs."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

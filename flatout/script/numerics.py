@@ -1,8 +1,8 @@
 """What a run computed, in a form small enough to compare between processes.
 
-Every step: each loss that was passed to backward, and the norm of the gradients; of some steps the norm of each
-parameter's gradient. At the end: digests of weights, buffers and generators. At check steps, beside a reference of the
-plain run: what `flatout.script.reference` compares.
+Every step: each loss passed to backward, and the norm of the gradients; for some steps the norm of each parameter's
+gradient. At the end: digests of weights, buffers and generators. At check steps, against a reference of the plain run:
+what `flatout.script.reference` compares.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Role = Literal["free", "reference", "checked"]
 Nudge = Literal["none", "rounding", "16-bit"]
 
 STEPS_BY_TENSOR = 64
-"""In so many steps, evenly spread, the gradient's norm of each parameter is kept by itself."""
+"""Evenly spread steps for which the gradient norm of each parameter is kept."""
 BITS_OF_16 = 2.0**-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsRequest:
-    """What a trial is asked to record."""
+    """What a trial is to record."""
 
     steps: int
     role: Role = "free"
     folder: str = ""
-    """Where the reference lies; only this process or the trials after it read and write it."""
+    """Where the reference is; only this process and later trials read and write it."""
     checks: tuple[int, ...] = ()
     """Steps (from 0) at which a reference is written."""
     nudge: Nudge = "none"
@@ -56,12 +56,12 @@ class NumericsRequest:
     """Added to each gradient before the optimizer takes it, as a share of its size."""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:  # Any: JSON
+    def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:  # JSON
         return cls(**{**data, "checks": tuple(data["checks"])})
 
 
 class NumericsFound(TypedDict):
-    """What a NumericsRecorder found, as it goes to the parent of a trial; see `flatout.tuning.numerics.Numerics`."""
+    """What a NumericsRecorder found, as JSON for the parent of a trial; see `flatout.tuning.numerics.Numerics`."""
 
     losses: list[list[float]]
     gradient_norms: list[float | None]
@@ -81,12 +81,12 @@ class NumericsAnswer(NumericsFound):
     """The answer of a trial."""
 
     ended: bool
-    """Did the script end before all steps that were asked for?"""
+    """Did the script end before all requested steps?"""
     unseeded: list[str]
 
 
 class WatchedSteps(Protocol):
-    """Who tells a recorder what goes on."""
+    """What a recorder listens to."""
 
     subject: Subject
     at_backward: list[Callable[[tuple[Tensor, ...]], None]]
@@ -115,7 +115,7 @@ class NumericsRecorder:
         watch.subject.before_update.append(self._update)
         self._gradient_noise = GradientNoise(request.gradient_noise)
         self._early: dict[int, Tensor] = {}
-        """By identity of their parameter, gradients that a backward pass has used already for its update."""
+        """By identity of their parameter, gradients that a backward pass has already applied."""
         if request.nudge == "16-bit":
             nudge_weights(watch.subject, BITS_OF_16)
         self._step_begins()
@@ -202,7 +202,7 @@ class NumericsRecorder:
 
 
 def _in_codes(subject: Subject, weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of the parameters for which an optimizer holds something in codes of few bits."""
+    """Names of the parameters for which an optimizer holds state in low-bit codes."""
     names = {tensor.data_ptr(): name for name, tensor in weights.items()}
     return [
         names[parameter.data_ptr()]
@@ -222,8 +222,8 @@ def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
 
 
 def nudge_weights(subject: Subject, relative: float | None = None) -> None:
-    """Move every weight by about one rounding error of its format (or by `relative`), up or down: what the script
-    makes of that is its own floor. Draws from a generator of its own."""
+    """Move every weight by about one rounding error of its format (or by `relative`), up or down: the effect is the
+    script's own noise floor. Draws from a separate generator."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -236,8 +236,7 @@ def nudge_weights(subject: Subject, relative: float | None = None) -> None:
 
 
 class GradientNoise:
-    """Noise of `share` of each gradient's size, alike in all of its elements that are not 0. Draws from a generator of
-    its own."""
+    """Noise of `share` of each gradient's norm, uniform over its nonzero elements. Draws from a separate generator."""
 
     def __init__(self, share: float) -> None:
         self._share = share

@@ -1,8 +1,8 @@
 """Reversible attribute patches, and a hook that runs once a package has been imported.
 
 Patches go on entry points (a function in a module, a method on a class); no type is replaced, so `isinstance` and
-pickling go on working. The script imports torch itself, when it wants to: it may first set variables that torch's
-libraries read as they load.
+pickling keep working. The script imports torch itself, when it wants to: it may first set environment variables that
+torch's libraries read when they load.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MISSING = object()
 
 
 class _Patch:
-    """One attribute and our wrapper for it. The wrapper is made once, so a script that kept it meets it again.
+    """One attribute and our wrapper for it. The wrapper is made once, so that a script that kept it finds the same one.
 
-    Whoever else holds the wrapper, or the original, may compare it or put it back later, so from then on the attribute
-    stays as it is: our wrapper passes calls through while it is not `on`.
+    Other code that holds the wrapper, or the original, may compare it or restore it later, so from then on the
+    attribute is left alone; a wrapper that stays passes calls through.
     """
 
     def __init__(self, owner: object, name: str, make: Callable[[F], Callable[..., object]]) -> None:
@@ -35,12 +35,12 @@ class _Patch:
         original = getattr(owner, name)
         self.wrapper = make(original)
         self.covered = False
-        """Did somebody put something over ours while it was in its place? Then it is reached through that."""
+        """Did other code wrap ours while it was in place? Then calls reach it through that."""
         functools.update_wrapper(self.wrapper, original)
         setattr(owner, name, self.wrapper)
         del original
         self._wrapper_references = sys.getrefcount(self.wrapper)
-        self._own_references = sys.getrefcount(self.own) + 1  # once more, when it stands in its place again
+        self._own_references = sys.getrefcount(self.own) + 1  # one more once it is back in place
 
     def take_off(self) -> None:
         self.covered = self._current() is not self.wrapper and self._current() is not self.own
@@ -52,7 +52,7 @@ class _Patch:
             setattr(self.owner, self.name, self.own)
 
     def put_on(self) -> bool:
-        """True if calls come by our wrapper now."""
+        """Returns whether calls go through our wrapper now."""
         if self._current() is not self.own:
             return self.is_reached
         if self.own is not _MISSING and sys.getrefcount(self.own) > self._own_references:
@@ -65,7 +65,7 @@ class _Patch:
         return self._current() is self.wrapper or (self.covered and self._current() is not self.own)
 
     def accept_references(self) -> None:
-        """Whoever holds the original by now has no script's reasons."""
+        """References to the original that exist by now are not the script's."""
         if self._current() is self.own and self.own is not _MISSING:
             self._own_references = sys.getrefcount(self.own)
 
@@ -74,10 +74,9 @@ class _Patch:
 
 
 class Patches:
-    """Attribute replacements. `undo` takes off those that are still ours; the others must pass calls through then.
+    """Attribute replacements. `undo` removes those that are still ours; the others must pass calls through then.
 
-    Where a script has put something of its own in the place of ours, or over it, that stays: nothing is taken off, and
-    nothing of ours is put on top of it.
+    Where a script has replaced or wrapped ours, its version stays: nothing is removed, and nothing is put on top.
     """
 
     def __init__(self) -> None:
@@ -92,7 +91,7 @@ class Patches:
             patch.take_off()
 
     def redo(self) -> bool:
-        """Put all of them on again, or none; True if calls come by all of ours now."""
+        """Put all of them on again, or none; returns whether calls go through all of them now."""
         if all(patch.put_on() for patch in self._patches):
             return True
         self.undo()
@@ -111,7 +110,7 @@ class Patches:
 
 
 def noting(note: Callable[..., None]) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """For `Patches.replace`: `note` gets the arguments of each call before torch does."""
+    """For `Patches.replace`: call `note` with the arguments before each call."""
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
@@ -130,7 +129,7 @@ def noting(note: Callable[..., None]) -> Callable[[Callable[..., object]], Calla
 class ImportWatch:
     """Calls back once, right after a package's own code has run; `before` right before it runs.
 
-    It stands at the head of `sys.meta_path`.
+    It is a finder at the head of `sys.meta_path`.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class ImportWatch:
     ) -> ModuleSpec | None:
         if name not in self._waiting or self._searching:
             return None
-        self._searching = True  # the search below asks us again
+        self._searching = True  # the search below calls us again
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -165,11 +164,11 @@ class ImportWatch:
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # another watch of the same package may have taken it off
+            vars(loader).pop("exec_module", None)  # another watch of the same package may have removed it
             if name in self._before:
                 self._before[name]()
             original(module)
-            callback = self._waiting.pop(name, None)  # only now: many look for a package and never load it
+            callback = self._waiting.pop(name, None)  # only now: a package may be searched for and never loaded
             if callback is not None:
                 callback(module)
 

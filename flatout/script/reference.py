@@ -1,19 +1,19 @@
-"""The state of a run at chosen steps, written by one process and compared with in another.
+"""The state of a run at chosen steps, written by one process and compared with another's.
 
-Training is chaotic: after some hundred steps a single rounding error shows in the third digit, and nothing finer than
-that can be told any more. So a run is not compared from its start alone. At each *check step* the plain run writes its
-state (parameters, buffers, optimizer state), the gradients that its optimizers got, and the parameters after the step.
-Another run stops at the same steps, says how far it has come from that state since the last check, takes the state
-over, and does the step from there:
+Training is chaotic: after a few hundred steps a single rounding error shows in the third digit, and smaller effects
+cannot be seen. So runs are not only compared from their start. At each *check step* the plain run writes its state
+(parameters, buffers, optimizer state), the gradients that its optimizers got, and the parameters after the step.
+Another run stops at the same steps, measures how far it has drifted from that state since the last check, loads the
+state, and makes the step from there:
 
-    drift      parameters and buffers against the plain run's, as they arrive at the check step
-    gradients  of the same step from the same state: what a lever in forward or backward does to them
-    updates    of the parameters, from the plain run's own gradients: what a lever does to the optimizer
+    drift      parameters and buffers against the plain run's, on arrival at the check step
+    gradients  of the same step from the same state: the effect of a lever on forward and backward
+    updates    of the parameters, from the plain run's own gradients: the effect of a lever on the optimizer
 
-The last is why the gradients are replaced: 16-bit products move gradients by a per cent, and a lost weight decay, a
-skipped parameter or a lost momentum would hide behind that.
+That is why the gradients are replaced: 16-bit products change gradients by a per cent, which would hide a lost weight
+decay, a skipped parameter or a lost momentum.
 
-Of models beyond `LARGEST_STATE_BYTES` the state is too large to be taken over; evenly drawn elements are compared
+For models beyond `LARGEST_STATE_BYTES` the state is too large to be loaded; a sample of each tensor is compared
 instead, and the optimizer gets the run's own gradients.
 """
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 TensorRow = tuple[str, float, float, float]
 """(name, error, how far the plain run moved it, one rounding error), or of a gradient (name, error, size, product)."""
 Early = Mapping[int, "Tensor"]
-"""Gradients that a backward pass has used already, by the identity of their parameters."""
+"""Gradients that a backward pass has already applied, by the identity of their parameters."""
 NO_EARLY: Early = MappingProxyType({})
 
 LARGEST_STATE_BYTES = 1 << 30
-"""Of all check steps of one run together."""
+"""Over all check steps of one run."""
 SAMPLED_ELEMENTS = 1 << 14
-"""Of each tensor of a model whose state is too large."""
+"""Per tensor of a model whose state is too large."""
 CUDA_SEED_BYTES = 8
-"""A CUDA generator's state is its seed, and then how many numbers were drawn."""
+"""A CUDA generator's state is its seed, followed by the count of numbers drawn."""
 MOST_CALLS = 8
-"""Optimizer steps within one step of training whose gradients are kept (the critic of a GAN takes several)."""
+"""Optimizer steps per training step whose gradients are kept (the critic of a GAN makes several)."""
 
 
 def named_weights(subject: Subject) -> dict[str, Tensor]:
-    """The parameters of all models and optimizers, each once, by a name that means something to the user."""
+    """The parameters of all models and optimizers, each once, by a name that the user knows."""
     found: dict[int, tuple[str, Tensor]] = {}
     several = len(subject.modules) > 1
     for number, module in enumerate(subject.modules):
@@ -63,7 +63,7 @@ def named_weights(subject: Subject) -> dict[str, Tensor]:
 
 
 def named_buffers(subject: Subject) -> dict[str, Tensor]:
-    """The floating-point buffers of all models: running statistics and the like."""
+    """The floating-point buffers of all models, such as running statistics."""
     return {
         f"{type(module).__name__}#{number}.{name}": buffer
         for number, module in enumerate(subject.modules)
@@ -73,7 +73,7 @@ def named_buffers(subject: Subject) -> dict[str, Tensor]:
 
 
 def optimizer_state(subject: Subject) -> dict[str, Tensor]:
-    """Every tensor that an optimizer holds for a parameter."""
+    """Every tensor in the state of an optimizer."""
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(subject.optimizers):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -85,8 +85,8 @@ def optimizer_state(subject: Subject) -> dict[str, Tensor]:
 
 
 def generator_digest() -> str:
-    """Equal where every global random generator of the process stands at the same number. One of a GPU from which no
-    number was drawn does not count: a script that a lever moves there makes it, and plainly there is none."""
+    """Equal where all global random generators are in the same state. A GPU's counts only once a number was drawn: a
+    script that a lever moves to the GPU has it, and the plain one has not."""
     states = generator_states()
     states["cuda"] = [state for state in states.get("cuda", ()) if bool(state[CUDA_SEED_BYTES:].any())]
     digest = hashlib.sha256()
@@ -96,7 +96,7 @@ def generator_digest() -> str:
 
 
 def fits(subject: Subject, checks: int) -> bool:
-    """Can the state be written and taken over at so many check steps?"""
+    """Is the state small enough to be written and loaded at this many check steps?"""
     tensors = [*named_weights(subject).values()] * 3 + [
         *named_buffers(subject).values(),
         *optimizer_state(subject).values(),
@@ -105,7 +105,7 @@ def fits(subject: Subject, checks: int) -> bool:
 
 
 class _Entry(TypedDict):
-    """The plain run at one check step, as its file holds it."""
+    """The plain run at one check step, as stored in its file."""
 
     step: int
     whole: bool
@@ -116,14 +116,14 @@ class _Entry(TypedDict):
     optimizers: dict[str, Tensor]
     losses: list[float]
     gradients: list[list[Tensor | None]]
-    """Of each call of an optimizer, those of its parameters."""
+    """Per optimizer step, those of its parameters."""
     closure: bool
-    """Were the gradients formed inside the optimizer's step? Then they are those after it."""
+    """Were the gradients computed inside the optimizer step? Then they are those after it."""
     after: dict[str, Tensor]
 
 
 class CheckFound(TypedDict):
-    """One check step of a run beside the plain one; see `flatout.tuning.numerics.Check`."""
+    """One check step of a run against the plain one; see `flatout.tuning.numerics.Check`."""
 
     step: int
     same_generators: bool
@@ -135,13 +135,13 @@ class CheckFound(TypedDict):
 
 
 class ReferenceWriter:
-    """Writes what the plain run is at its check steps. Fed by a NumericsRecorder."""
+    """Writes the plain run's state at its check steps. Called by a NumericsRecorder."""
 
     def __init__(self, folder: Path, subject: Subject, checks: tuple[int, ...]) -> None:
         self._folder, self._subject = folder, subject
         most = next((n for n in range(len(checks), 0, -1) if fits(subject, n)), 0)
         self.checks = thinned(checks, most) if most else checks[:1]
-        """The steps at which there is something to compare with: fewer than asked for where the state is large."""
+        """The steps at which a reference is written: fewer than requested where the state is large."""
         self._whole = most > 0
         self._entry: _Entry | None = None
         self._calls: list[list[Tensor | None]] = []
@@ -169,10 +169,10 @@ class ReferenceWriter:
         self._closure |= inside_optimizer
 
     def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
-        """Nothing to do: no lever updates within the plain run's backward passes."""
+        """Nothing to do: the plain run has no updates in its backward passes."""
 
     def optimizer(self, parameters: list[Tensor], early: Early) -> None:
-        """Before a step of one that has these parameters. early: by identity, gradients that it has used already."""
+        """Before a step of the optimizer with these parameters. early: gradients that it has already applied."""
         if self._entry is not None and len(self._calls) < MOST_CALLS:
             self._calls.append([_gradient(p, self._whole, i, early) for i, p in enumerate(parameters)])
 
@@ -180,7 +180,7 @@ class ReferenceWriter:
         if self._entry is None:
             return
         weights = named_weights(self._subject)
-        if self._closure or not self._calls:  # the gradients are formed inside the step, or there is no optimizer
+        if self._closure or not self._calls:  # gradients are computed inside the step, or there is no optimizer
             self._calls = [[_gradient(p, self._whole, i) for i, p in enumerate(_live(self._subject))]]
             self._closure = True
         self._entry["losses"], self._entry["gradients"], self._entry["closure"] = losses, self._calls, self._closure
@@ -192,15 +192,15 @@ class ReferenceWriter:
 
 
 class ReferenceReader:
-    """Compares a run with what a ReferenceWriter left, and lets it go on from there."""
+    """Compares a run with what a ReferenceWriter wrote, and continues it from there."""
 
     def __init__(self, folder: Path, subject: Subject, *, own_gradients: bool) -> None:
         self._folder, self._subject, self._own_gradients = folder, subject, own_gradients
         self.whole = True
-        """False: the state is too large; samples are compared, and this run goes on from its own state."""
+        """False: the state is too large; samples are compared, and this run continues from its own state."""
         self.checks = tuple(sorted(int(path.stem) for path in folder.glob("*.pt")))
         self.found: list[CheckFound] = []
-        """One entry a check step, for the judge: errors and sizes, each tensor by itself."""
+        """One entry per check step: errors and sizes, tensor by tensor."""
         self._entry: _Entry | None = None
         self._last_after: dict[str, Tensor] = {}
         self._call = 0
@@ -250,12 +250,12 @@ class ReferenceReader:
                     write(entry["optimizers"][name], tensor)
 
     def backward(self, inside_optimizer: bool) -> None:
-        """Nothing to do: whether gradients are formed inside the optimizer stands in the reference."""
+        """Nothing to do: the reference says whether gradients are computed inside the optimizer."""
 
     def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
-        """A parameter is about to be updated by itself, of an optimizer that has all these: by the plain gradient.
+        """Before one of these parameters is updated in a backward pass: replace its gradient by the plain run's.
 
-        ahead: so many optimizer steps will come before that one's.
+        ahead: how many optimizer steps come before that of its optimizer.
         """
         if (theirs := self._to_replace(parameters, self._call + ahead)) is not None:
             _replace(parameter, theirs[next(i for i, one in enumerate(parameters) if one is parameter)])
@@ -273,7 +273,7 @@ class ReferenceReader:
         self._call += 1
 
     def _to_replace(self, parameters: list[Tensor], call: int) -> list[Tensor | None] | None:
-        """The plain run's gradients of that optimizer step, where they take the place of this run's."""
+        """The plain run's gradients of that optimizer step, where they replace this run's."""
         entry = self._entry
         if entry is None or entry["closure"] or call >= len(entry["gradients"]):
             return None
@@ -317,14 +317,14 @@ Reference = ReferenceWriter | ReferenceReader
 
 
 def thinned(checks: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """At most so many of them, the first always, evenly spread."""
+    """At most this many of them, evenly spread, including the first."""
     if most >= len(checks):
         return checks
     return tuple(checks[round(i * (len(checks) - 1) / most)] for i in range(most))
 
 
 def _live(subject: Subject) -> list[Tensor]:
-    """The parameters themselves, which have gradients (detached ones have none)."""
+    """The parameters themselves (detached ones have no gradient)."""
     found: dict[int, Tensor] = {}
     for module in subject.modules:
         found |= {id(p): p for p in module.parameters()}
@@ -334,7 +334,7 @@ def _live(subject: Subject) -> list[Tensor]:
 
 
 def _kept(tensors: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:
-    """Copies on the host; of large models samples."""
+    """Copies on the host; samples for large models."""
     return {
         name: (tensor.detach().to("cpu", copy=True) if whole else sample(tensor, i))
         for i, (name, tensor) in enumerate(tensors.items())

@@ -1,4 +1,4 @@
-"""The mode of torch's dispatcher that a closer look at a step listens with. Importing this imports torch."""
+"""The dispatch mode with which StepLook follows a step. Importing this imports torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.train.flops import OperationCount
 
 
 class StepListener:
-    """Counts storages and arithmetic while `listening`; `fault` says why it gave up."""
+    """Counts memory and FLOPs while `listening`; `fault` says why it gave up."""
 
     def __init__(self, *, follows_memory: bool) -> None:
         self.tracker = Tracker(attributed=False, guarded=True) if follows_memory else None
@@ -32,7 +32,7 @@ class StepListener:
         return _get_current_dispatch_mode() is not None
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that no operation made while we listened."""
+        """Count tensors that were made while nothing listened."""
         with self._guarded():
             if self.tracker is not None:
                 self.tracker.hold(tensors, "weights")
@@ -60,7 +60,7 @@ class StepListener:
         with self._guarded():
             self.count.add(operation, args, kwargs, out)
             if self.tracker is not None:
-                if backward:  # what the loss kept, outside of the model
+                if backward:  # what the loss saved, outside the model
                     self.tracker.see_results(operation, (), {}, args)
                 self.tracker.see_results(operation, args, kwargs, out)
 
@@ -70,7 +70,7 @@ class StepListener:
             yield
             return
         try:
-            with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+            with torch._C.DisableTorchFunction():  # the script's own modes must not see our operations
                 yield
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
@@ -83,7 +83,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
+        return False  # True would import all of torch.compile; this mode is never on where it traces
 
     def __torch_dispatch__(
         self,

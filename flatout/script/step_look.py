@@ -1,12 +1,12 @@
-"""A closer look at single steps of a run: what their tensors held at the most, and how much arithmetic they are.
+"""A closer look at single steps of a run: the peak memory of their tensors, and their FLOPs.
 
-Torch's dispatcher tells, but only inside the calls that a step is made of: forwards of outermost modules and backward
-passes. Between them, where a script plots or evaluates, and after training, nothing listens; what a loss outside of
-the model keeps is seen when the backward pass uses it. CUDA's allocator keeps books of memory itself; they are read
-and never reset: they are the script's. Nothing that goes wrong here may reach the script.
+It uses a dispatch mode, but only inside the calls that make up a step: forwards of outermost modules and backward
+passes. Between them, where a script plots or evaluates, and after training, nothing listens; what a loss outside the
+model saves is seen when the backward pass uses it. CUDA's allocator has statistics of its own; they are read and never
+reset, because they are the script's. No error in here may reach the script.
 
-A step is not looked at where another mode listens already, and none once torch.compile was asked for: it would trace
-its code anew, or not at all.
+A step is skipped where another dispatch mode is active, and all are once the script uses torch.compile, which would
+recompile or give up.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOO_SHORT = "the run ended before a step could be looked at"
+TOO_SHORT = "the run ended before a step could be inspected"
 COMPILED = "compiled code does not show its operations"
 NO_MODULE = "the forward pass runs outside of modules"
-OTHER_MODE = "the script follows torch's operations itself"
+OTHER_MODE = "the script has a dispatch mode of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeen:
-    """One step. What is not known is None; `reason` says why there is no arithmetic."""
+    """One step. None: unknown; `reason` says why there are no FLOPs."""
 
     memory: MemorySample | None
     flops: float | None
@@ -41,13 +41,13 @@ class StepSeen:
 
 
 class Look(Protocol):
-    """Runs the parts of a step for somebody who looks closer."""
+    """Runs the parts of a step that is inspected."""
 
     def forward(self, call: Callable[[], T], inputs: object) -> T:
-        """`call` with what the outermost module was given."""
+        """Run `call`; inputs: those of the outermost module."""
 
     def around_backward(self, run: Callable[..., T]) -> Callable[..., T]:
-        """`run`, with the look around it."""
+        """`run`, inspected."""
 
 
 class StepLook:
@@ -104,7 +104,7 @@ class StepLook:
         return self._listener
 
     def end(self, step: int) -> StepSeen:
-        """What was seen since `begin`."""
+        """The result since `begin`."""
         self.under_way = False
         listener, self._listener = self._listener, None
         if listener is not None and not self._forwards:

@@ -1,4 +1,4 @@
-"""What one step of a script computes: its operations, and the numbers that it meets. Importing this imports torch.
+"""What one step of a script computes: its operations, and the values in them. Importing this imports torch.
 
 finish = follow_step()
 ...                                        # one step, which takes several times as long
@@ -19,13 +19,13 @@ from flatout.levers.observed import StepWork
 from flatout.train.flops import count_step
 
 MOST_VALUES = 1 << 16
-"""Of a tensor that are looked at: where denormal numbers slow a step down they are many."""
+"""Values of a tensor that are checked: where denormal numbers slow a step down, there are many."""
 TURNS = 20
 TINY = torch.finfo(torch.float32).tiny
 
 
 def follow_step() -> Callable[[], StepWork]:
-    """Begin; call the result where the step ends."""
+    """Start following; call the result at the end of the step."""
     entered = contextlib.ExitStack()
     mode = entered.enter_context(_WorkMode())
     finish_counting = count_step()
@@ -50,7 +50,7 @@ class _WorkMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to be skipped by torch.compile, all of it would be imported; we are never where it traces
+        return False  # True would import all of torch.compile; this mode is never on where it traces
 
     def __torch_dispatch__(
         self,
@@ -61,7 +61,7 @@ class _WorkMode(TorchDispatchMode):
     ) -> object:
         out = func(*args, **(kwargs or {}))
         self.operations += 1
-        with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+        with torch._C.DisableTorchFunction():  # the script's own modes must not see our operations
             for tensor in _tensors_among(args):
                 self._look_at(tensor)
             for tensor in _tensors_among(out):
@@ -69,7 +69,7 @@ class _WorkMode(TorchDispatchMode):
         return out
 
     def _look_at(self, tensor: torch.Tensor) -> None:
-        """At fp32 values in the CPU's memory; there denormal ones may be slow."""
+        """Count denormals among fp32 values on the CPU, where they may be slow."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != torch.float32:
             return
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
@@ -80,7 +80,7 @@ class _WorkMode(TorchDispatchMode):
 
 
 def _tensors_among(values: object) -> Iterator[torch.Tensor]:
-    """Those of an operation's arguments or results: lists of tensors are as deep as they get."""
+    """Tensors among an operation's arguments or results, which nest no deeper than lists of tensors."""
     for value in values if isinstance(values, (tuple, list)) else (values,):
         if isinstance(value, (tuple, list)):
             yield from (inner for inner in value if isinstance(inner, torch.Tensor))
@@ -89,7 +89,7 @@ def _tensors_among(values: object) -> Iterator[torch.Tensor]:
 
 
 def _denormal_slowdown() -> float:
-    """Of an addition, by the quickest of a few turns."""
+    """Slowdown of an addition, by the quickest of a few repetitions."""
 
     def seconds(value: float) -> float:
         values = torch.full((MOST_VALUES // 4,), value)
@@ -105,7 +105,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Values spread over all of it, without a copy of the whole."""
+    """Values spread over the tensor, without copying all of it."""
     if not tensor.is_contiguous():
         tensor = tensor[tuple(slice(None, None, max(1, size // 16)) for size in tensor.shape)]
     flat = tensor.reshape(-1)

@@ -1,20 +1,19 @@
-"""Watch an unmodified script's training loop from its calls: optimizer, backward, loader, outermost module.
+"""Watch an unmodified script's training loop through its calls: optimizer, backward, loader, outermost module.
 
-Four patches on entry points and torch's own global optimizer hooks; a call costs about a microsecond a step, plus a
-tenth of one for each module inside a model. In a *window* the time of each kind of call is added up too, so that a
-step splits into
+Patches on entry points and torch's own global optimizer hooks; they cost about a microsecond per step, plus a tenth of
+one per module inside a model. In a *window* the time of each kind of call is added up too, so that a step splits into
 
     data         waiting for the loader that feeds training
     transfer     host to device, where the device is not the host
     forward      outermost modules, with gradients enabled
     backward     autograd
     optimizer    optimizer.step, without what its closure runs
-    sync         waiting for the device because the script asked for a value
+    sync         waiting for the device because the script reads a value
     evaluation   modules without gradients, and the loader that feeds them
-    other        the rest: the script's own Python, tensors outside of modules
+    other        the rest: the script's own Python, tensor operations outside modules
 
-Where the weights are on a GPU, this is the time of the GPU, its work and what it stood idle for: see `spans`. Only the
-main thread of the first process is watched; a forked worker finds everything switched off.
+Where the weights are on a GPU, this is GPU time, busy or idle: see `spans`. Only the main thread of the first process
+is watched; in forked workers everything is off.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ Call = Callable[..., object]
 
 
 class OpenStep(NamedTuple):
-    """An optimizer's step that has begun."""
+    """An optimizer step in progress."""
 
     identity: int
     span: Span | None
@@ -65,8 +64,8 @@ class OpenStep(NamedTuple):
 
 class Watch:
     """The observer. Callbacks: `at_boundary()` after each step, `at_backward(tensors)` before each backward pass,
-    `before_optimizer(optimizer)` before each optimizer step. An exception of the script's passes through untouched, and
-    nothing that it calls is called twice."""
+    `before_optimizer(optimizer)` before each optimizer step. The script's exceptions pass through unchanged, and none
+    of its calls is made twice."""
 
     def __init__(self, subject: Subject | None = None) -> None:
         self.subject = subject or Subject(training_only=True)
@@ -80,14 +79,14 @@ class Watch:
         self.at_backward: list[Callable[[tuple[Tensor, ...]], None]] = []
         self.before_optimizer: list[Callable[[Optimizer], None]] = []
         self.at_iterator: list[Callable[[DataLoader[object], float], None]] = []
-        """Called with a loader that feeds training, when it has made an iterator, and the time before it did."""
+        """Called when a loader that feeds training has made an iterator, with the loader and the time before."""
         self.look: Look | None = None
-        """Who looks closer at the step that is under way."""
+        """Inspects the current step more closely."""
         self.saw_autocast = False
         self.saw_scaler = False
         self.saw_create_graph = False
         self.gradients_zeroed: bool | None = None
-        """Does the script's zero_grad fill gradients with zeros? None: it was not called."""
+        """Does the script's zero_grad fill gradients with zeros? None: not called yet."""
         self.device_calls: DeviceCalls | None = None
         self._spans = Spans()
         self._patches = Patches()
@@ -97,8 +96,8 @@ class Watch:
         self._loader_of: weakref.WeakKeyDictionary[
             Iterator[object], tuple[weakref.ref[DataLoader[object]], DataLoader[object] | None]
         ] = weakref.WeakKeyDictionary()
-        """Iterator -> its loader, which is also kept with it (in `for batch in DataLoader(...)` nobody else does); not
-        where the loader holds its iterator (persistent workers), so that both can go together."""
+        """Iterator -> its loader, which this keeps alive (`for batch in DataLoader(...)` holds no reference), except
+        where the loader holds its iterator (persistent workers), so that both can be freed."""
         self._last_loader: weakref.ref[DataLoader[object]] | None = None
         self._without_weights: Handles[nn.Module] = Handles()
         self._main_thread = threading.get_ident()
@@ -107,7 +106,7 @@ class Watch:
         self._row_backwards = 0
         self.suspended = False
         self.boundary_every = 1
-        """While suspended: of so many steps one is a boundary."""
+        """While suspended, one step in this many is a boundary."""
         self._passing = PassedSteps(self._optimizer_ends, lambda: False)
         self._dynamo_watch: ImportWatch | None = None
         self._step_starts: StepHook | None = None
@@ -119,7 +118,7 @@ class Watch:
 
     @property
     def step_kind(self) -> str | None:
-        """What ends a step; None: not certain yet."""
+        """What ends a step; None: not recognized yet."""
         return self.finder.kind
 
     def install(self, torch: ModuleType) -> None:
@@ -131,7 +130,7 @@ class Watch:
         self._compiling = torch.compiler.is_compiling
         self._grad_enabled = torch.is_grad_enabled
         self._autocast_enabled = torch.is_autocast_enabled
-        # Of torch's two questions the one that reads nothing: this is asked in every step.
+        # The cheaper of torch's two functions, as this runs in every step.
         self._passing = PassedSteps(self._optimizer_ends, torch.compiler.is_dynamo_compiling)
         self._step_ends = StepHook(optimizers._global_optimizer_post_hooks, self._passing.hook)
         self._step_starts = StepHook(optimizers._global_optimizer_pre_hooks, self._optimizer_starts)
@@ -144,13 +143,13 @@ class Watch:
             self._dynamo_watch.install()
 
     def _dynamo_imported(self, dynamo: ModuleType) -> None:
-        """It keeps torch's functions to know them again, so it is imported while they are torch's own."""
+        """It identifies torch's functions by identity, so it must be imported while they are the originals."""
         self._patches.accept_references()
         if self.enabled and not self.suspended:
             self._patches.redo()
 
     def _patch(self) -> None:
-        """Everything but the hook that counts steps and what is called once an epoch."""
+        """Everything but the hook that counts steps and the patch that is called once per epoch."""
         import torch
         from torch.utils.data import dataloader
 
@@ -176,27 +175,27 @@ class Watch:
             self._step_ends.remove()
 
     def _unpatch(self) -> None:
-        if not compile_was_asked_for():  # it guards what it traced: our wrappers stay, and pass calls through
+        if not compile_was_asked_for():  # its guards hold our wrappers: they stay, and pass calls through
             self._patches.undo()
         if self._step_starts is not None:
             self._step_starts.remove()
 
     def suspend(self, boundary_every: int = 1) -> None:
-        """Until `resume`, only count the leader's steps: for quick steps even a few microseconds are a share.
+        """Until `resume`, only count the leader's steps: for quick steps even a few microseconds matter.
 
-        Of the counted steps each `boundary_every`-th is a boundary. Possible where steps end with an optimizer, no
-        lever wraps a call and no window is open; otherwise nothing.
+        Every `boundary_every`-th counted step is a boundary. Does nothing unless steps end with an optimizer, no lever
+        wraps a call and no window is open.
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
         self.suspended, self.boundary_every = True, boundary_every
         self._optimizers_open.clear()
         self._unpatch()
-        fill_freed_pieces()  # those of our imports, and of what was watched until now
+        fill_freed_pieces()  # left by our imports, and by watching until now
 
     def resume(self) -> None:
-        """Watch whole steps again; goes on suspended where the script has put its own functions in the place of
-        torch's, or has asked for torch.compile meanwhile."""
+        """Watch whole steps again; stays suspended where the script has replaced torch's functions, or has used
+        torch.compile meanwhile."""
         if not self.suspended or not self.enabled:
             return
         self.count_passed()
@@ -206,8 +205,8 @@ class Watch:
             self._step_starts.add()
 
     def count_passed(self, *, leader_steps: bool = False) -> None:
-        """Add the steps that were let pass since the last boundary, and, unless the leader is stepping now, those of
-        optimizers that took over."""
+        """Add the steps that passed since the last boundary and, unless the leader is stepping now, those of optimizers
+        that took over."""
         passed, others = self._passing.take()
         self.steps += passed
         self.finder.leader_passed(passed)
@@ -229,7 +228,7 @@ class Watch:
         self.enabled = False
 
     def open_window(self) -> None:
-        """From now on each step leaves a row with its parts."""
+        """From now on record a row with the parts of each step."""
         device = device_of(self.subject)
         self._spans = Spans(Timeline(None if device.kind == "cpu" else device))
         self.rows = []
@@ -257,9 +256,9 @@ class Watch:
         return self.enabled and threading.get_ident() == self._main_thread
 
     def _optimizer_starts(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._compiling() or not self._here() or self.subject.updating:  # torch.compile must see nothing but torch
+        if self._compiling() or not self._here() or self.subject.updating:  # torch.compile must trace torch only
             return
-        if self._optimizers_open:  # an exception may have left some of them
+        if self._optimizers_open:  # an exception may have skipped the end of some
             del self._optimizers_open[steps_around(sys._getframe(1)) :]
         if not self._optimizers_open:
             self.subject.optimizers.add(optimizer)
@@ -277,7 +276,7 @@ class Watch:
         if not any(step.identity == id(optimizer) for step in self._optimizers_open):
             return
         step = self._optimizers_open.pop()
-        while step.identity != id(optimizer):  # one inside it was left by an exception
+        while step.identity != id(optimizer):  # an exception skipped the end of an inner one
             step = self._optimizers_open.pop()
         if step.span is not None and self.rows is not None:
             self._spans.leave(step.span)
@@ -288,14 +287,14 @@ class Watch:
         """`first` names the roots: 'tensors' of `backward`, 'outputs' of `grad` (which accumulates nothing)."""
         watch, accumulates = self, first == "tensors"
 
-        def observed(*args: Any, **kwargs: Any) -> object:  # Any: torch checks what it is given
+        def observed(*args: Any, **kwargs: Any) -> object:  # torch checks these
             if watch._compiling() or watch.suspended or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
                 watch.saw_create_graph = True
-                return original(*args, **kwargs)  # part of a loss that is still being formed
+                return original(*args, **kwargs)  # part of a loss that is still being computed
             if not args and first not in kwargs:
-                return original(**kwargs)  # the mistake is torch's to explain
+                return original(**kwargs)  # let torch report the mistake
             roots = args[0] if args else kwargs.pop(first)
             return watch._pass(original, accumulates, roots, args[1:], kwargs)
 
@@ -312,7 +311,7 @@ class Watch:
         self,
         run: Call,
         accumulates: bool,
-        tensors: Any,  # Any: a tensor, several, or what makes them: told apart here
+        tensors: Any,  # a tensor, several, or an iterator of them
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
@@ -345,7 +344,7 @@ class Watch:
         return result
 
     def _wrap_module_call(self, original: Call) -> Call:
-        watch, compiling = self, self._compiling  # torch.compile sees one constant, and nothing of ours
+        watch, compiling = self, self._compiling  # a constant to torch.compile, which sees nothing of ours
 
         # torch's profiler reads the frame's `self`
         def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
@@ -365,7 +364,7 @@ class Watch:
     ) -> object:
         if not self._here():
             return original(module, *args, **kwargs)
-        if self._in_backward:  # what activation checkpointing recomputes: no call of the script's, but levers act on it
+        if self._in_backward:  # recomputation by activation checkpointing: not the script's call, but levers act on it
             return self._recomputed(original, module, args, kwargs)
         training = self._grad_enabled()
         if training:
@@ -406,12 +405,12 @@ class Watch:
 
     @property
     def inside_optimizer(self) -> bool:
-        """Is an optimizer's step under way? A closure that it was given forms the gradients then."""
+        """Is an optimizer step in progress? Gradients then come from the closure it was given."""
         return bool(self._optimizers_open)
 
     @property
     def saw_compile(self) -> bool:
-        """Has the script, or a lever, had torch.compile trace anything?"""
+        """Has torch.compile traced anything, for the script or a lever?"""
         dynamo = sys.modules.get("torch._dynamo.utils")
         return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
@@ -428,8 +427,8 @@ class Watch:
             self._without_weights.add(module)
 
     def _is_part_of_known(self, module: nn.Module) -> bool:
-        """Does it share weights with what trained from the first step on? Then it is called by itself for some other
-        end (features, an export), which no trial has seen: it stays as the script has it."""
+        """Does it share weights with what trained from the first step on? Then it is called for another purpose
+        (features, an export) that no trial has covered, and is left alone."""
         known = {id(weight) for model in self.subject.modules for weight in model.parameters()}
         return any(id(weight) in known for weight in module.parameters())
 
@@ -498,9 +497,9 @@ def _has_weights(module: nn.Module) -> bool:
     import torch
 
     try:
-        with torch._C.DisableTorchFunction():  # a mode of the script's own must not see what we ask tensors
+        with torch._C.DisableTorchFunction():  # the script's own modes must not see our operations
             return any(parameter.requires_grad for parameter in module.parameters())
-    except Exception:  # a script's module may answer in any way, and is called all the same
+    except Exception:  # the script's own parameters() may raise anything
         return False
 
 

@@ -1,7 +1,7 @@
 """Do the weights change between two backward passes? Then a script updates them by hand, with no optimizer.
 
-The leaves of the loss's graph are followed (not a model: the script may have none), and the first elements of a few
-of them are compared. Only used during the first passes of a script in which no optimizer has stepped.
+It follows the leaves of the loss's graph (not a model: the script may have none), and compares the first elements of a
+few of them. Only used during the first passes of a script in which no optimizer has stepped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class WeightProbe:
 
     def __init__(self) -> None:
         self.fresh = False
-        """True if the leaves of the last `changed` were all unknown to the pass before: the weights are made anew."""
-        self._leaves: list[weakref.ref[Tensor]] = []  # a script may drop its model, and count on the memory
+        """Were all leaves of the last `changed` unknown to the pass before? Then the weights are new tensors each
+        time."""
+        self._leaves: list[weakref.ref[Tensor]] = []  # weak: a script may free its model
         self._values: list[Tensor | None] = []
         self._failed = False
 
@@ -55,13 +56,13 @@ class WeightProbe:
         self._leaves, self._values = [], []
 
     def _guarded(self, look: Callable[[], bool]) -> bool:
-        """Out of sight of the script's own modes; what kind of tensor cannot be looked at is not looked at again."""
+        """Hidden from the script's own modes; after a failure it does not try again."""
         import torch
 
         try:
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                 return look()
-        except Exception:  # a script's tensors may refuse anything
+        except Exception:  # tensor subclasses may refuse anything
             self._failed = True
             self.forget()
             return False
