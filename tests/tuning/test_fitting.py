@@ -97,7 +97,7 @@ def test_where_nothing_fits_the_least_is_named() -> None:
         fitted(5, turns=2)
     with pytest.raises(ScriptError, match="it hangs; make the script's batch smaller"):
         fitted(65, Process(loss=TrialError("it hangs")), offered=[(LOSS,)])
-    with pytest.raises(ScriptError, match="nothing that saves memory applies to this script"):
+    with pytest.raises(ScriptError, match="no lever that saves memory applies to this script"):
         fitted(5, offered=[])
 
 

@@ -25,7 +25,7 @@ def main(config_path: str) -> NoReturn:
 
 
 def begin(config: TrialConfig, read_fd: int, write_fd: int, preloaded: Preloaded | None = None) -> NoReturn:
-    """preloaded: what a process that was forked has in memory; None in a new one."""
+    """preloaded: the modules in memory of a forked process; None in a new one."""
     child = IsolatedChild(config, write_fd)
     commands = os.fdopen(read_fd, "r")
     child.isolate()

@@ -1,16 +1,16 @@
 """Trials that need not load torch, because they are forked from a process that has.
 
-    with ForkServer() as server:                            # it loads torch meanwhile
+    with ForkServer() as server:                            # loads torch in the background
         setup = TrialSetup(..., fork_server=server)
 
 Loading torch takes seconds, and a tune starts its script a dozen times. Where a fork is not possible, or the script
-needs a process of its own, `is_ready` says no, and trials start as new processes.
+needs a new process, `is_ready` returns False, and trials start as new processes.
 
-The server is this module, run with a socket to talk over and the number of its parent's process. It has nothing of the
-script. It says once whether it can be forked, then answers one request at a time:
+The server is this module, run with a socket and its parent's process id. It loads nothing of the script. It reports
+once whether it can be forked, then answers one request at a time:
 
-    start  config, folder, with five descriptors  -> the number of a new process, a trial's `child`
-    poll   number                                 -> its exit code, or null while it runs
+    start  config, folder, with five descriptors  -> the id of a new process, a trial's `child`
+    poll   process id                             -> its exit code, or null while it runs
 
 It computes nothing, so torch has no threads that a fork would lose, and it never touches a GPU.
 """
@@ -46,16 +46,16 @@ LIBCUDA = re.compile(r"/\S*/libcuda\.so\S*")
 CUDA_ERROR_NOT_INITIALIZED = 3
 MOST_PAGES_SHIFTED = 1 << 14
 _shift: list[mmap.mmap] = []
-"""Held for as long as the process lives; it is never written, so it takes addresses and no memory."""
+"""Held while the process lives; never written, so it takes address space but no memory."""
 MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 5
 """Descriptors: stdin, stdout, stderr, then those for commands and answers."""
 POLL_SECONDS = 0.002
 KILLED = -9
-"""SIGKILL, which Windows does not name."""
+"""SIGKILL, which the signal module lacks on Windows."""
 
 
 class _Told(TypedDict, total=False):
-    """What the server says: once the first two, then each time the others."""
+    """What the server sends: the first two fields once, then the others."""
 
     obstacle: str
     time: float
@@ -96,9 +96,9 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.load_seconds = 0.0
-        """From its start until it could be forked."""
+        """From its start until it was ready."""
         self.obstacle: str | None = None
-        """Why it is not to be forked; '' if it is, None: it has not said yet."""
+        """Why it cannot be forked; '' if it can; None: not reported yet."""
         self._asked = 0
         self._began = time.perf_counter()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,7 +121,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The parent of all that it starts."""
+        """The parent of everything it starts."""
         return self._process.pid
 
     def is_ready(self) -> bool:
@@ -133,8 +133,8 @@ class ForkServer:
         return not self.obstacle
 
     def start(self, config: Path, streams: Sequence[IO[bytes] | IO[str]], pipes: Sequence[int]) -> Forked | None:
-        """A trial by this file of settings; None if the server is gone. streams: its stdin, stdout and stderr; pipes:
-        those for commands and answers."""
+        """Start a trial with this file of settings; None if the server is gone. streams: its stdin, stdout and stderr;
+        pipes: for commands and answers."""
         given = [*(stream.fileno() for stream in streams), *pipes]
         pid = self._answer({"config": str(config), "folder": os.getcwd()}, given)
         if pid is None:
@@ -143,8 +143,8 @@ class ForkServer:
         return Forked(pid, self.exit_code)
 
     def exit_code(self, pid: int) -> int | None:
-        """Of one that it started; None while that runs."""
-        return self._answer({"poll": pid}, otherwise=KILLED)  # the kernel ends with the server all that it has started
+        """Exit code of a process it started; None while that runs."""
+        return self._answer({"poll": pid}, otherwise=KILLED)  # when the server dies, the kernel kills what it started
 
     def close(self) -> None:
         """End it. What it started must have ended."""
@@ -194,7 +194,7 @@ def _threads() -> int:
 
 
 def _obstacle(threads: int) -> str:
-    """Why this process must not be forked; '' if it may. threads: those of numpy's BLAS, which survives a fork."""
+    """Why this process must not be forked; '' if it may. threads: of numpy's BLAS, which survives a fork."""
     if _threads() > threads:
         return "importing torch starts threads here"
     if _gpu_was_touched():
@@ -203,8 +203,8 @@ def _obstacle(threads: int) -> str:
 
 
 def _gpu_was_touched() -> bool:
-    """Has this process called cuInit? Torch's CUDA build loads the driver's library with its own; a fork may still
-    start it, as long as the parent has not."""
+    """Has this process called cuInit? Torch's CUDA build loads the driver's library; a fork may still initialize it, as
+    long as the parent has not."""
     found = LIBCUDA.search(Path("/proc/self/maps").read_text(errors="replace"))
     if found is None:
         return False
@@ -239,7 +239,7 @@ def _become_trial(config: str, folder: str, given: list[int], groups: Groups) ->
             os.dup2(stream, number)
             os.close(stream)
         _shift_addresses()
-        gc.collect()  # it copies pages that are shared with the server: now, and not in the script's first steps
+        gc.collect()  # it copies pages shared with the server: better now than in the script's first steps
         settings: TrialConfig = json.loads(Path(config).read_text())
         commands, answers = given[STREAMS:]
         child.begin(settings, commands, answers, Preloaded(groups))
@@ -250,8 +250,8 @@ def _become_trial(config: str, folder: str, given: list[int], groups: Groups) ->
 
 
 def _shift_addresses() -> None:
-    """Where memory lies costs a few per cent for a whole run. Each new process has its own place for it, chosen by the
-    kernel; forks would all have one, and comparing several of them would tell nothing of that."""
+    """Memory placement affects speed by a few per cent over a whole run. The kernel randomizes it for each new process;
+    forks would all share one layout, and comparing several of them would not show that variation."""
     pages = int.from_bytes(os.urandom(8), "little") % MOST_PAGES_SHIFTED + 1
     _shift.append(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 

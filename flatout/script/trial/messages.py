@@ -1,4 +1,4 @@
-"""What the parent of a trial and its process write to each other, as JSON: see the package."""
+"""The JSON messages between the parent of a trial and its process; see the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TargetSettings(TypedDict):
 
 
 class Command(TypedDict, total=False):
-    """One command, each with its own of these fields."""
+    """One command; each uses some of these fields."""
 
     do: str
     levers: list[list[object]]
@@ -28,7 +28,7 @@ class Command(TypedDict, total=False):
 
 
 class TrialConfig(TypedDict):
-    """The settings of one process, in a file that its parent writes."""
+    """The settings of one process, in a file written by its parent."""
 
     target: TargetSettings
     scratch: str
@@ -36,17 +36,17 @@ class TrialConfig(TypedDict):
     isolation: Literal["auto", "overlay", "guard"]
     allow_network: bool
     parent: int
-    """Its process."""
+    """Its process id."""
     levers: str
     """Where they are declared: 'package.module:NAME'."""
     choices: list[list[object]]
-    """Those that hold from the start."""
+    """Those that are on from the start."""
     read_fd: int
     """Of the commands."""
     write_fd: int
     """Of the answers."""
     command: Command | None
-    """The one that holds from the script's first line."""
+    """One that applies from the script's first line."""
 
 
 class DeterminismAnswer(TypedDict):
@@ -74,5 +74,5 @@ class MemoryAnswer(TypedDict, total=False):
     use: dict[str, object]
     """A MemoryUse."""
     judged_steps: int
-    leaks: list[dict[str, Any]]  # Any: the fields of a Leak
+    leaks: list[dict[str, Any]]  # the fields of a Leak
     collected: list[str]

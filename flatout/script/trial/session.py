@@ -1,8 +1,8 @@
-"""The inside of a trial that is asked things: obey the parent at step boundaries of a running script.
+"""A trial's side of a session: executes the parent's commands at step boundaries of the running script.
 
-The script runs until its first certain step boundary and then waits for commands (which: see the package). Time in
-which the process waits for its parent belongs to no window, so windows of several levers, or of several processes, can
-be interleaved. Between commands nothing of the script runs: its next step starts when asked for.
+The script runs until its first recognized step boundary and then waits for commands (listed in the package). Time spent
+waiting for the parent belongs to no window, so windows of several levers, or of several processes, can be interleaved.
+Between commands the script does not run: its next step starts on command.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flatout.script.watch import Watch
 
 
 class Session:
-    """Drives one script; `read` blocks for the next command line. Of `config` it takes `levers` and `choices`."""
+    """Drives one script; `read` blocks for the next command line."""
 
     def __init__(self, child: IsolatedChild, config: TrialConfig, read: Callable[[], str]) -> None:
         self.watch = Watch()
@@ -47,7 +47,7 @@ class Session:
         self._thread_variables = thread_variables()
         self._recorder: NumericsRecorder | None = None
         self._unseeded: list[str] = []
-        """Places in the script that drew a seed from the system or the clock, and got one of ours instead."""
+        """Places in the script that took a seed from the system or the clock, and got ours instead."""
         self.watch.at_boundary.append(child.guarded(self._boundary))
 
     def install(self) -> None:
@@ -56,13 +56,13 @@ class Session:
         seeds.install()
 
     def ended(self) -> Answer | None:
-        """What was recorded until then; a window under way is answered by the end alone."""
+        """What was recorded until then; an unfinished window has no answer but the end."""
         if self._recorder is None or self._task is None or not self._recorder.steps:
             return None
         return {"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()}
 
     def _torch_imported(self, torch: ModuleType) -> None:
-        """Turn on what must be on before the first loader makes its iterator."""
+        """Turn on what must be on before the first loader creates its iterator."""
         by_variable = thread_variables() != self._thread_variables
         self._threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
         self.applied.set(self._start_choices)
@@ -80,7 +80,7 @@ class Session:
             self._task = self._command()
 
     def _command(self) -> Callable[[], bool] | None:
-        """Read and start a command; returns what to do at each following boundary (True when done), or None."""
+        """Read and start a command; returns a function to call at each boundary until it returns True, or None."""
         line = self._read()
         command: Command = json.loads(line) if line else {"do": "stop"}
         self.watch.resume()
@@ -172,7 +172,7 @@ class Session:
         return boundary
 
     def _peak(self, command: Command) -> Callable[[], bool]:
-        """Of the steps after the first under these levers, which may still hold what the one before it made."""
+        """Skips the first step under these levers, which may still hold memory of the step before."""
         assert self._device is not None
         device, subject = self._device, self.watch.subject
         self.applied.set(self._choices(command))
