@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
 from flatout.levers.lever import Saving
-from flatout.plan_choices import Exactness, worst
+from flatout.plan_choices import ChoiceValue, Exactness, worst
 from flatout.statistics import Comparison
 
 Outcome = Literal["kept", "dropped", "failed"]
@@ -24,7 +24,7 @@ class Candidate(Protocol):
         """For display."""
 
     @property
-    def choices(self) -> Mapping[str, object]:
+    def choices(self) -> Mapping[str, ChoiceValue]:
         """The fields of a plan that it sets."""
 
     @property
@@ -73,7 +73,7 @@ class Trial(Measured):
     """One change, tried on top of those that had been kept until then."""
 
     label: str
-    choices: Mapping[str, object]
+    choices: Mapping[str, ChoiceValue]
     """Fields of the plan that it sets."""
     exactness: Exactness
     on_top_of: tuple[str, ...] = ()

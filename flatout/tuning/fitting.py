@@ -14,7 +14,7 @@ from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness, allowed, contradiction, worst
+from flatout.plan_choices import ChoiceValue, Exactness, allowed, contradiction, worst
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.trial import Trial
 from flatout.statistics import median
@@ -67,7 +67,7 @@ def combinations(
     return sorted(together, key=lambda one: (len(one), any(choice.lever.compiles for choice in one)))
 
 
-def _go_together(choices: Mapping[str, object]) -> bool:
+def _go_together(choices: Mapping[str, ChoiceValue]) -> bool:
     return not {"activation_checkpointing", "activation_offload"} <= choices.keys() and contradiction(choices) is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flatout.levers.lever import Choice, Lever, Saving
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness
+from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.search.deadline import Deadline
 from flatout.search.search import Proposal
 from flatout.search.trial import Trial
@@ -32,7 +32,7 @@ class SearchLimits:
     exactness: Exactness = "reduced"
     total_steps: int | None = None
     """How many steps the script runs; None: unknown."""
-    only: tuple[tuple[str, object], ...] | None = None
+    only: tuple[tuple[str, ChoiceValue], ...] | None = None
     """Try only these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
     fit_bytes: int | None = None
     """Most memory that the tensors of a step may take; None: no limit."""

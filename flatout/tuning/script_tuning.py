@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness
+from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.script.entry import Target
 from flatout.script.trial.fork_server import ForkServer
 from flatout.script.trial.process import TrialSetup, terminal_size
@@ -39,7 +39,7 @@ class TuneRequest:
     fit_bytes: int | None = None
     """Most memory that the tensors of a step may take; None: no limit."""
     levers: str = "flatout.levers.catalogue:LEVERS"
-    only: tuple[tuple[str, object], ...] | None = None
+    only: tuple[tuple[str, ChoiceValue], ...] | None = None
     """Restrict the search to these (plan field, value) choices, to verify a plan from elsewhere."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False
