@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
@@ -76,7 +77,7 @@ def inspect_death(error: BaseException | None, subject: Subject, folder: str) ->
         "gradients": _take(_gradients(subject), seen),
         "optimizer": _take(_optimizer_state(subject), seen),
     }
-    frames = list(_frames(error.__traceback__))
+    frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if frame.f_code.co_filename.startswith(folder)]
     holders = _holders(own, set(seen))
     by_kind = _graph_by_kind(seen)
@@ -195,12 +196,6 @@ def _graph_by_kind(seen: set[int]) -> dict[str, int]:
         if size:
             sizes[kind] = sizes.get(kind, 0) + size
     return sizes
-
-
-def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
 
 
 def _holders(frames: list[tuple[FrameType, int]], seen: set[int]) -> list[HeldBy]:

@@ -19,6 +19,7 @@ from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
 from flatout.script.trial.isolated_child import IsolatedChild
 from flatout.script.trial.messages import MemoryAnswer
+from flatout.script.users_files import is_users_file
 from flatout.script.watch import Watch
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class MemoryWatch:
         self._tracker.step = len(self._marks)
         if len(self._marks) == self._wanted:
             self._inspection = inspection = self._inspect(frame)
-            self._trace = GrowthTrace(inspection.sizes(), inspection.is_users_file)
+            self._trace = GrowthTrace(inspection.sizes(), is_users_file)
             if not inspection.suspects:
                 self._finish(inspection)
             else:

@@ -37,7 +37,7 @@ def enter_guard(
     sys.dont_write_bytecode = True
     writable = [str(scratch), *(str(path) for path in shared)]
     try:
-        # Shared memory is made from C++, where nobody can be asked: what Python opens there is stopped all the same.
+        # Shared memory is created by C++, which cannot be intercepted; what Python opens there is still stopped.
         kernel_trees = [tree for tree in ("/dev", "/proc") if os.path.isdir(tree)]
         details = [restrict_writes([*writable, *kernel_trees]), "mode, owner and times changed from C++ are not seen"]
         programs_allowed = True

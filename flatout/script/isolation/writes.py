@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Stop = Callable[[str], NoReturn]
-Arguments = tuple[Any, ...]  # Any: each event has its own
+Arguments = tuple[Any, ...]  # each event has its own
 Check = Callable[[Arguments], None]
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_TRUNC | os.O_CREAT
