@@ -95,7 +95,7 @@ def test_where_nothing_fits_the_least_is_named() -> None:
         fitted(5)
     with pytest.raises(ScriptError, match="2 of 7 combinations; allow more time: --budget"):
         fitted(5, turns=2)
-    with pytest.raises(ScriptError, match="it hangs; make the script's batch smaller"):
+    with pytest.raises(ScriptError, match="it hangs; use a smaller batch"):
         fitted(65, Process(loss=TrialError("it hangs")), offered=[(LOSS,)])
     with pytest.raises(ScriptError, match="no lever that saves memory applies to this script"):
         fitted(5, offered=[])
