@@ -172,7 +172,7 @@ def test_what_reduced_does_not_let_pass(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ASTRAY)
-def test_a_run_that_goes_astray_between_check_steps_is_not_reduced(what: str) -> None:
+def test_a_run_that_diverges_between_check_steps_is_not_reduced(what: str) -> None:
     candidate, reason = ASTRAY[what]
     assert reason in str(judge.diverges(PLAIN, candidate))
     assert reason in str(judge.diverges(PLAIN, candidate, NOISY))

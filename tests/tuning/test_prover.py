@@ -120,7 +120,7 @@ def test_a_reduced_lever_may_turn_out_better_than_it_claims(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("amplified", [True, False])
-def test_what_goes_astray_is_held_against_a_plain_run_with_noisy_gradients(tmp_path: Path, amplified: bool) -> None:
+def test_what_diverges_is_held_against_a_plain_run_with_noisy_gradients(tmp_path: Path, amplified: bool) -> None:
     candidate = replace(NOISY, losses=(*NOISY.losses[:12], (1.9,), *NOISY.losses[13:]))
     prover = Recorded(tmp_path, {("reduces",): candidate})
     prover.noisy = candidate if amplified else NOISY

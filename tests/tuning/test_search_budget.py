@@ -151,7 +151,7 @@ def test_a_silent_trial_ends_soon_after_the_search_was_stopped(tmp_path: Path) -
             trial.window([], settle=0, steps=100)
 
 
-def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> None:
+def test_steps_are_interrupted_soon_after_the_time_is_over(tmp_path: Path) -> None:
     clock = Clock()
     deadline = Deadline(10.0, clock=clock)
     (tmp_path / "train.py").write_text(STEPS)
