@@ -45,7 +45,7 @@ def compare_two(first: str, second: str, command: Sequence[str]) -> Comparison:
             with setup.trial(first_start) as one, setup.trial(second_start) as other:
                 one.start()
                 other.start()
-                arms = Arm(one, first_live, resting=True), Arm(other, second_live, resting=True)
+                arms = Arm(one, first_live, suspended=True), Arm(other, second_live, suspended=True)
                 step_seconds = median(arms[0].window(settle=2, steps=3).seconds)
                 pace = replace(
                     Pace.for_step(step_seconds, seconds=PAIR_SECONDS),

@@ -1,1 +1,1 @@
-"""Run somebody's unmodified script: entry, step detection, observation, reversible patches, isolation."""
+"""Run a user's unmodified script: entry, step detection, observation, reversible patches, isolation."""

@@ -1,7 +1,7 @@
 """The command that starts a process of ours from a folder of the user's.
 
-`python -m` would look for Flatout's own imports there first: a file json.py beside the user's would be imported for
-Python's. The console script looks beside itself first, and so does this.
+`python -m` would look for Flatout's own imports there first: a user's json.py would be imported instead of Python's.
+The console script looks in its own folder first, and so does this.
 """
 
 from __future__ import annotations

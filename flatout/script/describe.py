@@ -6,9 +6,9 @@ import ast
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flatout.data.fetch import strategy
 from flatout.levers.attention import attention_by_hand
@@ -22,8 +22,12 @@ from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
 from flatout.torch_private.attributes import COMPILED_CALL
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+
 NOT_AS_NOW = 0
-"""As `threads_at_start`: the script has set the number by a variable, before torch was there."""
+"""As `threads_at_start`: the script set the number by an environment variable, before torch was imported."""
 GRADIENTS_OF_GRADIENTS = (b"create_graph", b"autograd.functional", b"autograd import functional", b"gradgradcheck")
 ORDERS = (
     b"non_blocking", b"cuda.stream", b"Stream(", b"_stream", b"cuda import", b"CUDAGraph", b"cuda.graph",
@@ -36,7 +40,7 @@ GRAPHS = (b"CUDAGraph", b"cuda.graph", b"cuda import graph", b"graphed_callables
 
 
 class WatchedLoop(Protocol):
-    """What is known of a loop beside its handles."""
+    """What is known of a loop besides its handles."""
 
     subject: Subject
 
@@ -67,10 +71,10 @@ def observe(
     loaders: bool = True,
     lengths: bool = True,
 ) -> Observed:
-    """What is known of the loop now; `rows` are the steps of a window (none: nothing was timed).
+    """What is known of the loop now. rows: the steps of a window; empty: nothing was timed.
 
-    `lengths` = False leaves those of data sets unknown, as to ask for one runs the script's code; `loaders` = False
-    leaves out all that is known of loaders.
+    lengths=False leaves the lengths of data sets unknown, as reading one runs the script's code; loaders=False omits
+    loaders.
     """
     import torch
 
@@ -95,20 +99,20 @@ def observe(
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         differentiates_twice=_differentiates_twice(watch),
         gradients_zeroed=watch.gradients_zeroed,
-        reads_gradients=_matched(GRADIENTS),
-        reads_optimizer_state=_matched(OPTIMIZER_STATE),
+        reads_gradients=_match_of(GRADIENTS),
+        reads_optimizer_state=_match_of(OPTIMIZER_STATE),
         update_obstacle=_update_obstacle(watch),
-        captures_graphs=_spoken(GRAPHS),
-        orders_device_work=_spoken(ORDERS),
+        captures_graphs=_mention_of(GRAPHS),
+        orders_device_work=_mention_of(ORDERS),
         backwards_per_step=statistics.mean(row.backwards for row in rows) if rows else None,
         page_faults_per_step=_page_faults(rows),
     )
 
 
 def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
-    """Mean seconds of each part over the typical steps: those within 3x the median that did not evaluate.
+    """Mean seconds of each part over typical steps: those within 3x the median without evaluation.
 
-    A mean of parts adds up to the mean step; medians of parts would not. Evaluation is spread over all steps.
+    Means of parts add up to the mean step; medians would not. Evaluation is averaged over all steps.
     """
     if not rows:
         return {}
@@ -121,14 +125,14 @@ def breakdown(rows: Sequence[StepRow]) -> dict[str, float]:
 
 
 def _page_faults(rows: Sequence[StepRow]) -> float | None:
-    """Of the median step; None where they were not counted."""
+    """Median per step; None where they were not counted."""
     faults = [row.page_faults for row in rows if row.page_faults is not None]
     return float(statistics.median(faults)) if faults else None
 
 
-def _see_loader(loader: Any, lengths: bool) -> LoaderSeen:
+def _see_loader(loader: DataLoader[object], lengths: bool) -> LoaderSeen:
     found = strategy(loader.dataset, loader.collate_fn) if loader.batch_sampler is not None else None
-    length = len(loader.dataset) if lengths and hasattr(loader.dataset, "__len__") else None
+    length = len(loader.dataset) if lengths and isinstance(loader.dataset, Sized) else None
     return LoaderSeen(
         dataset=type(loader.dataset).__name__,
         samples=length,
@@ -137,12 +141,12 @@ def _see_loader(loader: Any, lengths: bool) -> LoaderSeen:
         pin_memory=bool(loader.pin_memory),
         persistent_workers=bool(loader.persistent_workers),
         fetch=found.kind if found else "",
-        fetch_obstacle=found.obstacle if found else "the loader forms no batches itself",
+        fetch_obstacle=found.obstacle if found else "the loader does no batching itself",
         batches_per_epoch=len(loader) if length is not None else None,
     )
 
 
-def _see_module(module: Any) -> ModuleSeen:
+def _see_module(module: nn.Module) -> ModuleSeen:
     import torch
 
     inner = list(module.modules())
@@ -164,14 +168,14 @@ def _see_module(module: Any) -> ModuleSeen:
 
 
 def _differentiates_twice(watch: WatchedLoop) -> str:
-    """Where the script asks for gradients of gradients, or may do so later; '' if nothing suggests it."""
+    """Where the script computes gradients of gradients, or may do so later; '' if nothing suggests it."""
     if watch.saw_create_graph:
-        return "the script asks for gradients with create_graph"
-    return _spoken(GRADIENTS_OF_GRADIENTS)
+        return "the script computes gradients with create_graph"
+    return _mention_of(GRADIENTS_OF_GRADIENTS)
 
 
 def _update_obstacle(watch: WatchedLoop) -> str:
-    """Asked within the script's optimizer step, whose backward pass came before."""
+    """Called within the script's optimizer step, after its backward pass."""
     site = before_step(sys._getframe())
     if site.obstacle:
         return site.obstacle
@@ -180,13 +184,13 @@ def _update_obstacle(watch: WatchedLoop) -> str:
     return pass_obstacle(site.optimizers, watch.subject)
 
 
-def _spoken(words: Sequence[bytes]) -> str:
+def _mention_of(words: Sequence[bytes]) -> str:
     """'train.py mentions' one of these words; '' where no file of the script's does."""
     return _found(lambda source: next((one for one in words if one in source), None))
 
 
-def _matched(pattern: re.Pattern[bytes]) -> str:
-    """The same of what matches."""
+def _match_of(pattern: re.Pattern[bytes]) -> str:
+    """The same for a pattern."""
     return _found(lambda source: found.group() if (found := pattern.search(source)) else None)
 
 
@@ -203,7 +207,7 @@ def _found(look: Callable[[bytes], bytes | None]) -> str:
 
 
 def _own_files() -> list[str]:
-    """Sources of the script and of the modules beside it that it has imported."""
+    """Source files of the script and of the modules in its folder that it has imported."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
         return []
@@ -214,22 +218,22 @@ def _own_files() -> list[str]:
 
 
 def names_device(file: str | None) -> bool:
-    """Does this source speak of devices, by a name, an argument or a text? False too where there is none to be read."""
+    """Does this source mention devices, in a name, an argument or a string? False where it cannot be read."""
     try:
         tree = ast.parse(Path(file or "").read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False
-    return any(_speaks_of_device(node) for node in ast.walk(tree))
+    return any(_mentions_device(node) for node in ast.walk(tree))
 
 
-def _speaks_of_device(node: ast.AST) -> bool:
+def _mentions_device(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value.partition(":")[0] in ("cpu", "cuda", "mps", "xpu") or node.value == "--device"
     words = [getattr(node, name, None) for name in ("id", "attr", "arg")]
     return any(isinstance(word, str) and ("device" in word.lower() or word == "cuda") for word in words)
 
 
-def _is_channels_last(weight: Any) -> bool:
+def _is_channels_last(weight: Tensor) -> bool:
     import torch
 
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()

@@ -1,14 +1,15 @@
-"""The inside of a check of determinism: digests of the weights after some steps of a script, and the time of one."""
+"""A determinism check inside its process: digests of the weights after some steps of a script, and the step time."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from typing import Any
 
+from flatout.machine.device import Device, Mark
 from flatout.script.deterministic import make_deterministic, weights_digests
 from flatout.script.device_calls import device_of
-from flatout.script.trial.isolated_child import Answer, IsolatedChild
+from flatout.script.trial.isolated_child import IsolatedChild
+from flatout.script.trial.messages import DeterminismAnswer
 from flatout.script.watch import Watch
 from flatout.statistics import median
 
@@ -19,9 +20,9 @@ class DeterminismWatch:
     def __init__(self, child: IsolatedChild, *, steps: int, deterministic: bool) -> None:
         self.watch = Watch()
         self._child, self._wanted, self._deterministic = child, steps, deterministic
-        self._device: Any = None
-        self._marks: list[Any] = []
-        """Where steps end; the script's first may not be known for one."""
+        self._device: Device | None = None
+        self._marks: list[Mark] = []
+        """Ends of steps; the script's first may not have been recognized."""
         self.watch.at_boundary.append(child.guarded(self._boundary))
 
     @property
@@ -33,7 +34,7 @@ class DeterminismWatch:
             make_deterministic()
         self._child.on_torch([self.watch.install])
 
-    def ended(self) -> Answer:
+    def ended(self) -> DeterminismAnswer:
         return self._answer(ended=True)
 
     def _boundary(self) -> None:
@@ -45,8 +46,8 @@ class DeterminismWatch:
         if self.steps >= self._wanted:
             self._child.finish(self._answer(ended=False))
 
-    def _answer(self, *, ended: bool) -> Answer:
-        seconds = []
+    def _answer(self, *, ended: bool) -> DeterminismAnswer:
+        seconds: list[float] = []
         if self._device is not None:
             self._device.synchronize()
             seconds = [self._device.elapsed_seconds(*pair) for pair in itertools.pairwise(self._marks)]

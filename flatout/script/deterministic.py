@@ -1,11 +1,11 @@
-"""A run in which the same script makes the same numbers, bit for bit, each time it is started on this machine.
+"""A run in which a script computes the same numbers, bit for bit, each time it is started on this machine.
 
-    environment.deterministic_environment()     # what only a new process, or CUDA before it starts, can be given
+    environment.deterministic_environment()     # what must be set in a new process, or before CUDA starts
     make_deterministic()                        # the rest, as soon as torch and numpy are imported
 
-torch then uses deterministic kernels, and raises its own error, which names the operation, where there is none. What
-the script seeds or sets itself comes later and wins. Loader workers take their seeds from torch's generator, so they
-need none of their own. Left over are a script's own sources: the clock, threads, files that it reads and changes.
+torch then uses deterministic kernels and, where there is none, raises an error that names the operation. What the
+script seeds or sets itself comes later and wins. Loader workers take their seeds from torch's generator. What remains
+is up to the script: the clock, threads, files that it reads and changes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ import hashlib
 import random
 from collections import Counter
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.script.patches import ImportWatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.levers.subject import Subject
 
 SEED = 0
 
@@ -34,12 +39,9 @@ def _switch_torch(torch: ModuleType) -> None:
     torch.backends.cudnn.deterministic = True
 
 
-def weights_digests(subject: Any) -> list[tuple[str, str]]:
-    """(name, digest of dtype, shape and bits) of all weights and buffers that a script trained; each name once.
-
-    subject: a Subject of the levers, with the modules and optimizers that were seen.
-    """
-    named = [
+def weights_digests(subject: Subject) -> list[tuple[str, str]]:
+    """(name, digest of dtype, shape and bits) of all weights and buffers that a script trained; each name once."""
+    named: list[tuple[str, Tensor]] = [
         (f"{type(module).__name__}.{name}", tensor)
         for module in subject.modules
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -60,7 +62,7 @@ def weights_digests(subject: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _digest(tensor: Any) -> str:
+def _digest(tensor: Tensor) -> str:
     import torch
 
     plain = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)

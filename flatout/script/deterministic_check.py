@@ -1,6 +1,6 @@
-"""Is a script's training repeatable, and what does that cost? Two deterministic runs and a plain one, as trials.
+"""Is a script's training repeatable, and at what cost? Two deterministic runs and a plain one, as trials.
 
-Each is a new process: forks of one would have one layout of addresses, and may agree where two runs do not.
+Each is a new process: forks of one process share their address layout, and may agree where two runs do not.
 
 found = check_determinism(Target.from_command(["train.py"]))
 found.equal, found.differing, found.cost
@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flatout.environment import deterministic_variables
 from flatout.errors import ScriptError, TrialError
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialHangs
+from flatout.script.trial.messages import Command, DeterminismAnswer
 from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
 
 STEPS = 40
 PATIENCE_SECONDS = 1800.0
-"""With each run."""
+"""Timeout of each run."""
 MOST_SPREAD = 1.15
-"""Two like runs that are further apart say nothing about what the switches cost."""
+"""Where two equal runs differ by more, the cost cannot be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +33,22 @@ class DeterminismCheck:
 
     equal: bool
     steps: int
-    """That were compared; 0: the script was compared at its end, no step was found."""
+    """Steps that were compared; 0: no step was found, and the script was compared at its end."""
     tensors: int
     differing: tuple[str, ...]
     """Names of weights that differ between the two deterministic runs."""
     cost: float | None
-    """Median time of a deterministic step over that of a plain one; None: too few steps, or too noisy to tell."""
+    """Median time of a deterministic step over that of a plain one; None: too few steps, or too noisy."""
     error: str | None
-    """torch's own words, which name an operation that cannot be deterministic."""
+    """torch's error, which names an operation that cannot be deterministic."""
 
 
 def check_determinism(
     target: Target, stdin_file: Path | None = None, *, steps: int = STEPS, allow_network: bool = False
 ) -> DeterminismCheck:
-    """stdin_file: what each of the runs reads. allow_network: they have only a loopback interface otherwise.
+    """stdin_file: what each run reads. allow_network: otherwise they have only a loopback interface.
 
-    Raises ScriptError where the script fails without the switches too, or trains nothing that could be compared.
+    Raises ScriptError where the script fails in the plain run too, or trains nothing that could be compared.
     """
     target.check()
     with work_folder() as folder:
@@ -61,52 +61,72 @@ def check_determinism(
         )
         setup = replace(as_is, environment=deterministic_variables())
         plain = _run(as_is, steps, deterministic=False)
-        if plain["error"] is not None:
-            raise ScriptError(f"the script fails by itself: {plain['error']}", remedy=plain["note"])
+        if plain.error is not None:
+            raise ScriptError(f"the script fails by itself: {plain.error}", remedy=plain.note)
         first = _run(setup, steps, deterministic=True)
-        if first["error"] is not None:
+        if first.error is not None:
             return _failed(first)
         second = _run(setup, steps, deterministic=True)
-        if second["error"] is not None:
+        if second.error is not None:
             return _failed(second)
-    if not first["weights"]:
-        raise ScriptError("no weights were seen", limit="those of two runs are compared", remedy="name what trains")
-    before, after = dict(map(tuple, first["weights"])), dict(map(tuple, second["weights"]))
+    if not first.weights:
+        raise ScriptError(
+            "no weights were found", limit="those of two runs are compared", remedy="check a script that trains"
+        )
+    before, after = first.weights, second.weights
     differing = tuple(name for name in {**before, **after} if before.get(name) != after.get(name))
-    if first["steps"] != second["steps"]:
-        differing = (f"the number of steps: {first['steps']} and {second['steps']}", *differing)
+    if first.steps != second.steps:
+        differing = (f"the number of steps: {first.steps} and {second.steps}", *differing)
     return DeterminismCheck(
         equal=not differing,
-        steps=first["steps"],
-        tensors=len(first["weights"]),
+        steps=first.steps,
+        tensors=len(first.weights),
         differing=differing,
         cost=_cost(plain, first, second),
         error=None,
     )
 
 
-def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> dict[str, Any]:
-    """Its answer, with `error`, the script's own in one line or None, and `note`, what may explain that."""
-    command = {"do": "determinism", "steps": steps, "deterministic": deterministic}
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What one run showed."""
+
+    steps: int
+    step_seconds: float | None
+    weights: dict[str, str]
+    """Name -> digest."""
+    error: str | None
+    """The script's own, in one line."""
+    note: str
+    """What may explain it."""
+
+
+def _run(setup: TrialSetup, steps: int, *, deterministic: bool) -> _Run:
+    command: Command = {"do": "determinism", "steps": steps, "deterministic": deterministic}
     with TrialProcess(setup, label="determinism") as trial:
         try:
+            answer: DeterminismAnswer
             answer, end = trial.watch(command, PATIENCE_SECONDS)
         except TrialHangs:
             waited = format_seconds(PATIENCE_SECONDS)
-            raise TrialError(f"the script had not made its {steps} steps after {waited}") from None
-    if end is None:
-        return {**answer, "error": None, "note": ""}
-    return {**answer, "error": end.headline or None, "note": end.note}
-
-
-def _failed(run: dict[str, Any]) -> DeterminismCheck:
-    return DeterminismCheck(
-        equal=False, steps=run["steps"], tensors=len(run["weights"]), differing=(), cost=None, error=run["error"]
+            raise TrialError(f"the script did not reach {steps} steps in {waited}") from None
+    return _Run(
+        steps=answer["steps"],
+        step_seconds=answer["step_seconds"],
+        weights=dict(answer["weights"]),
+        error=None if end is None else end.headline or None,
+        note="" if end is None else end.note,
     )
 
 
-def _cost(plain: dict[str, Any], *runs: dict[str, Any]) -> float | None:
-    seconds = [one["step_seconds"] for one in runs]
-    if not plain["step_seconds"] or not all(seconds) or max(seconds) > MOST_SPREAD * min(seconds):
+def _failed(run: _Run) -> DeterminismCheck:
+    return DeterminismCheck(
+        equal=False, steps=run.steps, tensors=len(run.weights), differing=(), cost=None, error=run.error
+    )
+
+
+def _cost(plain: _Run, *runs: _Run) -> float | None:
+    seconds = [one.step_seconds for one in runs if one.step_seconds]
+    if not plain.step_seconds or len(seconds) < len(runs) or max(seconds) > MOST_SPREAD * min(seconds):
         return None
-    return float(min(seconds) / plain["step_seconds"])
+    return min(seconds) / plain.step_seconds

@@ -1,20 +1,23 @@
 """Time that the script's own thread spends copying to a device and waiting for it.
 
-Only where the weights are on a device, and only in a window: `.to`, `.cuda` that cross from the host count as
-transfer; whatever asks for a value (`.item`, `.tolist`, `.cpu`, `bool(tensor)`, `torch.cuda.synchronize`) as sync.
+Only where the weights are on a device, and only in a window: `.to` and `.cuda` from the host count as transfer;
+whatever reads a value (`.item`, `.tolist`, `.cpu`, `bool(tensor)`, `torch.cuda.synchronize`) as sync.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device
 from flatout.script.patches import Patches
 from flatout.script.spans import Span
 from flatout.tracebacks import leave_no_frame
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ASKING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
 MOVING = ("to", "cuda")
@@ -44,8 +47,8 @@ class DeviceCalls:
     def uninstall(self) -> None:
         self._patches.undo()
 
-    def _timed(self, original: Any, kind: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, original: Callable[..., object], kind: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             span = self._enter(kind)
             if span is None:
                 return original(*args, **kwargs)
@@ -59,8 +62,8 @@ class DeviceCalls:
 
         return call
 
-    def _moved(self, original: Any) -> Any:
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _moved(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             span = self._enter("other")
             if span is None:
                 return original(tensor, *args, **kwargs)
@@ -82,7 +85,7 @@ def device_name(subject: Subject) -> str:
     """'cpu' or 'cuda:0': where the weights are."""
     from flatout.torch_private.dispatch import without_torch_function
 
-    with without_torch_function():  # a mode of the script's own must not see what we ask tensors
+    with without_torch_function():  # the script's own modes must not see our operations
         for module in subject.modules:
             for parameter in module.parameters():
                 return str(parameter.device)

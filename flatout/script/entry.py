@@ -64,7 +64,7 @@ class Target:
         return os.path.dirname(os.path.realpath(self.path)) if self.path is not None else os.getcwd()
 
     def check_exists(self) -> None:
-        """Refuse what is not there; what Python itself would complain about is left to it."""
+        """Refuse a script that does not exist; other errors are left to Python."""
         if self.path is None:
             return
         path = Path(self.path)
@@ -123,7 +123,7 @@ def execute(target: Target) -> int:
 
 
 def show_uncaught(error: BaseException) -> int:
-    """What Python does with an exception that nobody caught; returns the exit status."""
+    """What Python does with an uncaught exception; returns the exit status."""
     own_frames_removed(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
@@ -161,7 +161,7 @@ def _run_path(target: Target, module: ModuleType) -> None:
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> None:
-    """As `python -m name` does, by the function that does it there: so the traceback is the same too."""
+    """As `python -m name` does, with the same function, so that the traceback is the same too."""
     sys.argv[:] = ["-m", *arguments]
     _set_first_path(os.getcwd())
     for there in RUNPY_AND_ITS_OWN:
@@ -175,10 +175,10 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
 
 
 class _NotThere(UsageError):
-    """The module to run was not found: no line of the script has run."""
+    """The module to run was not found: none of the script has run."""
 
 
 def _set_first_path(folder: str) -> None:
-    """`sys.path[0]` is the script's place, unless Python was told to have none there (-P, PYTHONSAFEPATH)."""
+    """Set `sys.path[0]` to the script's folder, unless Python runs in safe-path mode (-P, PYTHONSAFEPATH)."""
     if not sys.flags.safe_path:
         sys.path[0] = folder

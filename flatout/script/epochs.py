@@ -1,22 +1,25 @@
-"""What it costs to start an epoch: workers are started, the data set is sent to them, and the first batch is awaited.
+"""The cost of starting an epoch: starting workers, sending them the data set, and waiting for the first batch.
 
-Medians of steps do not see it, because it falls on one step in an epoch.
+Medians of steps do not show it, because it affects one step per epoch.
 """
 
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 MOST_KEPT = 512
 
 
 class EpochStarts:
-    """Fed by a run: `iterator_made` when the training loader makes one, `step_ended` at the boundary after it."""
+    """Called by a run: `iterator_made` when the training loader makes one, `step_ended` at the boundary after it."""
 
     def __init__(self) -> None:
         self.workers = 0
-        """Processes of the training loader that are started anew for every epoch."""
+        """Processes of the training loader that are restarted in every epoch."""
         self._began: float | None = None
         self._previous: tuple[float, int] | None = None
         self._costs: list[float] = []
@@ -24,8 +27,8 @@ class EpochStarts:
         self._steps: list[int] = []
         self._typical_seconds = 0.0
 
-    def iterator_made(self, loader: Any, began: float, steps: int = 0) -> None:
-        """`began`: the clock before the loader was asked for it, in seconds; `steps`: so many in the run until then."""
+    def iterator_made(self, loader: DataLoader[object], began: float, steps: int = 0) -> None:
+        """began: clock before the loader was asked for it, in seconds; steps: in the run until then."""
         self.workers = 0 if loader.persistent_workers else loader.num_workers
         if self._previous is not None:
             self._lengths = [*self._lengths, began - self._previous[0]][-MOST_KEPT:]
@@ -44,7 +47,7 @@ class EpochStarts:
     def cost_seconds(self) -> float | None:
         """Median, from asking for the iterator to the end of its first step, less a step's usual time.
 
-        Never more than the epoch's steps leave of it: what else a script does before its first step is not the start's.
+        At most the part of the epoch not spent in steps: other work before the first step does not count.
         """
         if not self._costs or self.epoch_seconds is None:
             return statistics.median(self._costs) if self._costs else None

@@ -1,19 +1,19 @@
 """What happens when a script fails under a plan, in one place.
 
 - A lever that cannot be applied is left off: nothing has run under it, and the run goes on without it.
-- An exception that leaves the model, the backward pass or the optimizer while levers are on goes its way untouched. The
-  script may have raised it by intent (features taken by a hook that stops the forward), may catch it, or may die of it.
-  Nothing is tried again: by then data, random numbers and state have been consumed.
-- If the script dies of it, it does so with its own traceback and exit status, and this message follows: the levers that
-  were on, those first that act where it failed, and the exact commands to run without them.
-- In a trial the process has failed, so that lever is dropped with the reason; the next starts the script anew.
+- An exception from the model, the backward pass or the optimizer while levers are on passes through unchanged. The
+  script may have raised it on purpose (a hook that stops the forward to extract features), may catch it, or may fail.
+  Nothing is retried: by then data, random numbers and state have been consumed.
+- If the script fails, it does so with its own traceback and exit status, and a message follows: the levers that were
+  on, first those that act where it failed, and the exact commands to run without them.
+- In a trial the process has failed, so that lever is dropped with the reason; the next trial restarts the script.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+import traceback
+from collections.abc import Mapping, Sequence
 
 from flatout.levers.lever import Choice
 
@@ -30,13 +30,13 @@ _WORDS = {"optimizer": "optimizer's step", "backward": "backward pass", "forward
 def explain_failure(
     error: BaseException, choices: Sequence[Choice], options: Mapping[str, str], target: Sequence[str]
 ) -> str:
-    """The message for a script that died of `error` while `choices` were on; '' where none was.
+    """The message for a script that failed with `error` while `choices` were on; '' where none were.
 
     options: of `flatout run`, as given; target: the script with its arguments.
     """
     if not choices:
         return ""
-    files = list(_files(error))
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     part = place_of_failure(files)
     ordered = sorted(choices, key=lambda choice: -_suspicion(choice, part, files))
     first = ordered[0]
@@ -85,10 +85,3 @@ def _command(options: Mapping[str, str], without: str, target: Sequence[str]) ->
 
 def _reporting(options: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if name in ("--report", "--no-report", "--quiet")}
-
-
-def _files(error: BaseException) -> Iterator[str]:
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame.f_code.co_filename
-        trace = trace.tb_next

@@ -1,8 +1,8 @@
-"""Does a process grow, or does its size only scatter? From samples of its resident memory, by the clock.
+"""Does a process grow, or does its size only vary? From samples of its resident memory over time.
 
-Allocators take memory in jumps, keep it, and fill up in the beginning; a median against another one shows that as
-growth. A leak goes on: the last two thirds of the run are cut into stretches, and each must lie above the one before
-it, by amounts that do not die away. For independent scatter six stretches are in order once in 720 times.
+Allocators take memory in jumps, keep it, and fill up at the start; comparing two medians would show that as growth. A
+leak continues: the last two thirds of the run are cut into stretches, and each must lie above the one before it, by
+amounts that do not fade. With independent noise, six stretches are in order once in 720 times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SAMPLES_A_STRETCH = 3
 LEAST_BYTES = 16 << 20
 """Allocators alone do this much."""
 LEAST_RISE_SHARE, LAST_RISE_SHARE = 0.25, 0.5
-"""Of the mean rise from stretch to stretch, for any of them and for the last; less, and it does not go on."""
+"""Share of the mean rise between stretches, for any of them and for the last; with less, growth has stopped."""
 SCATTERS = 3.0
 """The whole rise against the median deviation of samples from their stretch."""
 
@@ -41,7 +41,7 @@ class Growth:
 
 
 def steady_growth(samples: Sequence[tuple[float, int, int]]) -> Growth | None:
-    """`samples`: (clock in seconds, step, resident bytes) in order; None: none that is beyond scatter."""
+    """samples: (clock in seconds, step, resident bytes) in order. None: no growth beyond noise."""
     later = samples[len(samples) // 3 :]
     size = len(later) // STRETCHES
     if size < SAMPLES_A_STRETCH:

@@ -3,9 +3,9 @@
     FLATOUT_CACHE_DIR, else ~/.cache/flatout   ceilings/, native/, inductor/, tunes.json
     /var/tmp and TMPDIR                        flatout-trials-*: the folders of tunes that were killed
 
-Only names that Flatout gives are looked for, and only what belongs to this user is removed. No link is followed: the
-link goes, what it leads to stays. The folder of a tune that still runs is left alone, and so is every plan and report:
-those are the user's files.
+Only names that Flatout creates are considered, and only what this user owns is removed. Links are not followed: the
+link is removed, its target stays. The folder of a running tune is left alone, and so are all plans and reports: those
+are the user's files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from flatout import environment
 from flatout.errors import FlatoutError
@@ -31,15 +30,15 @@ KEPT = {
     "inductor": "what torch.compile made",
     "tunes.json": "what earlier tunes measured",
 }
-"""Name in the cache folder -> what it is. Nothing else in there is touched."""
+"""Name in the cache folder -> what it is. Nothing else there is touched."""
 OWN_NAMES = {
     "ceilings": re.compile(r".+-torch-.+\.json|\.ceilings-.*"),
     "native": re.compile(r"[a-z_]+-[0-9a-f]{16}(-[0-9a-f]{16}\.so)?|\.build-.*"),
 }
-"""What Flatout calls what it keeps in there. With anything else in it the folder is left alone: FLATOUT_CACHE_DIR may
-name a folder in which somebody has a `native` of their own."""
+"""Patterns of Flatout's own files. A folder that holds anything else is left alone: FLATOUT_CACHE_DIR may be a folder
+in which the user has a `native` of their own."""
 BEGUN = (".tunes-", ".ceilings-")
-"""Prefixes of files that a killed process had begun to write there."""
+"""Prefixes of files that a killed process left unfinished there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,10 @@ class Leftover:
     path: str
     what: str
     size_bytes: int
-    """Of everything in it, links not followed; what cannot be read counts as 0."""
+    """Total size, without following links; what cannot be read counts as 0."""
     is_trial: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -64,13 +63,13 @@ class Cleaned:
     failed: tuple[tuple[Leftover, str], ...] = ()
     """With the reason."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         failed = [{**one.to_json(), "reason": why} for one, why in self.failed]
         return {"removed": [one.to_json() for one in self.removed], "failed": failed}
 
 
 def find_leftovers(cache: Path | None = None, temporary: Sequence[Path] | None = None) -> list[Leftover]:
-    """What `remove_leftovers` would remove. `cache` and `temporary`: where to look, by default where Flatout writes."""
+    """What `remove_leftovers` would remove. cache, temporary: where to look, by default where Flatout writes."""
     cache = environment.cache_dir() if cache is None else cache
     found = []
     for name in _names(cache):
@@ -87,7 +86,7 @@ def find_leftovers(cache: Path | None = None, temporary: Sequence[Path] | None =
 
 
 def remove_leftovers(found: Sequence[Leftover]) -> Cleaned:
-    """Remove them; each is judged anew, as time has passed since it was found. Never raises for what stays."""
+    """Remove them; each is checked again, as time has passed since it was found. Never raises for what stays."""
     removed, failed = [], []
     for one in found:
         path = Path(one.path)
@@ -122,7 +121,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it belongs to this user; of a link, the link itself."""
+    """Does this user own it? For a link, the link itself."""
     try:
         found = os.lstat(path)
     except OSError:

@@ -1,17 +1,18 @@
-"""A run that died of memory: who held it at that moment, by category and by the script's own lines.
+"""A run that ran out of memory: what held it at that moment, by category and by line of the script.
 
-Read from the exception: its traceback keeps the frames, and so the tensors, as they were. What a batch of another size
-would have taken is stated only as far as arithmetic on these figures goes.
+Read from the exception: its traceback keeps the frames, and so the tensors, alive. What another batch size would have
+taken is stated only as far as these figures imply it.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
@@ -19,10 +20,13 @@ from flatout.machine.process_memory import resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.units import format_bytes
 
+if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage
+
 MOST_HOLDERS = 8
 DEEPEST = 4
 WORTH_SAYING = 0.1
-"""Of what is held: less would not have helped."""
+"""Share of what is held: less would not have helped."""
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _PARTS = {"backward": "backward", "step": "optimizer", "__next__": "data"}
@@ -30,8 +34,8 @@ _PARTS = {"backward": "backward", "step": "optimizer", "__next__": "data"}
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBy:
-    """Tensors that one variable of the script's held, counted at the innermost that names them; or one kind of
-    autograd node, which has no line."""
+    """Tensors that one variable of the script held, counted at the innermost one; or one kind of autograd node, which
+    has no line."""
 
     line: str
     name: str
@@ -40,14 +44,14 @@ class HeldBy:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryDeath:
-    """What is known of the moment."""
+    """What is known of that moment."""
 
     message: str
     line: str
-    """The script's line that asked for too much."""
+    """The line of the script whose allocation failed."""
     part: str
     requested_bytes: int | None
-    """What was asked for; None where the message does not say."""
+    """Size of the failed allocation; None where the message does not give it."""
     categories: Mapping[str, int]
     """Bytes of tensors alive: weights, gradients, optimizer, graph (kept for the backward pass), other."""
     holders: tuple[HeldBy, ...]
@@ -58,12 +62,12 @@ class MemoryDeath:
     def held_bytes(self) -> int:
         return sum(self.categories.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "held_bytes": self.held_bytes}
 
 
 def inspect_death(error: BaseException | None, subject: Subject, folder: str) -> MemoryDeath | None:
-    """What that error says of the end of memory; None if it was something else. folder: of the script's own files."""
+    """What is known of an out-of-memory error; None for any other. folder: of the script's own files."""
     error = _cause(error)
     if error is None:
         return None
@@ -73,7 +77,7 @@ def inspect_death(error: BaseException | None, subject: Subject, folder: str) ->
         "gradients": _take(_gradients(subject), seen),
         "optimizer": _take(_optimizer_state(subject), seen),
     }
-    frames = list(_frames(error.__traceback__))
+    frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if frame.f_code.co_filename.startswith(folder)]
     holders = _holders(own, set(seen))
     by_kind = _graph_by_kind(seen)
@@ -97,7 +101,7 @@ def inspect_death(error: BaseException | None, subject: Subject, folder: str) ->
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The end of memory itself, where the script raised another error from it."""
+    """The out-of-memory error itself, where the script raised another one from it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if is_out_of_memory(error):
@@ -112,31 +116,31 @@ def _advice(
 ) -> Iterator[str]:
     grows, held = categories["graph"], sum(categories.values())
     if of_python:
-        yield f"Python's objects, not tensors (they are {format_bytes(held)}), took the memory: look at that line first"
+        yield f"Python objects took the memory, not tensors ({format_bytes(held)}): look at that line first"
         return
     if requested is None:
-        yield "a smaller batch, activation checkpointing or bf16 would have asked for less"
+        yield "a smaller batch, activation checkpointing or bf16 would need less"
     elif requested > held:
         yield (
-            f"the one tensor asked for, {format_bytes(requested)}, is larger than all that was held "
+            f"the requested tensor, {format_bytes(requested)}, is larger than everything that was held "
             f"({format_bytes(held)}): look at that line first"
         )
     elif batch_size is not None and batch_size > 1 and grows:
         most = math.floor(batch_size * grows / (grows + requested))
         yield (
-            f"what is kept for the backward pass grows with the batch; it had reached {format_bytes(grows)}, and "
-            f"{format_bytes(requested)} more were wanted: of the {batch_size} samples of a batch at most {most} come "
-            "past this line, and the rest of the step wants more"
+            f"what is saved for the backward pass grows with the batch; it had reached {format_bytes(grows)}, and "
+            f"{format_bytes(requested)} more were needed: of the {batch_size} samples of a batch at most {most} fit up "
+            "to this line, and the rest of the step needs more"
         )
     state = categories["optimizer"]
     if state > grows and state >= held * WORTH_SAYING:
         yield f"the optimizer's state is {format_bytes(state)}: SGD or Adafactor keep less of it"
-    yield "flatout memory, with a smaller batch, shows the peak by line and what each measure would save"
+    yield "flatout memory, with a smaller batch, shows the peak by line and what each remedy would save"
     yield "in your own loop: flatout.TrainStep splits a batch that does not fit; flatout.fit_to_memory plans for less"
 
 
-def _take(tensors: Iterator[Any], seen: set[int]) -> int:
-    """Bytes of storages that were not counted yet."""
+def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of storages not counted yet."""
     from flatout.torch_private.tensors import storage_identity
 
     total = 0
@@ -149,8 +153,8 @@ def _take(tensors: Iterator[Any], seen: set[int]) -> int:
     return total
 
 
-def _storage(tensor: Any) -> Any:
-    """What holds its bytes; None where nothing does: sparse layouts, fake tensors, weights of lazy layers."""
+def _storage(tensor: Tensor) -> UntypedStorage | None:
+    """Its storage; None where it has none: sparse layouts, fake tensors, weights of lazy layers."""
     try:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError, AttributeError, ValueError):
@@ -158,7 +162,7 @@ def _storage(tensor: Any) -> Any:
     return None if storage.device.type == "meta" else storage
 
 
-def _weights(subject: Subject) -> Iterator[Any]:
+def _weights(subject: Subject) -> Iterator[Tensor]:
     for module in subject.modules:
         yield from (*module.parameters(), *module.buffers())
     for optimizer in subject.optimizers:
@@ -166,44 +170,38 @@ def _weights(subject: Subject) -> Iterator[Any]:
             yield from group["params"]
 
 
-def _gradients(subject: Subject) -> Iterator[Any]:
+def _gradients(subject: Subject) -> Iterator[Tensor]:
     for weight in _weights(subject):
         if weight.grad is not None:
             yield weight.grad
 
 
-def _optimizer_state(subject: Subject) -> Iterator[Any]:
+def _optimizer_state(subject: Subject) -> Iterator[Tensor]:
     for optimizer in subject.optimizers:
         for state in optimizer.state.values():
             yield from (tensor for _, tensor in tensors_in(state))
 
 
-def _alive() -> Iterator[Any]:
+def _alive() -> list[Tensor]:
     from flatout.memory.graphs import live_tensors
 
-    return iter(live_tensors())
+    return live_tensors()
 
 
 def _graph_by_kind(seen: set[int]) -> dict[str, int]:
-    """Bytes kept for the backward pass, by the kind of node that keeps them first."""
+    """Bytes saved for the backward pass, by the kind of node that saves them first."""
     from flatout.memory.graphs import live_tensors, saved_tensors_of
 
     sizes: dict[str, int] = {}
     for kind, tensor in saved_tensors_of(live_tensors()):
-        size = _take(iter([tensor]), seen)
+        size = _take([tensor], seen)
         if size:
             sizes[kind] = sizes.get(kind, 0) + size
     return sizes
 
 
-def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
-
-
 def _holders(frames: list[tuple[FrameType, int]], seen: set[int]) -> list[HeldBy]:
-    """Variables of the script's frames with what they hold, innermost first: what one names no other counts."""
+    """Variables of the script's frames with what they hold, each tensor counted once, innermost frame first."""
     found = []
     for frame, line in reversed(frames):
         for name, value in list(frame.f_locals.items()):
@@ -215,8 +213,8 @@ def _holders(frames: list[tuple[FrameType, int]], seen: set[int]) -> list[HeldBy
     return sorted(found, key=lambda one: -one.size_bytes)
 
 
-def _tensors_of(value: Any) -> Iterator[Any]:
-    """Tensors in nests of plain containers; objects of the script's own are not opened."""
+def _tensors_of(value: object) -> Iterator[Tensor]:
+    """Tensors in nested plain containers; the script's own objects are not searched."""
     if isinstance(value, (set, frozenset)):
         value = list(value)
     try:
@@ -232,12 +230,12 @@ def _where(place: tuple[FrameType, int]) -> str:
 
 
 def _of_python(error: BaseException, categories: Mapping[str, int]) -> bool:
-    """Python itself found no room, in a process whose tensors are the smaller part."""
+    """Did Python itself run out of memory, in a process where tensors are the smaller part?"""
     return isinstance(error, MemoryError) and 2 * sum(categories.values()) < resident_bytes()
 
 
 def _part(frames: list[tuple[FrameType, int]]) -> str:
-    """forward, backward, optimizer or data, by torch's own functions on the way."""
+    """forward, backward, optimizer or data, by torch's functions in the traceback."""
     from torch.optim import Optimizer
 
     for frame, _ in frames:

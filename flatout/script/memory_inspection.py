@@ -1,4 +1,4 @@
-"""The look at a script that stands still between two steps: its timeline, what leaks in it, and who holds that."""
+"""Inspects a script that is paused between two steps: its memory timeline, what leaks, and what holds it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import gc
 import linecache
 import os
 import sys
-import sysconfig
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -24,14 +22,14 @@ from flatout.memory.leaks import Growth, Leak, grows_steadily, growths
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, identity
 from flatout.memory.use import use_of
+from flatout.script.users_files import is_users_file
 
 _JOINS = ("cat", "stack", "pad", "resize")
-_NOT_THE_USERS = (str(Path(__file__).parents[1]) + "/", sysconfig.get_paths()["stdlib"] + "/")
 
 
 @dataclass
 class Suspect:
-    """Something that grows, and what holds it; several lines may feed one holder."""
+    """Something that grows, and what holds it; several lines may add to one holder."""
 
     found: Found | None
     growths: list[Growth] = field(default_factory=list)
@@ -41,8 +39,17 @@ class Suspect:
     file: str = ""
 
 
+class InspectionFound(TypedDict):
+    """Of the answer of a memory trial."""
+
+    use: dict[str, object]
+    judged_steps: int
+    leaks: list[dict[str, object]]
+    collected: list[str]
+
+
 class Inspection:
-    """Made at the end of a step; `suspects` are what grows, `result` says it all."""
+    """Made at the end of a step; `suspects` are what grows, `result` is the complete finding."""
 
     def __init__(
         self,
@@ -64,13 +71,13 @@ class Inspection:
         self.collected: list[str] = []
         self.suspects: list[Suspect] = []
         found = growths(self.timeline, self._marks)
-        gc.collect()  # what only a cycle of references holds is not held by anybody
+        gc.collect()  # what only a reference cycle holds is no leak
         self._frames = list(_frames(frame))
         self._alive = {id(one): key for key, one in tracker.alive_by_storage().items()}
         self._tensors = live_tensors()
         self._graphs = graphs_of(self._tensors, numbers[0]) if numbers else []
         ours = [self._tensors, self._graphs, *self._graphs, *(vars(graph) for graph in self._graphs), vars(self)]
-        self._search = HolderSearch(self.is_users_file, self._frames, ours)
+        self._search = HolderSearch(is_users_file, self._frames, ours)
         self._by_storage: dict[int, list[Tensor]] = {}
         self._by_gradient: dict[int, list[Tensor]] = {}
         self._sort_tensors()
@@ -80,15 +87,11 @@ class Inspection:
         self._find_lines()
         self._release()
 
-    @staticmethod
-    def is_users_file(file: str) -> bool:
-        return bool(file) and not file.startswith(("<", *_NOT_THE_USERS)) and "-packages/" not in file
-
     def sizes(self) -> list[Callable[[], int]]:
-        """How large each suspect's holder is, to be asked again and again."""
+        """Functions that return the current size of each suspect's holder."""
         return [_size_of(suspect.found) for suspect in self.suspects]
 
-    def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> dict[str, Any]:
+    def result(self, traced: Callable[[int], tuple[str, int] | None], steps_traced: int) -> InspectionFound:
         leaks = [
             leak
             for number, suspect in enumerate(self.suspects)
@@ -110,7 +113,7 @@ class Inspection:
             for tensors in (container, *container.values()):
                 self._search.ignore(tensors)
 
-    # who is suspected
+    # suspects
 
     def _suspect_growth(self, growth: Growth, *, running: bool) -> None:
         alive = [one for one in growth.alive if id(one) in self._alive]
@@ -135,13 +138,13 @@ class Inspection:
         return found
 
     def _owner(self, key: int) -> Tensor | None:
-        """A tensor with that storage that something in Python holds; or the one whose gradient it is."""
+        """A tensor with that storage that something in Python holds, or whose gradient it is."""
         owners = [*self._by_storage.get(key, ()), *self._by_gradient.get(key, ())]
         self._search.ignore(owners)
         return next((one for one in owners if self._common([one]) is not None), None)
 
     def _root(self, holds: Callable[[Graph], bool]) -> Tensor | None:
-        """The smallest graph that does; a tensor that only another graph holds is nobody's root."""
+        """Root of the smallest such graph; a tensor that only another graph holds is no root."""
         graphs = sorted((graph for graph in self._graphs if holds(graph)), key=lambda graph: len(graph.numbers))
         return next((graph.root for graph in graphs if self._common([graph.root]) is not None), None)
 
@@ -156,7 +159,7 @@ class Inspection:
         return self._search.common(tuple(tensors)) if tensors else None
 
     def _suspect_graphs(self) -> None:
-        """Nodes of old steps that live on, though the tensors that they saved are gone: `total += loss`."""
+        """Graph nodes of old steps that stay alive although their saved tensors are gone: `total += loss`."""
         ends = self._numbers
         if len(ends) < 2:
             return
@@ -181,7 +184,7 @@ class Inspection:
     # lines
 
     def _find_lines(self) -> None:
-        files = [file for one in list(sys.modules.values()) if self.is_users_file(file := _file(one))]
+        files = [file for one in list(sys.modules.values()) if is_users_file(file := _file(one))]
         for suspect in self.suspects:
             found = suspect.found
             if found is None:
@@ -238,11 +241,11 @@ class Inspection:
         if not found.bound and suspect.lines.shrinks:
             line = suspect.lines.shrinks[0]
             text = linecache.getline(suspect.file, line).strip()
-            return f"the script takes from it again: {short(suspect.file)}:{line}  {text}"
+            return f"the script also removes from it: {short(suspect.file)}:{line}  {text}"
         return found.bound
 
     def _release(self) -> None:
-        """Nothing of the script's may be held by us while its next steps run, but the containers under suspicion."""
+        """Drop all references to the script's objects before its next steps, except to the suspected containers."""
         self._tensors, self._graphs, self._frames = [], [], []
         self._by_storage.clear()
         self._by_gradient.clear()
@@ -253,7 +256,7 @@ class Inspection:
 
 
 def short(place: str) -> str:
-    """A path as the user would write it here."""
+    """The path relative to the working directory."""
     here = os.getcwd() + "/"
     return place.removeprefix(here) if place.startswith(here) else place
 
@@ -271,7 +274,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _same(one: Found | None, other: Found | None) -> bool:
-    """One holder; an optimizer's state and its parameters are one too, and so is all that has no name."""
+    """Is it one holder? An optimizer's state and its parameters count as one, as does everything without a name."""
     if one is None or other is None:
         return one is other
     return one.container is other.container or (one.owner is not None and one.owner is other.owner)
@@ -281,8 +284,9 @@ def _size_of(found: Found | None) -> Callable[[], int]:
     return lambda: (found.entries or 0) if found is not None else 0
 
 
-def _file(module: Any) -> str:
-    return getattr(module, "__file__", None) or ""
+def _file(module: object) -> str:
+    file: str | None = getattr(module, "__file__", None)
+    return file or ""
 
 
 def _source(file: str) -> str:

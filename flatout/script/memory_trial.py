@@ -1,4 +1,4 @@
-"""What `flatout memory` finds: one trial that follows every tensor of a script for a few steps.
+"""`flatout memory`: one trial that follows every tensor of a script for a few steps.
 
 watched = watch_memory(MemoryRequest(target=Target.from_command(["train.py"])))
 watched.use.peak.size_bytes, watched.leaks
@@ -7,13 +7,14 @@ watched.use.peak.size_bytes, watched.leaks
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.errors import TrialError
 from flatout.memory.leaks import LEAST_STEPS, Leak
 from flatout.memory.use import MemoryUse
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
+from flatout.script.trial.messages import MemoryAnswer
 from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
 from flatout.script.work_folder import work_folder
 from flatout.units import format_seconds
@@ -29,14 +30,14 @@ class MemoryRequest:
     target: Target
     steps: int = STEPS
     patience_seconds: float = PATIENCE_SECONDS
-    """For the whole watch: a script that never steps, or hangs, is ended then."""
+    """Timeout of the trial, for a script that never steps or hangs."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryWatched:
-    """Everything that was found out."""
+    """The result of the trial."""
 
     target: Target
     status: int | None
@@ -48,13 +49,13 @@ class MemoryWatched:
     leaks: tuple[Leak, ...]
     judged_steps: int
     resident_bytes: tuple[int, ...]
-    """Of the process, at the end of each step: with Python, torch's libraries and our own records."""
+    """Of the process, at the end of each step; includes Python, torch's libraries and our own records."""
     peak_resident_bytes: int
     collected: tuple[str, ...]
-    """Lines whose tensors only waited for the garbage collector."""
+    """Lines whose tensors were only waiting for the garbage collector."""
     compiled: bool
     left_uncompiled: bool
-    """Does the script ask for torch.compile, which compiles nothing while every operation is followed?"""
+    """Does the script use torch.compile, which compiles nothing while every operation is followed?"""
     errors: str
     """What the script wrote to stderr, where it failed."""
 
@@ -70,7 +71,7 @@ class MemoryWatched:
 
 
 def watch_memory(request: MemoryRequest) -> MemoryWatched:
-    """Run the script as a trial. Raises TrialError where nothing could be watched."""
+    """Run the script as a trial. Raises TrialError where it could not be watched."""
     request.target.check()
     with work_folder() as folder:
         setup = TrialSetup(
@@ -84,13 +85,14 @@ def watch_memory(request: MemoryRequest) -> MemoryWatched:
         )
         with TrialProcess(setup, label="memory") as trial:
             try:
+                answer: MemoryAnswer
                 answer, end = trial.watch({"do": "memory", "steps": request.steps}, request.patience_seconds)
             except TrialError as error:
                 raise _explained(error, request, trial.errors) from None
             return _watched(request, answer, end, trial.errors)
 
 
-def _watched(request: MemoryRequest, answer: dict[str, Any], end: TrialEnded | None, errors: str) -> MemoryWatched:
+def _watched(request: MemoryRequest, answer: MemoryAnswer, end: TrialEnded | None, errors: str) -> MemoryWatched:
     leaks = [Leak(**{**one, "births": tuple(one["births"])}) for one in answer.get("leaks", ())]
     note = f"{end.note}\n" if end is not None and end.note else ""
     return MemoryWatched(
@@ -111,23 +113,23 @@ def _watched(request: MemoryRequest, answer: dict[str, Any], end: TrialEnded | N
 
 
 def _explained(error: TrialError, request: MemoryRequest, errors: str) -> TrialError:
-    """In the words of this verb, with what the script had written to stderr; of a signal with a shell's exit code."""
+    """The error in terms of `flatout memory`, with the script's stderr; for a signal with a shell's exit code."""
     what, limit, remedy = error.what, error.limit, error.remedy
     if isinstance(error, TrialHangs):
         patience = format_seconds(request.patience_seconds)
-        what = f"the script had not made its {request.steps} steps after {patience}"
-        limit = "that is the patience with it"
-        remedy = "give more with --patience 2h, or fewer --steps, if it trains at all"
+        what = f"the script did not reach {request.steps} steps in {patience}"
+        limit = "that is the timeout"
+        remedy = "allow more with --patience 2h, or ask for fewer --steps, if it trains at all"
     elif isinstance(error, TrialFault):
-        what = f"the memory could not be watched: {what}"
+        what = f"the memory could not be followed: {what}"
     elif isinstance(error, TrialDied):
         what = (
             f"the script died of {error.signal_name}"
             if error.signal_name
-            else (f"the script left with code {error.code} in a way that skips all of Python's own ends")
+            else (f"the script exited with code {error.code} without Python's normal shutdown")
         )
     tail = errors.strip() if isinstance(error, TrialHangs | TrialDied) else ""
-    told = TrialError(what, limit=limit, remedy=remedy + (f"\n{tail}" if tail else ""))
+    explained = TrialError(what, limit=limit, remedy=remedy + (f"\n{tail}" if tail else ""))
     if isinstance(error, TrialDied) and error.signal_name:
-        told.exit_code = 128 - error.code
-    return told
+        explained.exit_code = 128 - error.code
+    return explained

@@ -1,23 +1,33 @@
 """Follow every tensor of a running script for a few steps, then say what held the memory and what leaks.
 
-Installed before the script starts; the tracker comes on as soon as the script has imported torch. When enough steps
-have been watched the timeline is taken and judged; where something leaks, two more steps run under a trace that sees
-which line makes its holder grow. Then the process ends with its answer.
+Installed before the script starts; the tracker is on as soon as the script has imported torch. After enough steps the
+timeline is evaluated; where something leaks, two more steps run under a trace that finds the line where its holder
+grows. Then the process ends with its answer.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
-from flatout.script.trial.isolated_child import Answer, IsolatedChild
+from flatout.script.trial.isolated_child import IsolatedChild
+from flatout.script.trial.messages import MemoryAnswer
+from flatout.script.users_files import is_users_file
 from flatout.script.watch import Watch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from flatout.memory.timeline import Allocation
+    from flatout.memory.tracking import Tracker
+    from flatout.script.memory_inspection import Inspection
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 2
@@ -29,8 +39,9 @@ class MemoryWatch:
     def __init__(self, child: IsolatedChild, *, steps: int) -> None:
         self.watch = Watch()
         self._child, self._wanted = child, WARM_UP_STEPS + steps
-        self._tracker: Any = None
-        self._inspection: Any = None
+        self._tracker: Tracker  # from when torch is imported
+        self._has_torch = False
+        self._inspection: Inspection | None = None
         self._trace: GrowthTrace | None = None
         self._patches = Patches()
         self._marks: list[int] = []
@@ -51,8 +62,9 @@ class MemoryWatch:
         from flatout.memory.tracking import Tracker
         from flatout.torch_private.loading import BaseIterator
 
+        self._has_torch = True
         self._tracker = Tracker(prefer=self._child.target.folder)
-        self._tracker.step = -1  # what a script makes before it trains belongs to no step
+        self._tracker.step = -1  # what is allocated before training belongs to no step
         self._tracker.model = _Models(self.watch)
         self._tracker.__enter__()
         self.watch.install(torch)
@@ -61,18 +73,16 @@ class MemoryWatch:
         self._patches.replace(BaseIterator, "__next__", self._wrap_next)
         os.register_at_fork(after_in_child=self._leave_child)
 
-    def ended(self) -> Answer:
-        """The script is over before it had all its steps: what is known by then; little where it has no torch."""
-        if self._tracker is None:
+    def ended(self) -> MemoryAnswer:
+        """The script ended before all steps: what is known by then; little where it never imported torch."""
+        if not self._has_torch:
             return {"event": "memory", "ended": True, "peak_resident_bytes": peak_resident_bytes()}
         if self._trace is not None:
             self._trace.stop()
-        if self._inspection is None:
-            self._inspect(None)
-        return self._result(ended=True)
+        return self._result(self._inspection or self._inspect(None), ended=True)
 
     def _leave_child(self) -> None:
-        """A loader's worker is not watched; it must not pay for it either."""
+        """A loader worker is not watched, and must not pay for it either."""
         self._tracker.__exit__(None, None, None)
 
     # what the script does
@@ -83,8 +93,8 @@ class MemoryWatch:
         frame = sys._getframe(2)
         if self._left_to_trace:
             self._left_to_trace -= 1
-            if not self._left_to_trace:
-                self._finish()
+            if not self._left_to_trace and self._inspection is not None:
+                self._finish(self._inspection)
             return
         from flatout.memory.graphs import newest_number
 
@@ -95,25 +105,25 @@ class MemoryWatch:
         self._resident.append(resident_bytes())
         self._tracker.step = len(self._marks)
         if len(self._marks) == self._wanted:
-            self._inspect(frame)
-            self._trace = GrowthTrace(self._inspection.sizes(), self._inspection.is_users_file)
-            if not self._inspection.suspects:
-                self._finish()
+            self._inspection = inspection = self._inspect(frame)
+            self._trace = GrowthTrace(inspection.sizes(), is_users_file)
+            if not inspection.suspects:
+                self._finish(inspection)
             else:
                 self._left_to_trace = TRACED_STEPS
                 self._trace.start(frame)
 
-    def _finish(self) -> None:
+    def _finish(self, inspection: Inspection) -> None:
         if self._trace is not None:
             self._trace.stop()
-        self._child.finish(self._result(ended=False))
+        self._child.finish(self._result(inspection, ended=False))
 
     def _training_begins(self) -> None:
         if self._first_event is None and self.watch.enabled:
             self._first_event = self._tracker.events
             self._tracker.step = 0
 
-    def _module_starts(self, module: Any, arguments: Any) -> None:
+    def _module_starts(self, module: nn.Module, arguments: object) -> None:
         import torch
 
         self._depth += 1
@@ -124,19 +134,19 @@ class MemoryWatch:
         self._tracker.hold(module.buffers(), "weights")
         self._name_inputs(arguments)
 
-    def _module_ends(self, module: Any, arguments: Any, output: Any) -> None:
+    def _module_ends(self, module: nn.Module, arguments: object, output: object) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def _wrap_next(self, original: Any) -> Any:
-        def __next__(iterator: Any) -> Any:
+    def _wrap_next(self, original: Callable[[Iterator[object]], object]) -> Callable[[Iterator[object]], object]:
+        def __next__(iterator: Iterator[object]) -> object:
             batch = original(iterator)
             self._name_inputs(batch)
             return batch
 
         return __next__
 
-    def _name_inputs(self, values: Any) -> None:
-        """What has no history of its own: a hidden state that comes back as an input is the model's."""
+    def _name_inputs(self, values: object) -> None:
+        """Tensors without a history: a hidden state that is passed back in belongs to the model."""
         from torch import Tensor
 
         from flatout.torch_private.dispatch import tree_leaves
@@ -156,22 +166,22 @@ class MemoryWatch:
 
     # what is found
 
-    def _inspect(self, frame: FrameType | None) -> None:
+    def _inspect(self, frame: FrameType | None) -> Inspection:
         from flatout.script.memory_inspection import Inspection
 
         per_step = self.watch.backwards / max(1, self.watch.steps)
-        self._inspection = Inspection(
+        return Inspection(
             tracker=self._tracker,
             marks=self._marks,
             numbers=self._numbers,
             first_event=self._first_event if self._first_event is not None else self._tracker.events,
             warm_up=WARM_UP_STEPS,
-            # a scaler unscales all gradients first: they cannot be freed one by one
+            # a scaler unscales all gradients first, so they cannot be freed one by one
             one_backward_a_step=0.9 < per_step < 1.1 and not self.watch.saw_scaler,
             frame=frame,
         )
 
-    def _result(self, *, ended: bool) -> Answer:
+    def _result(self, inspection: Inspection, *, ended: bool) -> MemoryAnswer:
         traced = self._trace.line_of if self._trace is not None else lambda index: None
         steps_traced = TRACED_STEPS - self._left_to_trace if self._trace is not None else 0
         return {
@@ -183,21 +193,21 @@ class MemoryWatch:
             "left_uncompiled": compile_was_asked_for() and not self.watch.saw_compile,
             "resident_bytes": self._resident,
             "peak_resident_bytes": peak_resident_bytes(),
-            **self._inspection.result(traced, steps_traced),
+            **inspection.result(traced, steps_traced),
         }
 
 
 class _Models:
-    """All models that the script trains, as the tracker asks for them."""
+    """All models that the script trains, in the form the tracker needs."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def parameters(self) -> Any:
+    def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for module in self._watch.subject.modules for parameter in module.parameters())
 
 
-def _allocation_of(known: dict[int, Any], tensor: Any) -> Any:
+def _allocation_of(known: Mapping[int, Allocation], tensor: Tensor) -> Allocation | None:
     from flatout.memory.tracking import identity
 
     return known.get(identity(tensor))

@@ -1,8 +1,8 @@
 """What a run computed, in a form small enough to compare between processes.
 
-Every step: each loss that was passed to backward, and the norm of the gradients; of some steps the norm of each
-parameter's gradient. At the end: digests of weights, buffers and generators. At check steps, beside a reference of the
-plain run: what `flatout.script.reference` compares.
+Every step: each loss passed to backward, and the norm of the gradients; for some steps the norm of each parameter's
+gradient. At the end: digests of weights, buffers and generators. At check steps, against a reference of the plain run:
+what `flatout.script.reference` compares.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from flatout.levers.low_bit import is_in_codes
 from flatout.levers.subject import Subject
 from flatout.script.reference import (
+    CheckFound,
     Reference,
     ReferenceReader,
     ReferenceWriter,
@@ -24,22 +25,28 @@ from flatout.script.reference import (
     named_weights,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
 Role = Literal["free", "reference", "checked"]
 Nudge = Literal["none", "rounding", "16-bit"]
 
 STEPS_BY_TENSOR = 64
-"""In so many steps, evenly spread, the gradient's norm of each parameter is kept by itself."""
+"""Evenly spread steps for which the gradient norm of each parameter is kept."""
 BITS_OF_16 = 2.0**-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsRequest:
-    """What a trial is asked to record."""
+    """What a trial is to record."""
 
     steps: int
     role: Role = "free"
     folder: str = ""
-    """Where the reference lies; only this process or the trials after it read and write it."""
+    """Where the reference is; only this process and later trials read and write it."""
     checks: tuple[int, ...] = ()
     """Steps (from 0) at which a reference is written."""
     nudge: Nudge = "none"
@@ -49,17 +56,42 @@ class NumericsRequest:
     """Added to each gradient before the optimizer takes it, as a share of its size."""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:
+    def from_json(cls, data: Mapping[str, Any]) -> NumericsRequest:  # JSON
         return cls(**{**data, "checks": tuple(data["checks"])})
 
 
+class NumericsFound(TypedDict):
+    """What a NumericsRecorder found, as JSON for the parent of a trial; see `flatout.tuning.numerics.Numerics`."""
+
+    losses: list[list[float]]
+    gradient_norms: list[float | None]
+    gradient_norms_by_tensor: list[list[float]]
+    parameters: list[str]
+    weight_digest: str
+    buffer_digest: str
+    generator_digest: str
+    finite: bool
+    epochs: list[int]
+    checks: list[CheckFound]
+    in_codes: list[str]
+    compared: Literal["every element", "samples"]
+
+
+class NumericsAnswer(NumericsFound):
+    """The answer of a trial."""
+
+    ended: bool
+    """Did the script end before all requested steps?"""
+    unseeded: list[str]
+
+
 class WatchedSteps(Protocol):
-    """Who tells a recorder what goes on."""
+    """What a recorder listens to."""
 
     subject: Subject
-    at_backward: list[Callable[[tuple[Any, ...]], None]]
-    before_optimizer: list[Callable[[Any], None]]
-    at_iterator: list[Callable[[Any, float], None]]
+    at_backward: list[Callable[[tuple[Tensor, ...]], None]]
+    before_optimizer: list[Callable[[Optimizer], None]]
+    at_iterator: list[Callable[[DataLoader[object], float], None]]
 
     @property
     def inside_optimizer(self) -> bool: ...
@@ -70,11 +102,11 @@ class NumericsRecorder:
 
     def __init__(self, watch: WatchedSteps, request: NumericsRequest) -> None:
         self._watch, self._request = watch, request
-        self._losses: list[list[Any]] = [[]]
-        self._norms: list[Any] = []
-        self._by_tensor: dict[int, list[Any]] = {}
+        self._losses: list[list[Tensor]] = [[]]
+        self._norms: list[Tensor | None] = []
+        self._by_tensor: dict[int, list[Tensor]] = {}
         self._epochs: list[int] = []
-        self._step_norms: list[Any] = []
+        self._step_norms: list[Tensor] = []
         self._every = max(1, request.steps // STEPS_BY_TENSOR)
         self._reference = _reference(watch.subject, request)
         watch.at_backward.append(self._backward)
@@ -82,8 +114,8 @@ class NumericsRecorder:
         watch.at_iterator.append(self._iterator)
         watch.subject.before_update.append(self._update)
         self._gradient_noise = GradientNoise(request.gradient_noise)
-        self._early: dict[int, Any] = {}
-        """By identity of their parameter, gradients that a backward pass has used already for its update."""
+        self._early: dict[int, Tensor] = {}
+        """By identity of their parameter, gradients that a backward pass has already applied."""
         if request.nudge == "16-bit":
             nudge_weights(watch.subject, BITS_OF_16)
         self._step_begins()
@@ -104,7 +136,7 @@ class NumericsRecorder:
         self._losses.append([])
         self._step_begins()
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> NumericsFound:
         self._watch.at_backward.remove(self._backward)
         self._watch.before_optimizer.remove(self._optimizer)
         self._watch.at_iterator.remove(self._iterator)
@@ -135,12 +167,12 @@ class NumericsRecorder:
         if self._request.nudge == "rounding" and self.steps in self._reference.checks:
             nudge_weights(self._watch.subject)
 
-    def _backward(self, roots: tuple[Any, ...]) -> None:
+    def _backward(self, roots: tuple[Tensor, ...]) -> None:
         self._losses[-1] += [root.detach().float().mean() for root in roots if hasattr(root, "detach")]
         if self._reference is not None:
             self._reference.backward(self._watch.inside_optimizer)
 
-    def _optimizer(self, optimizer: Any) -> None:
+    def _optimizer(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._gradient_noise.add_to(parameters)
         self._take_gradients(parameters)
@@ -149,15 +181,16 @@ class NumericsRecorder:
         for parameter in parameters:
             self._early.pop(id(parameter), None)
 
-    def _update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
+    def _update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
+        assert parameter.grad is not None
         self._early[id(parameter)] = parameter.grad.detach().clone()
         if self._reference is not None:
             self._reference.update(parameters, parameter, ahead)
 
-    def _iterator(self, loader: Any, began: float) -> None:
+    def _iterator(self, loader: DataLoader[object], began: float) -> None:
         self._epochs.append(self.steps)
 
-    def _take_gradients(self, parameters: list[Any]) -> None:
+    def _take_gradients(self, parameters: list[Tensor]) -> None:
         import torch
 
         from flatout.torch_private.tensors import foreach_norm
@@ -170,8 +203,8 @@ class NumericsRecorder:
             self._step_norms.append(torch.stack([norm.cpu() for norm in norms]))
 
 
-def _in_codes(subject: Subject, weights: Mapping[str, Any]) -> list[str]:
-    """Names of the parameters for which an optimizer holds something in codes of few bits."""
+def _in_codes(subject: Subject, weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters for which an optimizer holds state in low-bit codes."""
     names = {tensor.data_ptr(): name for name, tensor in weights.items()}
     return [
         names[parameter.data_ptr()]
@@ -191,8 +224,8 @@ def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
 
 
 def nudge_weights(subject: Subject, relative: float | None = None) -> None:
-    """Move every weight by about one rounding error of its format (or by `relative`), up or down: what the script
-    makes of that is its own floor. Draws from a generator of its own."""
+    """Move every weight by about one rounding error of its format (or by `relative`), up or down: the effect is the
+    script's own noise floor. Draws from a separate generator."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -205,15 +238,14 @@ def nudge_weights(subject: Subject, relative: float | None = None) -> None:
 
 
 class GradientNoise:
-    """Noise of `share` of each gradient's size, alike in all of its elements that are not 0. Draws from a generator of
-    its own."""
+    """Noise of `share` of each gradient's norm, uniform over its nonzero elements. Draws from a separate generator."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._generators: dict[Any, Any] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
         """By device."""
 
-    def add_to(self, parameters: list[Any]) -> None:
+    def add_to(self, parameters: list[Tensor]) -> None:
         import torch
 
         for parameter in parameters:
@@ -229,13 +261,13 @@ class GradientNoise:
                 gradient.add_(noise.mul_(there).mul_(self._share * size))
 
 
-def _total(norms: list[Any]) -> Any:
+def _total(norms: list[Tensor]) -> Tensor | None:
     import torch
 
     return torch.cat(norms).norm() if norms else None
 
 
-def _digest(tensors: list[Any]) -> str:
+def _digest(tensors: list[Tensor]) -> str:
     import torch
 
     digest = hashlib.sha256()

@@ -1,13 +1,13 @@
-"""What Flatout imported before the script is out of the script's sight, and stays Flatout's own.
+"""Hide what Flatout imported from the script, and keep it for Flatout.
 
 A script's folder comes first on `sys.path`, so under Python alone its `statistics.py` or `csv.py` wins over the library
-module of that name. A module that is in `sys.modules` already would win instead. So all that was imported since Python
-started is taken out of `sys.modules` before the script's first line. When the script imports such a name, the search
-goes along its own path; where that leads to the very file that we have loaded, the script gets that same module (two
-copies of one class would not know each other), otherwise its own.
+module of that name. A module already in `sys.modules` would win instead. So everything imported since Python started is
+removed from `sys.modules` before the script's first line. When the script imports such a name, the search follows its
+own path; where that leads to the same file that we have loaded, the script gets the same module (two copies of a class
+would not be compatible), otherwise its own.
 
     set_aside()                     # right before the script
-    with own_imports():             # later: what we import is found as it was before the script
+    with own_imports():             # later: our imports find what they would have found before the script
         from flatout.report.run_text import run_text
 """
 
@@ -17,38 +17,39 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
 
 STAY = ("flatout", "torch", "numpy")
-"""Packages that are left alone: one copy of each, whoever imported it first."""
+"""Packages that are left alone: one copy of each, shared with the script."""
 PYTHONS_OWN = ("importlib", "importlib._bootstrap", "importlib._bootstrap_external")
-"""Python made these itself; a search would find others."""
+"""Created by Python itself; a search would find other copies."""
 
 LAST_AT_STARTUP = "site"
-"""A module moves to the end of `sys.modules` when its import is complete; what stands after this one came later."""
+"""A module moves to the end of `sys.modules` when its import completes; those after this one came later."""
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
 class _OwnModules:
-    """The modules that were set aside, and the finder that gives them back to a script that asks for them."""
+    """The modules that were set aside, and the finder that restores them for a script that imports them."""
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleType] = {}
         self.hidden: set[str] = set()
-        """Those of `modules` that the script has not asked for yet."""
+        """Those of `modules` that the script has not imported yet."""
         self.path: list[str] | None = None
-        """`sys.path` before the script's folder was put there; None: nothing was set aside."""
+        """`sys.path` before the script's folder was added; None: nothing was set aside."""
 
     def hide(self, names: list[str]) -> None:
         for name in names:
             self.modules[name] = sys.modules.pop(name)
             self.hidden.add(name)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self.hidden:
             return None
         found = self._search(name, path, target)
@@ -58,9 +59,9 @@ class _OwnModules:
             found.loader = _LoadedBefore(self, ours)  # type: ignore[assignment]
         return found
 
-    def _search(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+    def _search(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         finders = list(sys.meta_path)
-        after = finders.index(self) + 1 if self in finders else 0  # those before us were asked already
+        after = finders.index(self) + 1 if self in finders else 0  # those before us were searched already
         for finder in finders[after:]:
             if (spec := finder.find_spec(name, path, target)) is not None:
                 return spec
@@ -68,7 +69,7 @@ class _OwnModules:
 
 
 class _LoadedBefore:
-    """Loads a module by handing out the one that is there."""
+    """Loads a module by returning the existing one."""
 
     def __init__(self, own: _OwnModules, module: ModuleType) -> None:
         self._own, self._module, self._spec = own, module, module.__spec__
@@ -87,10 +88,10 @@ _own = _OwnModules()
 
 
 def set_aside(folder: str) -> None:
-    """Take what was imported since Python started out of `sys.modules`. `folder`: the script's, not yet on `sys.path`.
+    """Remove what was imported since Python started from `sys.modules`. folder: the script's, not yet on `sys.path`.
 
-    Of what is not the standard library's only those go whose names the script's folder has too: psutil looks itself up
-    in `sys.modules` while it is used.
+    Third-party modules are removed only where the script's folder has the same name: psutil looks itself up in
+    `sys.modules` while it is used.
     """
     if _own.path is None:
         _own.path = list(sys.path if sys.flags.safe_path else sys.path[1:])
@@ -99,13 +100,13 @@ def set_aside(folder: str) -> None:
     started = names.index(LAST_AT_STARTUP) + 1 if LAST_AT_STARTUP in names else len(names)
     names = [name for name in names[started:] if _can_be_set_aside(name)]
     packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
-    rivalled = {name for name in packages if PathFinder.find_spec(name, [folder]) is not None}
-    _own.hide([name for name in names if name.partition(".")[0] in sys.stdlib_module_names | rivalled])
+    shadowed = {name for name in packages if PathFinder.find_spec(name, [folder]) is not None}
+    _own.hide([name for name in names if name.partition(".")[0] in sys.stdlib_module_names | shadowed])
 
 
 @contextlib.contextmanager
 def own_imports() -> Iterator[None]:
-    """Within: imports find what they found before the script, also where the script has modules of the same names."""
+    """Within, imports find what they would have found before the script, even if it has modules of the same names."""
     if _own.path is None:
         yield
         return
@@ -134,15 +135,15 @@ def own_imports() -> Iterator[None]:
 
 
 def _can_be_set_aside(name: str) -> bool:
-    """Not what has no file or name of its own, such as collections.abc: nothing could find it again."""
+    """False for a module without a spec of its own name, such as collections.abc: it could not be found again."""
     if name.partition(".")[0] in STAY or name in PYTHONS_OWN:
         return False
     spec = getattr(sys.modules[name], "__spec__", None)
     return spec is not None and spec.name == name
 
 
-def _is_the_scripts(name: str, module: Any) -> bool:
-    """Is this a module of somebody else's, under a name of the standard library?"""
+def _is_the_scripts(name: str, module: object) -> bool:
+    """Is this another module under a name of the standard library?"""
     if name.partition(".")[0] not in sys.stdlib_module_names or name == "__main__":
         return False
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
@@ -150,7 +151,7 @@ def _is_the_scripts(name: str, module: Any) -> bool:
 
 
 def _imported_by(module: ModuleType) -> set[str]:
-    """The modules that this one's globals are or come from."""
+    """Names of the modules that this one's globals are or come from."""
     names = set()
     for value in list(vars(module).values()):
         name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)

@@ -1,8 +1,8 @@
 """Reversible attribute patches, and a hook that runs once a package has been imported.
 
 Patches go on entry points (a function in a module, a method on a class); no type is replaced, so `isinstance` and
-pickling go on working. The script imports torch itself, when it wants to: it may first set variables that torch's
-libraries read as they load.
+pickling keep working. The script imports torch itself, when it wants to: it may first set environment variables that
+torch's libraries read when they load.
 """
 
 from __future__ import annotations
@@ -10,37 +10,40 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from flatout.tracebacks import leave_no_frame
+
+F = TypeVar("F", bound=Callable[..., object])
 
 _MISSING = object()
 
 
 class _Patch:
-    """One attribute and our wrapper for it. The wrapper is made once, so a script that kept it meets it again.
+    """One attribute and our wrapper for it. The wrapper is made once, so that a script that kept it finds the same one.
 
-    Whoever else holds the wrapper, or the original, may compare it or put it back later, so from then on the attribute
-    stays as it is: our wrapper passes calls through while it is not `on`.
+    Other code that holds the wrapper, or the original, may compare it or restore it later, so from then on the
+    attribute is left alone; a wrapper that stays passes calls through.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: object, name: str, make: Callable[[F], Callable[..., object]]) -> None:
         self.owner, self.name = owner, name
         self.own = vars(owner).get(name, _MISSING)
         original = getattr(owner, name)
         self.wrapper = make(original)
-        self.buried = False
-        """Did somebody put something over ours while it was in its place? Then it is reached through that."""
+        self.covered = False
+        """Did other code wrap ours while it was in place? Then calls reach it through that."""
         functools.update_wrapper(self.wrapper, original)
         setattr(owner, name, self.wrapper)
         del original
         self._wrapper_references = sys.getrefcount(self.wrapper)
-        self._own_references = sys.getrefcount(self.own) + 1  # once more, when it stands in its place again
+        self._own_references = sys.getrefcount(self.own) + 1  # one more once it is back in place
 
     def take_off(self) -> None:
-        self.buried = self._current() is not self.wrapper and self._current() is not self.own
+        self.covered = self._current() is not self.wrapper and self._current() is not self.own
         if self._current() is not self.wrapper or sys.getrefcount(self.wrapper) > self._wrapper_references:
             return
         if self.own is _MISSING:
@@ -49,7 +52,7 @@ class _Patch:
             setattr(self.owner, self.name, self.own)
 
     def put_on(self) -> bool:
-        """True if calls come by our wrapper now."""
+        """Returns whether calls go through our wrapper now."""
         if self._current() is not self.own:
             return self.is_reached
         if self.own is not _MISSING and sys.getrefcount(self.own) > self._own_references:
@@ -59,28 +62,27 @@ class _Patch:
 
     @property
     def is_reached(self) -> bool:
-        return self._current() is self.wrapper or (self.buried and self._current() is not self.own)
+        return self._current() is self.wrapper or (self.covered and self._current() is not self.own)
 
     def accept_references(self) -> None:
-        """Whoever holds the original by now has no script's reasons."""
+        """References to the original that exist by now are not the script's."""
         if self._current() is self.own and self.own is not _MISSING:
             self._own_references = sys.getrefcount(self.own)
 
-    def _current(self) -> Any:
+    def _current(self) -> object:
         return vars(self.owner).get(self.name, _MISSING)
 
 
 class Patches:
-    """Attribute replacements. `undo` takes off those that are still ours; the others must pass calls through then.
+    """Attribute replacements. `undo` removes those that are still ours; the others must pass calls through then.
 
-    Where a script has put something of its own in the place of ours, or over it, that stays: nothing is taken off, and
-    nothing of ours is put on top of it.
+    Where a script has replaced or wrapped ours, its version stays: nothing is removed, and nothing is put on top.
     """
 
     def __init__(self) -> None:
         self._patches: list[_Patch] = []
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(self, owner: object, name: str, make: Callable[[F], Callable[..., object]]) -> None:
         """Set `owner.name` to `make(original)`; the original's name, doc and signature are kept on the wrapper."""
         self._patches.append(_Patch(owner, name, make))
 
@@ -89,7 +91,7 @@ class Patches:
             patch.take_off()
 
     def redo(self) -> bool:
-        """Put all of them on again, or none; True if calls come by all of ours now."""
+        """Put all of them on again, or none; returns whether calls go through all of them now."""
         if all(patch.put_on() for patch in self._patches):
             return True
         self.undo()
@@ -107,11 +109,11 @@ class Patches:
         return len(self._patches)
 
 
-def noting(note: Callable[..., None]) -> Callable[[Any], Any]:
-    """For `Patches.replace`: `note` gets the arguments of each call before torch does."""
+def noting(note: Callable[..., None]) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """For `Patches.replace`: call `note` with the arguments before each call."""
 
-    def make(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             try:
                 note(*args, **kwargs)
                 return original(*args, **kwargs)
@@ -127,7 +129,7 @@ def noting(note: Callable[..., None]) -> Callable[[Any], Any]:
 class ImportWatch:
     """Calls back once, right after a package's own code has run; `before` right before it runs.
 
-    It stands at the head of `sys.meta_path`.
+    It is a finder at the head of `sys.meta_path`.
     """
 
     def __init__(
@@ -146,10 +148,12 @@ class ImportWatch:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self._waiting or self._searching:
             return None
-        self._searching = True  # the search below asks us again
+        self._searching = True  # the search below calls us again
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -160,11 +164,11 @@ class ImportWatch:
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # another watch of the same package may have taken it off
+            vars(loader).pop("exec_module", None)  # another watch of the same package may have removed it
             if name in self._before:
                 self._before[name]()
             original(module)
-            callback = self._waiting.pop(name, None)  # only now: many look for a package and never load it
+            callback = self._waiting.pop(name, None)  # only now: a package may be searched for and never loaded
             if callback is not None:
                 callback(module)
 

@@ -1,14 +1,14 @@
-"""Modules that a process loaded before it was forked, kept from the script until it imports them.
+"""Modules that a process loaded before it was forked, hidden from the script until it imports them.
 
 A trial that is forked from a process with torch in memory starts in a fraction of the time. The script does not notice:
-a module appears in `sys.modules` when the script imports it, and what waits for torch's import is called then.
+a module appears in `sys.modules` when the script imports it, and import hooks for torch run then.
 
     groups = load(("numpy", "torch"))             # in the process that is going to be forked
     Preloaded(groups).hide(folder, refuse)        # in each fork
 
-`refuse(reason)` is called where the script needs a process of its own: where it changes the environment before it
-imports torch, as torch's libraries read variables when they load, and where its path leads to another torch, or to a
-module of its own by the name of one that torch imports.
+`refuse(reason)` is called where the script needs a new process: where it changes the environment before it imports
+torch, whose libraries read variables when they load, and where its path leads to another torch, or to a module of its
+own with the name of one that torch imports.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flatout.environment import variables
 
 Groups = Mapping[str, Sequence[str]]
-"""A module that was imported by name -> all that its import loaded, itself included, in that order."""
+"""Imported module -> all modules that its import loaded, itself included, in order."""
 MAIN_OF_WORKERS = "__mp_main__"
 """multiprocessing's second name for the main module, set when it is imported."""
 
 
 def load(names: Sequence[str]) -> Groups:
-    """Import these in their order, of which each may import those before it."""
+    """Import these in order; each may import those before it."""
     groups = {}
     for name in names:
         before = set(sys.modules)
@@ -40,7 +40,7 @@ def load(names: Sequence[str]) -> Groups:
 
 
 class Preloaded:
-    """A finder that gives hidden modules back, those of one import together."""
+    """A finder that restores hidden modules, those of one import together."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = {name: list(modules) for name, modules in groups.items() if name in modules}
@@ -49,7 +49,7 @@ class Preloaded:
         self._refuse: Callable[[str], NoReturn]
 
     def hide(self, folder: str, refuse: Callable[[str], NoReturn]) -> None:
-        """Take all but Python's own out of `sys.modules`. folder: the script's. refuse: must not return."""
+        """Remove all but the standard library's from `sys.modules`. folder: the script's. refuse: must not return."""
         names = [name for modules in self._groups.values() for name in modules]
         for package in {_package(name) for name in names}:
             if PathFinder.find_spec(package, [folder]) is not None:
@@ -59,7 +59,9 @@ class Preloaded:
         self._variables, self._refuse = variables(), refuse
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self._hidden:
             return None
         found, ours = PathFinder.find_spec(name, path), self._hidden[name].__spec__
@@ -67,13 +69,13 @@ class Preloaded:
             self._refuse(f"its path leads to {found.origin} instead of {ours.origin}")
         if name in self._groups and variables() != self._variables:
             self._refuse(f"it changes the environment before it imports {name}")
-        return ModuleSpec(name, _GivesBack(self, ours), origin=None if ours is None else ours.origin)
+        return ModuleSpec(name, _Restores(self, ours), origin=None if ours is None else ours.origin)
 
     def module(self, name: str) -> ModuleType:
         return self._hidden[name]
 
-    def give_back(self, name: str) -> None:
-        """All that an import of `name` loads: its group, or else its package."""
+    def restore(self, name: str) -> None:
+        """Restore everything that an import of `name` loads: its group, or else its package."""
         heads = list(self._groups)
         for earlier in heads[: heads.index(name)] if name in heads else ():
             importlib.import_module(earlier)
@@ -85,8 +87,8 @@ class Preloaded:
             sys.modules[MAIN_OF_WORKERS] = sys.modules["__main__"]
 
 
-class _GivesBack(Loader):
-    """Loads a module by handing out the one that is there."""
+class _Restores(Loader):
+    """Loads a module by returning the existing one."""
 
     def __init__(self, preloaded: Preloaded, spec: ModuleSpec | None) -> None:
         self._preloaded, self._spec = preloaded, spec
@@ -96,7 +98,7 @@ class _GivesBack(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has just put its new one there
-        self._preloaded.give_back(module.__name__)
+        self._preloaded.restore(module.__name__)
 
 
 def _package(name: str) -> str:

@@ -1,19 +1,19 @@
-"""The state of a run at chosen steps, written by one process and compared with in another.
+"""The state of a run at chosen steps, written by one process and compared with another's.
 
-Training is chaotic: after some hundred steps a single rounding error shows in the third digit, and nothing finer than
-that can be told any more. So a run is not compared from its start alone. At each *check step* the plain run writes its
-state (parameters, buffers, optimizer state), the gradients that its optimizers got, and the parameters after the step.
-Another run stops at the same steps, says how far it has come from that state since the last check, takes the state
-over, and does the step from there:
+Training is chaotic: after a few hundred steps a single rounding error shows in the third digit, and smaller effects
+cannot be seen. So runs are not only compared from their start. At each *check step* the plain run writes its state
+(parameters, buffers, optimizer state), the gradients that its optimizers got, and the parameters after the step.
+Another run stops at the same steps, measures how far it has drifted from that state since the last check, loads the
+state, and makes the step from there:
 
-    drift      parameters and buffers against the plain run's, as they arrive at the check step
-    gradients  of the same step from the same state: what a lever in forward or backward does to them
-    updates    of the parameters, from the plain run's own gradients: what a lever does to the optimizer
+    drift      parameters and buffers against the plain run's, on arrival at the check step
+    gradients  of the same step from the same state: the effect of a lever on forward and backward
+    updates    of the parameters, from the plain run's own gradients: the effect of a lever on the optimizer
 
-The last is why the gradients are replaced: 16-bit products move gradients by a per cent, and a lost weight decay, a
-skipped parameter or a lost momentum would hide behind that.
+That is why the gradients are replaced: 16-bit products change gradients by a per cent, which would hide a lost weight
+decay, a skipped parameter or a lost momentum.
 
-Of models beyond `LARGEST_STATE_BYTES` the state is too large to be taken over; evenly drawn elements are compared
+For models beyond `LARGEST_STATE_BYTES` the state is too large to be loaded; a sample of each tensor is compared
 instead, and the optimizer gets the run's own gradients.
 """
 
@@ -23,25 +23,34 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from flatout.generators import generator_states
 from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TensorRow = tuple[str, float, float, float]
+"""(name, error, how far the plain run moved it, one rounding error), or of a gradient (name, error, size, product)."""
+Early = Mapping[int, "Tensor"]
+"""Gradients that a backward pass has already applied, by the identity of their parameters."""
+NO_EARLY: Early = MappingProxyType({})
+
 LARGEST_STATE_BYTES = 1 << 30
-"""Of all check steps of one run together."""
+"""Over all check steps of one run."""
 SAMPLED_ELEMENTS = 1 << 14
-"""Of each tensor of a model whose state is too large."""
+"""Per tensor of a model whose state is too large."""
 CUDA_SEED_BYTES = 8
-"""A CUDA generator's state is its seed, and then how many numbers were drawn."""
+"""A CUDA generator's state is its seed, followed by the count of numbers drawn."""
 MOST_CALLS = 8
-"""Optimizer steps within one step of training whose gradients are kept (the critic of a GAN takes several)."""
+"""Optimizer steps per training step whose gradients are kept (the critic of a GAN makes several)."""
 
 
-def named_weights(subject: Subject) -> dict[str, Any]:
-    """The parameters of all models and optimizers, each once, by a name that means something to the user."""
-    found: dict[int, tuple[str, Any]] = {}
+def named_weights(subject: Subject) -> dict[str, Tensor]:
+    """The parameters of all models and optimizers, each once, by a name that the user knows."""
+    found: dict[int, tuple[str, Tensor]] = {}
     several = len(subject.modules) > 1
     for number, module in enumerate(subject.modules):
         prefix = f"{type(module).__name__}#{number}." if several else ""
@@ -53,8 +62,8 @@ def named_weights(subject: Subject) -> dict[str, Any]:
     return {name: parameter.detach() for name, parameter in found.values()}
 
 
-def named_buffers(subject: Subject) -> dict[str, Any]:
-    """The floating-point buffers of all models: running statistics and the like."""
+def named_buffers(subject: Subject) -> dict[str, Tensor]:
+    """The floating-point buffers of all models, such as running statistics."""
     return {
         f"{type(module).__name__}#{number}.{name}": buffer
         for number, module in enumerate(subject.modules)
@@ -63,9 +72,9 @@ def named_buffers(subject: Subject) -> dict[str, Any]:
     }
 
 
-def optimizer_state(subject: Subject) -> dict[str, Any]:
-    """Every tensor that an optimizer holds for a parameter."""
-    found: dict[str, Any] = {}
+def optimizer_state(subject: Subject) -> dict[str, Tensor]:
+    """Every tensor in the state of an optimizer."""
+    found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(subject.optimizers):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -76,8 +85,8 @@ def optimizer_state(subject: Subject) -> dict[str, Any]:
 
 
 def generator_digest() -> str:
-    """Equal where every global random generator of the process stands at the same number. One of a GPU from which no
-    number was drawn does not count: a script that a lever moves there makes it, and plainly there is none."""
+    """Equal where all global random generators are in the same state. A GPU's counts only once a number was drawn: a
+    script that a lever moves to the GPU has it, and the plain one has not."""
     states = generator_states()
     states["cuda"] = [state for state in states.get("cuda", ()) if bool(state[CUDA_SEED_BYTES:].any())]
     digest = hashlib.sha256()
@@ -87,7 +96,7 @@ def generator_digest() -> str:
 
 
 def fits(subject: Subject, checks: int) -> bool:
-    """Can the state be written and taken over at so many check steps?"""
+    """Is the state small enough to be written and loaded at this many check steps?"""
     tensors = [*named_weights(subject).values()] * 3 + [
         *named_buffers(subject).values(),
         *optimizer_state(subject).values(),
@@ -95,37 +104,75 @@ def fits(subject: Subject, checks: int) -> bool:
     return checks * sum(t.numel() * t.element_size() for t in tensors) <= LARGEST_STATE_BYTES
 
 
+class _Entry(TypedDict):
+    """The plain run at one check step, as stored in its file."""
+
+    step: int
+    whole: bool
+    """False: samples of each tensor."""
+    generators: str
+    before: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizers: dict[str, Tensor]
+    losses: list[float]
+    gradients: list[list[Tensor | None]]
+    """Per optimizer step, those of its parameters."""
+    closure: bool
+    """Were the gradients computed inside the optimizer step? Then they are those after it."""
+    after: dict[str, Tensor]
+
+
+class CheckFound(TypedDict):
+    """One check step of a run against the plain one; see `flatout.tuning.numerics.Check`."""
+
+    step: int
+    same_generators: bool
+    unlike: str
+    replaced: bool
+    drift: list[TensorRow]
+    gradients: list[TensorRow]
+    updates: list[TensorRow]
+
+
 class ReferenceWriter:
-    """Writes what the plain run is at its check steps. Fed by a NumericsRecorder."""
+    """Writes the plain run's state at its check steps. Called by a NumericsRecorder."""
 
     def __init__(self, folder: Path, subject: Subject, checks: tuple[int, ...]) -> None:
         self._folder, self._subject = folder, subject
         most = next((n for n in range(len(checks), 0, -1) if fits(subject, n)), 0)
         self.checks = thinned(checks, most) if most else checks[:1]
-        """The steps at which there is something to compare with: fewer than asked for where the state is large."""
+        """The steps at which a reference is written: fewer than requested where the state is large."""
         self._whole = most > 0
-        self._entry: dict[str, Any] | None = None
-        self._calls: list[list[Any]] = []
+        self._entry: _Entry | None = None
+        self._calls: list[list[Tensor | None]] = []
         self._closure = False
 
     def before_step(self, step: int) -> None:
         if step not in self.checks:
             return
         weights = named_weights(self._subject)
-        self._entry = {"step": step, "whole": self._whole, "generators": generator_digest()}
-        self._entry["before"] = _kept(weights, self._whole)
-        self._entry["buffers"] = _kept(named_buffers(self._subject), self._whole)
-        self._entry["optimizers"] = _kept(optimizer_state(self._subject), self._whole) if self._whole else {}
+        self._entry = {
+            "step": step,
+            "whole": self._whole,
+            "generators": generator_digest(),
+            "before": _kept(weights, self._whole),
+            "buffers": _kept(named_buffers(self._subject), self._whole),
+            "optimizers": _kept(optimizer_state(self._subject), self._whole) if self._whole else {},
+            "losses": [],
+            "gradients": [],
+            "closure": False,
+            "after": {},
+        }
         self._calls, self._closure = [], False
 
     def backward(self, inside_optimizer: bool) -> None:
         self._closure |= inside_optimizer
 
-    def update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
-        """Nothing to do: no lever updates within the plain run's backward passes."""
+    def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
+        """Nothing to do: the plain run has no updates in its backward passes."""
 
-    def optimizer(self, parameters: list[Any], early: Mapping[int, Any]) -> None:
-        """Before a step of one that has these parameters. early: by identity, gradients that it has used already."""
+    def optimizer(self, parameters: list[Tensor], early: Early) -> None:
+        """Before a step of the optimizer with these parameters. early: gradients that it has already applied."""
         if self._entry is not None and len(self._calls) < MOST_CALLS:
             self._calls.append([_gradient(p, self._whole, i, early) for i, p in enumerate(parameters)])
 
@@ -133,10 +180,10 @@ class ReferenceWriter:
         if self._entry is None:
             return
         weights = named_weights(self._subject)
-        if self._closure or not self._calls:  # the gradients are formed inside the step, or there is no optimizer
+        if self._closure or not self._calls:  # gradients are computed inside the step, or there is no optimizer
             self._calls = [[_gradient(p, self._whole, i) for i, p in enumerate(_live(self._subject))]]
             self._closure = True
-        self._entry |= {"losses": losses, "gradients": self._calls, "closure": self._closure}
+        self._entry["losses"], self._entry["gradients"], self._entry["closure"] = losses, self._calls, self._closure
         self._entry["after"] = _kept(weights, self._whole)
         from torch.serialization import save
 
@@ -145,17 +192,17 @@ class ReferenceWriter:
 
 
 class ReferenceReader:
-    """Compares a run with what a ReferenceWriter left, and lets it go on from there."""
+    """Compares a run with what a ReferenceWriter wrote, and continues it from there."""
 
     def __init__(self, folder: Path, subject: Subject, *, own_gradients: bool) -> None:
         self._folder, self._subject, self._own_gradients = folder, subject, own_gradients
         self.whole = True
-        """False: the state is too large; samples are compared, and this run goes on from its own state."""
+        """False: the state is too large; samples are compared, and this run continues from its own state."""
         self.checks = tuple(sorted(int(path.stem) for path in folder.glob("*.pt")))
-        self.found: list[dict[str, Any]] = []
-        """One entry a check step, for the judge: errors and sizes, each tensor by itself."""
-        self._entry: dict[str, Any] | None = None
-        self._last_after: dict[str, Any] = {}
+        self.found: list[CheckFound] = []
+        """One entry per check step: errors and sizes, tensor by tensor."""
+        self._entry: _Entry | None = None
+        self._last_after: dict[str, Tensor] = {}
         self._call = 0
 
     def before_step(self, step: int) -> None:
@@ -163,11 +210,11 @@ class ReferenceReader:
             return
         from torch.serialization import load
 
-        self._entry = entry = load(self._folder / f"{step}.pt", weights_only=True, mmap=True, map_location="cpu")
-        assert entry is not None
+        entry: _Entry = load(self._folder / f"{step}.pt", weights_only=True, mmap=True, map_location="cpu")
+        self._entry = entry
         self.whole = entry["whole"]
         weights, buffers = named_weights(self._subject), named_buffers(self._subject)
-        found: dict[str, Any] = {
+        found: CheckFound = {
             "step": step,
             "same_generators": entry["generators"] == generator_digest(),
             "unlike": _unlike(entry["before"], weights, entry["whole"]),
@@ -188,7 +235,7 @@ class ReferenceReader:
         if entry["whole"]:
             self._put(entry, weights, buffers)
 
-    def _put(self, entry: dict[str, Any], weights: dict[str, Any], buffers: dict[str, Any]) -> None:
+    def _put(self, entry: _Entry, weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         import torch
 
         state = optimizer_state(self._subject)
@@ -203,17 +250,17 @@ class ReferenceReader:
                     write(entry["optimizers"][name], tensor)
 
     def backward(self, inside_optimizer: bool) -> None:
-        """Nothing to do: whether gradients are formed inside the optimizer stands in the reference."""
+        """Nothing to do: the reference says whether gradients are computed inside the optimizer."""
 
-    def update(self, parameters: list[Any], parameter: Any, ahead: int) -> None:
-        """A parameter is about to be updated by itself, of an optimizer that has all these: by the plain gradient.
+    def update(self, parameters: list[Tensor], parameter: Tensor, ahead: int) -> None:
+        """Before one of these parameters is updated in a backward pass: replace its gradient by the plain run's.
 
-        ahead: so many optimizer steps will come before that one's.
+        ahead: how many optimizer steps come before that of its optimizer.
         """
         if (theirs := self._to_replace(parameters, self._call + ahead)) is not None:
             _replace(parameter, theirs[next(i for i, one in enumerate(parameters) if one is parameter)])
 
-    def optimizer(self, parameters: list[Any], early: Mapping[int, Any]) -> None:
+    def optimizer(self, parameters: list[Tensor], early: Early) -> None:
         entry = self._entry
         if entry is None or entry["closure"] or self._call >= len(entry["gradients"]):
             return
@@ -225,12 +272,12 @@ class ReferenceReader:
             self.found[-1]["replaced"] = True
         self._call += 1
 
-    def _to_replace(self, parameters: list[Any], call: int) -> list[Any] | None:
-        """The plain run's gradients of that optimizer step, where they take the place of this run's."""
+    def _to_replace(self, parameters: list[Tensor], call: int) -> list[Tensor | None] | None:
+        """The plain run's gradients of that optimizer step, where they replace this run's."""
         entry = self._entry
         if entry is None or entry["closure"] or call >= len(entry["gradients"]):
             return None
-        theirs: list[Any] = entry["gradients"][call]
+        theirs = entry["gradients"][call]
         return None if not entry["whole"] or self._own_gradients or len(theirs) != len(parameters) else theirs
 
     def after_step(self, losses: list[float]) -> None:
@@ -241,7 +288,7 @@ class ReferenceReader:
             self._compare_gradients(_live(self._subject), entry["gradients"][0], entry["whole"])
         elif self._call != len(entry["gradients"]) and not self.found[-1]["unlike"]:
             self.found[-1]["unlike"] = (
-                f"{self._call} optimizer steps in step {entry['step'] + 1}; plainly {len(entry['gradients'])}"
+                f"{self._call} optimizer steps in step {entry['step'] + 1}, {len(entry['gradients'])} in the plain run"
             )
         weights = named_weights(self._subject)
         if not _unlike(entry["after"], weights, entry["whole"]):
@@ -250,35 +297,35 @@ class ReferenceReader:
         self._entry = None
 
     def _compare_gradients(
-        self, parameters: list[Any], theirs: list[Any], whole: bool, early: Mapping[int, Any] = MappingProxyType({})
+        self, parameters: list[Tensor], theirs: list[Tensor | None], whole: bool, early: Early = NO_EARLY
     ) -> None:
         found = self.found[-1]
         if len(parameters) != len(theirs):
-            found["unlike"] = f"{len(parameters)} parameters got to the optimizer; plainly {len(theirs)}"
+            found["unlike"] = f"{len(parameters)} parameters reached the optimizer, {len(theirs)} in the plain run"
             return
         names = {tensor.data_ptr(): name for name, tensor in named_weights(self._subject).items()}
         for index, (parameter, reference) in enumerate(zip(parameters, theirs, strict=True)):
             name = names.get(parameter.data_ptr(), f"parameter {index}")
             mine = _gradient(parameter, whole, index, early)
-            if (mine is None) != (reference is None):
+            if mine is not None and reference is not None:
+                found["gradients"].append((name, *_error(reference, mine)))
+            elif mine is not reference:
                 found["unlike"] = f"{name} has {'no' if mine is None else 'a'} gradient, unlike the plain run"
-            elif mine is not None:
-                found["gradients"].append([name, *_error(reference, mine)])
 
 
 Reference = ReferenceWriter | ReferenceReader
 
 
 def thinned(checks: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """At most so many of them, the first always, evenly spread."""
+    """At most this many of them, evenly spread, including the first."""
     if most >= len(checks):
         return checks
     return tuple(checks[round(i * (len(checks) - 1) / most)] for i in range(most))
 
 
-def _live(subject: Subject) -> list[Any]:
-    """The parameters themselves, which have gradients (detached ones have none)."""
-    found: dict[int, Any] = {}
+def _live(subject: Subject) -> list[Tensor]:
+    """The parameters themselves (detached ones have no gradient)."""
+    found: dict[int, Tensor] = {}
     for module in subject.modules:
         found |= {id(p): p for p in module.parameters()}
     for optimizer in subject.optimizers:
@@ -286,24 +333,24 @@ def _live(subject: Subject) -> list[Any]:
     return list(found.values())
 
 
-def _kept(tensors: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """Copies on the host; of large models samples."""
+def _kept(tensors: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:
+    """Copies on the host; samples for large models."""
     return {
         name: (tensor.detach().to("cpu", copy=True) if whole else sample(tensor, i))
         for i, (name, tensor) in enumerate(tensors.items())
     }
 
 
-def _copied(values: Any, tensor: Any) -> None:
+def _copied(values: Tensor, tensor: Tensor) -> None:
     tensor.copy_(values)
 
 
-def _replace(parameter: Any, gradient: Any) -> None:
+def _replace(parameter: Tensor, gradient: Tensor | None) -> None:
     if gradient is not None and parameter.grad is not None and parameter.grad.layout is gradient.layout:
         parameter.grad.detach().copy_(gradient)
 
 
-def _gradient(parameter: Any, whole: bool, index: int, early: Mapping[int, Any] = MappingProxyType({})) -> Any:
+def _gradient(parameter: Tensor, whole: bool, index: int, early: Early = NO_EARLY) -> Tensor | None:
     gradient = early.get(id(parameter), parameter.grad)
     if gradient is None:
         return None
@@ -312,7 +359,7 @@ def _gradient(parameter: Any, whole: bool, index: int, early: Mapping[int, Any] 
     return gradient.to("cpu", copy=True) if whole else sample(gradient, index)
 
 
-def sample(tensor: Any, index: int, most: int = SAMPLED_ELEMENTS) -> Any:
+def sample(tensor: Tensor, index: int, most: int = SAMPLED_ELEMENTS) -> Tensor:
     """[min(numel, most)] elements on the host, drawn evenly; the same ones in every process, whatever the layout."""
     import torch
 
@@ -323,21 +370,21 @@ def sample(tensor: Any, index: int, most: int = SAMPLED_ELEMENTS) -> Any:
     return flat.to("cpu", copy=True)
 
 
-def _unlike(theirs: dict[str, Any], mine: dict[str, Any], whole: bool) -> str:
+def _unlike(theirs: dict[str, Tensor], mine: dict[str, Tensor], whole: bool) -> str:
     """Why the two cannot be compared tensor by tensor; '' if they can."""
     if list(theirs) != list(mine):
         odd = sorted(set(theirs) ^ set(mine))
         return f"other parameters than in the plain run ({', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''})"
     for name, tensor in mine.items():
         if whole and tensor.shape != theirs[name].shape:
-            return f"{name} has the shape {tuple(tensor.shape)}; plainly {tuple(theirs[name].shape)}"
+            return f"{name} has the shape {tuple(tensor.shape)}, {tuple(theirs[name].shape)} in the plain run"
     return ""
 
 
 def _differences(
-    theirs: dict[str, Any], mine: dict[str, Any], since: dict[str, Any], whole: bool
-) -> Iterator[list[Any]]:
-    """[name, |mine - theirs|, |theirs - since|, one rounding error of theirs] of each tensor."""
+    theirs: dict[str, Tensor], mine: dict[str, Tensor], since: dict[str, Tensor], whole: bool
+) -> Iterator[TensorRow]:
+    """(name, |mine - theirs|, |theirs - since|, one rounding error of theirs) of each tensor."""
     import torch
 
     for index, (name, tensor) in enumerate(mine.items()):
@@ -348,25 +395,25 @@ def _differences(
         a, b = reference.float(), own.float()
         moved = a - since[name].float() if name in since else a
         rounding = torch.finfo(reference.dtype).eps * float(a.norm())
-        yield [name, float((b - a).norm()), float(moved.norm()), rounding]
+        yield name, float((b - a).norm()), float(moved.norm()), rounding
 
 
-def _error(reference: Any, mine: Any) -> list[float]:
-    """[|mine - reference|, |reference|, <mine, reference>]"""
+def _error(reference: Tensor, mine: Tensor) -> tuple[float, float, float]:
+    """(|mine - reference|, |reference|, <mine, reference>)"""
     if mine.shape != reference.shape:
-        return [float("inf"), float(reference.float().norm()), 0.0]
+        return float("inf"), float(reference.float().norm()), 0.0
     a, b = reference.float().reshape(-1), mine.float().reshape(-1)
-    return [float((b - a).norm()), float(a.norm()), float(a.double() @ b.double())]
+    return float((b - a).norm()), float(a.norm()), float(a.double() @ b.double())
 
 
-def _flat(value: Any) -> Iterator[bytes]:
+def _flat(value: object) -> Iterator[bytes]:
     if isinstance(value, dict):
         for key in sorted(value):
             yield from _flat(value[key])
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _flat(item)
-    elif hasattr(value, "numpy"):
+    elif hasattr(value, "numpy") and hasattr(value, "cpu"):
         yield value.cpu().numpy().tobytes()
     elif hasattr(value, "tobytes"):
         yield value.tobytes()

@@ -1,7 +1,7 @@
-"""What is remembered of a run, however long: a bounded sample of step times, and where the time of some steps went.
+"""What is recorded of a run, however long: a bounded sample of step times, and where the time of some steps went.
 
-Step times are kept evenly: when the list is full every other one goes and from then on half as many come in. A run of
-a million steps costs as much memory as one of five thousand.
+Step times are sampled evenly: when the list is full, every other one is dropped and from then on half as many are
+added. A run of a million steps needs as much memory as one of five thousand.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flatout.script.step_memory import MemorySample
 MOST_SAMPLES = 4096
 MOST_ROWS = 400
 PAUSE_STEPS, PAUSE_SHARE = 2.0, 0.5
-"""What exceeds the usual time by two steps and half of it is a pause, not a step's scatter."""
+"""What exceeds the usual time by two steps and half of it is a pause, not variation between steps."""
 LITTLE_LEFT_SHARE = 0.03
-"""Of the host's memory, or of what the cgroup allows: at its end the kernel kills the process."""
+"""Share of the host's memory, or of the cgroup's limit, where the kernel soon kills the process."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class RunRecord:
     """Filled step by step; read by the live line and by the summary."""
 
     steps: int = 0
-    """Training steps, counted in hindsight; of the first no time is known."""
+    """Training steps, corrected in hindsight; the first is not timed."""
     timed: int = 0
     samples: list[float] = field(default_factory=list)
     stride: int = 1
@@ -52,7 +52,7 @@ class RunRecord:
     """(step, available bytes, bytes in all) when hardly any of the host's memory was left for the first time."""
 
     def add_steps(self, seconds: float, steps: int) -> None:
-        """So many steps more in this time; where only every few steps were timed, their average is kept."""
+        """Add steps that took this long together; their average is kept."""
         self.timed += 1
         usual, each = self.recent_seconds, seconds / steps
         if usual:

@@ -1,9 +1,9 @@
 """A real run of a script: apply a plan's levers, watch short windows of steps, keep a bounded record.
 
-The first certain step runs plain: it is how the model, the optimizer and the loader become known. Then the levers are
-on, but for those that do not apply to what was seen: a plan never overrides what the script sets by itself, which its
-arguments may have changed. Levers that save memory, or that need a process of their own, are on from the start. What
-happens when the script fails under them is written in `failure`.
+The first recognized step runs plain: it shows the model, the optimizer and the loader. Then the levers are turned on,
+except those that do not apply to what was observed: a plan never overrides what the script sets itself, which its
+arguments may have changed. Levers that save memory, or that must be on from the start, are on from the start. `failure`
+describes what happens when the script fails under them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.environment import thread_variables
 from flatout.errors import describe_error
@@ -31,16 +31,20 @@ from flatout.script.step_look import StepLook
 from flatout.script.watch import Watch
 from flatout.timing import Load, LoadWatch
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
 FIRST_WINDOW_STEP, WINDOW_STEPS = 10, 30
 WINDOW_EVERY_SECONDS = 30.0
 WINDOW_LONGEST_SECONDS = 10.0
 RESIDENT_EVERY_SECONDS = 1.0
 MEMORY_LEFT_EVERY_SECONDS, LESS_LEFT_BYTES = 5.0, 64 << 20
-"""What is left of the host's memory takes a millisecond to read: so often, or when this process has grown so much."""
+"""Reading the host's available memory takes a millisecond: at this interval, or when this process has grown this
+much."""
 QUICK_STEP_SECONDS = 2e-3
 QUICK_WINDOW_STEPS = 10
-GLANCE_SECONDS, MOST_STEPS_A_GLANCE = 50e-3, 256
-"""Quick steps are timed several at a time, about this long: a boundary costs 20 to 100 us, being out of the caches."""
+BOUNDARY_SECONDS, MOST_STEPS_A_BOUNDARY = 50e-3, 256
+"""Quick steps are timed several at a time, for about this long: a boundary costs 20 to 100 us with cold caches."""
 
 
 class Runner:
@@ -49,14 +53,14 @@ class Runner:
     def __init__(
         self, choices: Sequence[Choice] = (), machine: Machine | None = None, *, proved_for: str | None = None
     ) -> None:
-        """machine: None leaves out the question whether each lever applies. proved_for: the loop (`Observed.loop`) to
-        which levers of lower precision belong; None: to whatever trains."""
+        """machine: None skips the check whether each lever applies. proved_for: the loop (`Observed.loop`) for which
+        levers of lower precision were proved; None: any."""
         self.watch = Watch()
         self.record = RunRecord()
         self.epochs = EpochStarts()
         self._look = StepLook(self.watch.subject)
         self.at_alarm: list[Callable[[], None]] = []
-        """Called once when hardly any of the host's memory is left: what is to be kept must be written now."""
+        """Called once when hardly any of the host's memory is left: whatever is to survive must be written now."""
         self.applied = Applied(self.watch.subject)
         self.left_off: list[tuple[str, str]] = []
         """(lever, why it does not apply to this run)"""
@@ -65,10 +69,10 @@ class Runner:
         self._machine, self._proved_for = machine, proved_for
         self._thread_variables = thread_variables()
         self.fault: str | None = None
-        """Why nothing could be watched: an error of ours, which must not become the script's."""
+        """Why the script could not be watched: an error of ours, which must not reach the script."""
         self._choices = list(choices)
         self._early = [choice for choice in choices if choice.lever.switch != "live" or choice.lever.aim == "memory"]
-        """What must be on before there is a loader, or before a first step that might not fit."""
+        """What must be on before there is a loader, or before a first step that might not fit in memory."""
         self._last_boundary: float | None = None
         self._steps_at_boundary = 0
         self._next_window = 0.0
@@ -79,7 +83,7 @@ class Runner:
         self.watch.at_iterator.append(self._iterator_made)
 
     def install(self) -> None:
-        """Wait for the script to import torch; nothing happens before."""
+        """Wait for the script to import torch; do nothing before."""
         ImportWatch({"torch": self._torch_imported}).install()
 
     def _torch_imported(self, torch: ModuleType) -> None:
@@ -100,7 +104,7 @@ class Runner:
         self.fault = f"Flatout could not watch this script: {describe_error(error)}"
         self.watch.uninstall()
 
-    def _iterator_made(self, loader: Any, began: float) -> None:
+    def _iterator_made(self, loader: DataLoader[object], began: float) -> None:
         self.epochs.iterator_made(loader, began, self.watch.finder.steps)
 
     def _boundary(self) -> None:
@@ -122,13 +126,13 @@ class Runner:
             self._mark_boundary()
             return
         self.epochs.step_ended(now, self.record.recent_seconds)
-        if self._look.under_way:  # a step that was looked at took longer: it is no sample of the time
+        if self._look.under_way:  # an inspected step takes longer: it is not a sample
             self._end_look()
         else:
             self.record.add_steps(now - self._last_boundary, self.watch.steps - self._steps_at_boundary)
             self._manage_window(now)
-            if self.watch.resting:  # the first steps were slow ones: how many fit into a glance shows later
-                self.watch.glance_every = self._steps_a_glance()
+            if self.watch.suspended:  # the first steps are slow: how many to time at once shows later
+                self.watch.boundary_every = self._steps_a_boundary()
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
             self._note_memory(now)
@@ -145,7 +149,7 @@ class Runner:
                 callback()
 
     def _fitting(self) -> list[Choice]:
-        """The plan's choices without those that do not apply to what the first step showed."""
+        """The plan's choices without those that do not apply, given the first step."""
         if self._machine is None or not self._choices:
             return self._choices
         observed = observe(self.watch, threads_at_start=self.threads_at_start, rows=(), lengths=False)
@@ -159,11 +163,11 @@ class Runner:
         return fitting
 
     def _obstacle(self, choice: Choice, machine: Machine, observed: Observed) -> str:
-        """Why a choice is left off here; '' if it is not. What was on before torch's first call is not asked again."""
+        """Why a choice is left off here; '' if it is not. What was on from the start is not checked again."""
         if choice.lever.switch != "live":
             return ""
         if choice.exactness == "reduced" and self._proved_for not in (None, observed.loop):
-            return f"it was proved for {self._proved_for or 'a loop not named'}; here trains {observed.loop}"
+            return f"it was proved for {self._proved_for or 'an unnamed loop'}; this run trains {observed.loop}"
         verdict = choice.lever.applies(machine, observed)
         return "" if verdict else verdict.reason
 
@@ -171,14 +175,14 @@ class Runner:
         self._last_boundary, self._steps_at_boundary = time.perf_counter(), self.watch.steps
 
     def load(self) -> Load | None:
-        """Who kept the processor busy since the first step; None where that is too short to tell."""
+        """The processor's load since the first step; None where that is too short to measure."""
         if self._load_watch is None:
             return None
         with own_imports():
             return self._load_watch.read()
 
     def ended(self) -> None:
-        """The script is over: nothing is watched any more, and the record is whole."""
+        """The script has ended: stop watching and complete the record."""
         self.watch.look = None
         self.watch.disable()
         self.watch.count_passed()
@@ -186,13 +190,13 @@ class Runner:
         self.record.add_rows(self.watch.close_window())
 
     def _manage_window(self, now: float) -> None:
-        """Open a window after the first steps and then every half minute; fewer steps where a step is quick."""
+        """Open a window after the first steps and then every half minute; shorter where steps are quick."""
         rows = self.watch.rows
         if rows is None:
             if self.record.steps >= FIRST_WINDOW_STEP and now >= self._next_window:
                 self._window_began = now
-                self.watch.wake()
-                if self.watch.resting:  # it could not: the script has patches of its own there
+                self.watch.resume()
+                if self.watch.suspended:  # it could not: the script has its own patches there
                     self._next_window = now + WINDOW_EVERY_SECONDS
                 else:
                     self.watch.open_window()
@@ -213,12 +217,12 @@ class Runner:
     def _end_look(self) -> None:
         self.watch.look = None
         self.record.add_look(self._look.end(self.record.steps))
-        self._rest()
+        self._suspend()
 
-    def _rest(self) -> None:
-        """Where a lever stands around calls, the watch goes on: it is what calls the lever."""
-        self.watch.rest(self._steps_a_glance())
+    def _suspend(self) -> None:
+        """Where a lever wraps calls, this does nothing: the watch calls the lever."""
+        self.watch.suspend(self._steps_a_boundary())
 
-    def _steps_a_glance(self) -> int:
+    def _steps_a_boundary(self) -> int:
         step_seconds = self.record.recent_seconds or QUICK_STEP_SECONDS
-        return min(max(1, int(GLANCE_SECONDS / step_seconds)), MOST_STEPS_A_GLANCE)
+        return min(max(1, int(BOUNDARY_SECONDS / step_seconds)), MOST_STEPS_A_BOUNDARY)

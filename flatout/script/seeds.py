@@ -1,9 +1,9 @@
-"""Seeds for trials: a script that seeds nothing is made repeatable, the same way on both sides of a comparison.
+"""Seeds for trials: a script that seeds nothing is made repeatable, in the same way on both sides of a comparison.
 
-Each global generator gets a seed as soon as its library is there, and a script's own seeds come after. What draws a
+Each global generator is seeded as soon as its library is imported, before the script's own seeds. What draws a
 seed from the system or from the clock gets one from a counter instead: `numpy.random.default_rng()`, `RandomState()`,
-`random.Random()`, `random.seed()`, `torch.seed()`, `torch.manual_seed(int(time.time()))`. The order of hashes is fixed
-by the trial's environment. What is left is a script that depends on the order of threads or processes, or on time.
+`random.Random()`, `random.seed()`, `torch.seed()`, `torch.manual_seed(int(time.time()))`. The hash seed is fixed by
+the trial's environment. What remains is a script that depends on the order of threads or processes, or on time.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TypeVar
 
 from flatout.script.patches import ImportWatch
+from flatout.script.users_files import is_users_file
+
+T = TypeVar("T")
 
 OURS = str(Path(__file__).resolve().parents[1])
 UNSEEDED = 20_261_121
-"""The seed that trials give to torch before a script can give its own."""
+"""The seed of trials, until a script sets its own."""
 CLOCK_UNITS = (1, 10**3, 10**6, 10**9)
-"""Seconds, and what scripts make of them before they take them for a seed."""
+"""Seconds, and the units in which scripts use them as a seed."""
 CLOCK_TOLERANCE_SECONDS = 3600.0
 
 
 class TrialSeeds:
-    """Makes the process repeatable. `unseeded` names the places in the script that had no seed of their own."""
+    """Makes the process repeatable. `unseeded` names the places in the script without a fixed seed."""
 
     def __init__(self, on_torch: Sequence[Callable[[ModuleType], object]] = ()) -> None:
         self._on_torch = on_torch
@@ -41,10 +44,11 @@ class TrialSeeds:
         self._python()
         ImportWatch({"torch": self._torch, "numpy": self._numpy}).install()
 
-    def replacement(self, value: Any, what: str) -> Any:
-        """`value` as a seed; another one where it is None, the time or the number of the process."""
-        if value is not None and not _from_clock(value):
-            return value
+    def replacement(self, value: T, what: str) -> T | int:
+        """`value` as a seed; one from the counter where it is None, the time or the process id."""
+        return self._counted(what) if value is None or _from_clock(value) else value
+
+    def _counted(self, what: str) -> int:
         self._note(what)
         return next(self._counter)
 
@@ -57,7 +61,7 @@ class TrialSeeds:
         random.seed(0)
         original, shared = random.Random.seed, random._inst
 
-        def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
+        def seed(generator: random.Random, a: float | str | bytes | bytearray | None = None, version: int = 2) -> None:
             original(generator, self.replacement(a, "random"), version)
 
         random.Random.seed = seed  # type: ignore[method-assign, assignment]
@@ -74,11 +78,11 @@ class TrialSeeds:
         torch.manual_seed(UNSEEDED)
         original = torch.manual_seed
 
-        def manual_seed(seed: Any) -> Any:
+        def manual_seed(seed: object) -> object:
             return original(self.replacement(seed, "torch.manual_seed"))
 
         def from_system() -> int:
-            seed: int = self.replacement(None, "torch.seed")
+            seed = self._counted("torch.seed")
             original(seed)
             return seed
 
@@ -89,8 +93,8 @@ class TrialSeeds:
             callback(torch)
 
 
-def _from_clock(value: Any) -> bool:
-    """Is it the time of today in some unit, or the number of this process?"""
+def _from_clock(value: object) -> bool:
+    """Is it the current time in some unit, or the process id?"""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     if value == os.getpid() and value > 1000:
@@ -99,20 +103,16 @@ def _from_clock(value: Any) -> bool:
     return any(abs(value / unit - now) < CLOCK_TOLERANCE_SECONDS for unit in CLOCK_UNITS)
 
 
-def _numpy_seed(value: Any) -> Any:
+def _numpy_seed(value: T) -> T | int:
     return value % 2**32 if isinstance(value, int) and value > UNSEEDED else value
 
 
 def _caller() -> str | None:
-    """The line of the script that calls, 'train.py:12'; None for a library: it may want a temporary name, or seed what
-    it makes right afterwards."""
+    """The calling line of the script, 'train.py:12'; None for a library: it may need a temporary name, or seed what it
+    makes right afterwards."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
-    if frame is None or _in_library(frame.f_code.co_filename):
+    if frame is None or not is_users_file(frame.f_code.co_filename):
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _in_library(file: str) -> bool:
-    return "site-packages" in file or file.startswith(("<", os.path.dirname(os.__file__)))

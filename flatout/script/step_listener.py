@@ -1,10 +1,10 @@
-"""The mode of torch's dispatcher that a closer look at a step listens with. Importing this imports torch."""
+"""The dispatch mode with which StepLook follows a step. Importing this imports torch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
 from flatout.memory.tracking import Tracker
@@ -12,9 +12,13 @@ from flatout.script.step_memory import MemorySample
 from flatout.torch_private.dispatch import ListeningMode, current_dispatch_mode, without_torch_function
 from flatout.train.flops import OperationCount
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
+
 
 class StepListener:
-    """Counts storages and arithmetic while `listening`; `fault` says why it gave up."""
+    """Counts memory and FLOPs while `listening`; `fault` says why it gave up."""
 
     def __init__(self, *, follows_memory: bool) -> None:
         self.tracker = Tracker(attributed=False, guarded=True) if follows_memory else None
@@ -28,13 +32,13 @@ class StepListener:
     def others_listen(self) -> bool:
         return current_dispatch_mode() is not None
 
-    def hold(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that no operation made while we listened."""
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made while nothing listened."""
         with self._guarded():
             if self.tracker is not None:
                 self.tracker.hold(tensors, "weights")
 
-    def hold_inputs(self, inputs: Any) -> None:
+    def hold_inputs(self, inputs: object) -> None:
         with self._guarded():
             self.hold(tensor for _, tensor in tensors_in(inputs))
 
@@ -46,11 +50,18 @@ class StepListener:
     def listening(self, *, backward: bool = False) -> _Mode:
         return _Mode(self, backward)
 
-    def seen(self, operation: Any, args: Any, kwargs: Any, out: Any, backward: bool) -> None:
+    def seen(
+        self,
+        operation: OpOverload[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        out: object,
+        backward: bool,
+    ) -> None:
         with self._guarded():
             self.count.add(operation, args, kwargs, out)
             if self.tracker is not None:
-                if backward:  # what the loss kept, outside of the model
+                if backward:  # what the loss saved, outside the model
                     self.tracker.see_results(operation, (), {}, args)
                 self.tracker.see_results(operation, args, kwargs, out)
 
@@ -60,7 +71,7 @@ class StepListener:
             yield
             return
         try:
-            with without_torch_function():  # a mode of the script's own must not see what we ask tensors
+            with without_torch_function():  # the script's own modes must not see our operations
                 yield
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
@@ -71,7 +82,13 @@ class _Mode(ListeningMode):
         super().__init__()
         self._listener, self._backward = listener, backward
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         if self._listener.fault is None:
             self._listener.seen(func, args, kwargs or {}, out, self._backward)

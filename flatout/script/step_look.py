@@ -1,34 +1,39 @@
-"""A closer look at single steps of a run: what their tensors held at the most, and how much arithmetic they are.
+"""A closer look at single steps of a run: the peak memory of their tensors, and their FLOPs.
 
-Torch's dispatcher tells, but only inside the calls that a step is made of: forwards of outermost modules and backward
-passes. Between them, where a script plots or evaluates, and after training, nothing listens; what a loss outside of
-the model keeps is seen when the backward pass uses it. CUDA's allocator keeps books of memory itself; they are read
-and never reset: they are the script's. Nothing that goes wrong here may reach the script.
+It uses a dispatch mode, but only inside the calls that make up a step: forwards of outermost modules and backward
+passes. Between them, where a script plots or evaluates, and after training, nothing listens; what a loss outside the
+model saves is seen when the backward pass uses it. CUDA's allocator has statistics of its own; they are read and never
+reset, because they are the script's. No error in here may reach the script.
 
-A step is not looked at where another mode listens already, and none once torch.compile was asked for: it would trace
-its code anew, or not at all.
+A step is skipped where another dispatch mode is active, and all are once the script uses torch.compile, which would
+recompile or give up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from flatout.levers.subject import Subject
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.own_modules import own_imports
 from flatout.script.step_memory import MemorySample, known_tensors
 
-TOO_SHORT = "the run ended before a step could be looked at"
+if TYPE_CHECKING:
+    from flatout.script.step_listener import StepListener
+
+T = TypeVar("T")
+
+TOO_SHORT = "the run ended before a step could be inspected"
 COMPILED = "compiled code does not show its operations"
 NO_MODULE = "the forward pass runs outside of modules"
-OTHER_MODE = "the script follows torch's operations itself"
+OTHER_MODE = "the script has a dispatch mode of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeen:
-    """One step. What is not known is None; `reason` says why there is no arithmetic."""
+    """One step. None: unknown; `reason` says why there are no FLOPs."""
 
     memory: MemorySample | None
     flops: float | None
@@ -36,13 +41,13 @@ class StepSeen:
 
 
 class Look(Protocol):
-    """Runs the parts of a step for somebody who looks closer."""
+    """Runs the parts of a step that is inspected."""
 
-    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
-        """`call` with what the outermost module was given."""
+    def forward(self, call: Callable[[], T], inputs: object) -> T:
+        """Run `call`; inputs: those of the outermost module."""
 
-    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, with the look around it."""
+    def around_backward(self, run: Callable[..., T]) -> Callable[..., T]:
+        """`run`, inspected."""
 
 
 class StepLook:
@@ -50,7 +55,7 @@ class StepLook:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._listener: Any = None
+        self._listener: StepListener | None = None
         self._device = "cpu"
         self._forwards = 0
         self._reason = ""
@@ -68,35 +73,38 @@ class StepLook:
                 self._listener = StepListener(follows_memory=device == "cpu")
                 self._listener.hold(known_tensors(self._subject))
 
-    def forward(self, call: Callable[[], Any], inputs: Any) -> Any:
-        if not self._may_listen():
+    def forward(self, call: Callable[[], T], inputs: object) -> T:
+        listener = self._free_listener()
+        if listener is None:
             return call()
         self._forwards += 1
-        self._listener.hold_inputs(inputs)
-        with self._listener.listening():
+        listener.hold_inputs(inputs)
+        with listener.listening():
             return call()
 
-    def around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        if not self._may_listen():
+    def around_backward(self, run: Callable[..., T]) -> Callable[..., T]:
+        listener = self._free_listener()
+        if listener is None:
             return run
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            with self._listener.listening(backward=True):
+        def backward(*args: object, **kwargs: object) -> T:
+            with listener.listening(backward=True):
                 return run(*args, **kwargs)
 
         return backward
 
-    def _may_listen(self) -> bool:
+    def _free_listener(self) -> StepListener | None:
+        """None where nothing may listen."""
         if self._listener is not None and compile_was_asked_for():
             self._reason = COMPILED
         elif self._listener is not None and self._listener.others_listen():
             self._reason = OTHER_MODE
         if self._reason:
             self._listener = None
-        return self._listener is not None
+        return self._listener
 
     def end(self, step: int) -> StepSeen:
-        """What was seen since `begin`."""
+        """The result since `begin`."""
         self.under_way = False
         listener, self._listener = self._listener, None
         if listener is not None and not self._forwards:

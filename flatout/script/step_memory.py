@@ -1,7 +1,7 @@
-"""The memory of one step: what its tensors held, and at the most.
+"""The memory of one step: what its tensors held, and their peak.
 
-CUDA's allocator keeps books, which are read and never reset: they are the script's. The CPU's does not, so tensors'
-storages are followed: in a trial all through the step, in a run that goes on as `step_look` says.
+CUDA's allocator has statistics, which are read and never reset, because they are the script's. The CPU's has none, so
+tensors' storages are followed: in a trial through the whole step, in a run as `step_look` says.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.memory.tracking import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +27,13 @@ class MemorySample:
     step: int
     peak_bytes: int
     held_bytes: int
-    """When the step had ended."""
+    """At the end of the step."""
     reserved_bytes: int | None = None
-    """CUDA: what the allocator has from the driver."""
+    """CUDA: what the allocator has reserved."""
 
     @classmethod
     def of_cuda(cls, step: int, device: str) -> MemorySample:
-        """What torch's allocator says now of that device ('cuda:0')."""
+        """What torch's allocator reports now for this device ('cuda:0')."""
         import torch
 
         return cls(
@@ -40,7 +45,7 @@ class MemorySample:
 
     @property
     def fragmentation(self) -> float | None:
-        """CUDA: the share of the reserved memory that no tensor is in."""
+        """CUDA: the share of reserved memory that holds no tensor."""
         return None if not self.reserved_bytes else 1 - self.held_bytes / self.reserved_bytes
 
 
@@ -50,7 +55,7 @@ class StepMemory:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._stack: contextlib.ExitStack | None = None
-        self._tracker: Any = None
+        self._tracker: Tracker | None = None
         self._device = "cpu"
 
     @property
@@ -70,7 +75,7 @@ class StepMemory:
             self._tracker.reset_peak()
 
     def end(self, step: int) -> MemorySample | None:
-        """None where it could not be told."""
+        """None where it could not be measured."""
         if self._stack is None:
             return None
         self._stack.close()
@@ -83,8 +88,8 @@ class StepMemory:
         return MemorySample.of_cuda(step, self._device)
 
 
-def known_tensors(subject: Subject) -> Iterator[Any]:
-    """What is there between steps and is the training's: weights, buffers, gradients, optimizer state."""
+def known_tensors(subject: Subject) -> Iterator[Tensor]:
+    """The training state between steps: weights, buffers, gradients, optimizer state."""
     for module in subject.modules:
         yield from (*module.parameters(), *module.buffers())
         yield from (one.grad for one in module.parameters() if one.grad is not None)

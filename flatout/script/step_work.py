@@ -1,4 +1,4 @@
-"""What one step of a script computes: its operations, and the numbers that it meets. Importing this imports torch.
+"""What one step of a script computes: its operations, and the values in them. Importing this imports torch.
 
 finish = follow_step()
 ...                                        # one step, which takes several times as long
@@ -7,9 +7,10 @@ finish().flops_per_step
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,21 +18,24 @@ from flatout.levers.observed import StepWork
 from flatout.torch_private.dispatch import ListeningMode, without_torch_function
 from flatout.train.flops import count_step
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 MOST_VALUES = 1 << 16
-"""Of a tensor that are looked at: where denormal numbers slow a step down they are many."""
+"""Values of a tensor that are checked: where denormal numbers slow a step down, there are many."""
 TURNS = 20
 TINY = torch.finfo(torch.float32).tiny
 
 
 def follow_step() -> Callable[[], StepWork]:
-    """Begin; call the result where the step ends."""
-    mode = _WorkMode()
-    mode.__enter__()
+    """Start following; call the result at the end of the step."""
+    entered = contextlib.ExitStack()
+    mode = entered.enter_context(_WorkMode())
     finish_counting = count_step()
 
     def finish() -> StepWork:
         flops = finish_counting()
-        mode.__exit__(None, None, None)
+        entered.close()
         return StepWork(
             flops_per_step=flops or None,
             operations_per_step=mode.operations,
@@ -47,18 +51,24 @@ class _WorkMode(ListeningMode):
         super().__init__()
         self.operations = self.looked_at = self.denormal = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         self.operations += 1
-        with without_torch_function():  # a mode of the script's own must not see what we ask tensors
+        with without_torch_function():  # the script's own modes must not see our operations
             for tensor in _tensors_among(args):
                 self._look_at(tensor)
             for tensor in _tensors_among(out):
                 self._look_at(tensor)
         return out
 
-    def _look_at(self, tensor: Any) -> None:
-        """At fp32 values in the CPU's memory; there denormal ones may be slow."""
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        """Count denormals among fp32 values on the CPU, where they may be slow."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != torch.float32:
             return
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
@@ -68,8 +78,8 @@ class _WorkMode(ListeningMode):
         self.denormal += int(((values != 0) & (values.abs() < TINY)).sum())
 
 
-def _tensors_among(values: Any) -> Iterator[torch.Tensor]:
-    """Those of an operation's arguments or results: lists of tensors are as deep as they get."""
+def _tensors_among(values: object) -> Iterator[torch.Tensor]:
+    """Tensors among an operation's arguments or results, which nest no deeper than lists of tensors."""
     for value in values if isinstance(values, (tuple, list)) else (values,):
         if isinstance(value, (tuple, list)):
             yield from (inner for inner in value if isinstance(inner, torch.Tensor))
@@ -78,7 +88,7 @@ def _tensors_among(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _denormal_slowdown() -> float:
-    """Of an addition, by the quickest of a few turns."""
+    """Slowdown of an addition, by the quickest of a few repetitions."""
 
     def seconds(value: float) -> float:
         values = torch.full((MOST_VALUES // 4,), value)
@@ -87,14 +97,14 @@ def _denormal_slowdown() -> float:
     return max(1.0, seconds(1e-40) / seconds(1.0))
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Values spread over all of it, without a copy of the whole."""
+    """Values spread over the tensor, without copying all of it."""
     if not tensor.is_contiguous():
         tensor = tensor[tuple(slice(None, None, max(1, size // 16)) for size in tensor.shape)]
     flat = tensor.reshape(-1)

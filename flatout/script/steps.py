@@ -1,4 +1,4 @@
-"""Where one training step ends and the next begins, from nothing but the calls that a script makes.
+"""Where one training step ends and the next begins, from the calls that a script makes.
 
 Rules, in this order:
 1. optimizers: a step ends when the *leader* has stepped. The leader is the optimizer that was seen first most
@@ -7,10 +7,10 @@ Rules, in this order:
 2. manual updates: no optimizer has ever stepped, and the weights changed between two backward passes.
 3. bare gradients: no optimizer, and the weights cannot be followed (`torch.autograd.grad`, functional updates that
    make new leaves): after several passes each one is a step. Passes that only accumulate into the same unchanged
-   weights are not, unless there are hundreds of them: nobody accumulates that many.
+   weights are not, unless there are hundreds of them: scripts do not accumulate that many.
 
-What a boundary meant is at times seen only later (a discriminator's first steps belonged to the generator's first
-turn); `steps` counts in hindsight, so it is right even where a boundary was not.
+Sometimes the meaning of a boundary only becomes clear later (a discriminator's first steps belong to the generator's
+first turn); `steps` is corrected in hindsight, so it is right even where a boundary was not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACCUMULATION_LIMIT = 512
 
 
 class StepFinder:
-    """Feed it the ends of optimizer steps and of backward passes; it answers whether a step has just ended."""
+    """Given the ends of optimizer steps and of backward passes, it returns whether a step has just ended."""
 
     def __init__(self) -> None:
         self.kind: StepKind | None = None
@@ -73,14 +73,14 @@ class StepFinder:
         return False
 
     def leader_passed(self, steps: int) -> None:
-        """The leader stepped this many times more, between its last step that was reported and the next."""
+        """The leader made this many more steps, unreported, since its last one."""
         self.steps += steps
 
     def _lead(self, identity: int) -> None:
         self.leader, self._leader_steps, self._turns_without_leader = identity, 0, 0
 
     def weights_changed(self) -> None:
-        """The weights differ from what they were at the end of the last backward pass, and no optimizer stepped."""
+        """The weights have changed since the end of the last backward pass, and no optimizer stepped."""
         self._manual_changes += 1
         if self.kind is None and self._manual_changes >= MANUAL_CONFIRMATIONS:
             self.kind = "manual"

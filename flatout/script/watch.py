@@ -1,20 +1,19 @@
-"""Watch an unmodified script's training loop from its calls: optimizer, backward, loader, outermost module.
+"""Watch an unmodified script's training loop through its calls: optimizer, backward, loader, outermost module.
 
-Four patches on entry points and torch's own global optimizer hooks; a call costs about a microsecond a step, plus a
-tenth of one for each module inside a model. In a *window* the time of each kind of call is added up too, so that a
-step splits into
+Patches on entry points and torch's own global optimizer hooks; they cost about a microsecond per step, plus a tenth of
+one per module inside a model. In a *window* the time of each kind of call is added up too, so that a step splits into
 
     data         waiting for the loader that feeds training
     transfer     host to device, where the device is not the host
     forward      outermost modules, with gradients enabled
     backward     autograd
     optimizer    optimizer.step, without what its closure runs
-    sync         waiting for the device because the script asked for a value
+    sync         waiting for the device because the script reads a value
     evaluation   modules without gradients, and the loader that feeds them
-    other        the rest: the script's own Python, tensors outside of modules
+    other        the rest: the script's own Python, tensor operations outside modules
 
-Where the weights are on a GPU, this is the time of the GPU, its work and what it stood idle for: see `spans`. Only the
-main thread of the first process is watched; a forked worker finds everything switched off.
+Where the weights are on a GPU, this is GPU time, busy or idle: see `spans`. Only the main thread of the first process
+is watched; in forked workers everything is off.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.levers.subject import Handles, Subject
+from flatout.levers.subject import BackwardWrapper, Handles, Subject
 from flatout.machine.heap_pieces import fill_freed_pieces
 from flatout.machine.process_memory import minor_faults
 from flatout.script.compile_seen import compile_was_asked_for, never_compiled
 from flatout.script.device_calls import DeviceCalls, device_name, device_of
 from flatout.script.patches import ImportWatch, Patches, noting
-from flatout.script.spans import OpenRow, Span, Spans, StepRow, Timeline
+from flatout.script.spans import OpenRow, Reading, Span, Spans, StepRow, Timeline
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
@@ -43,14 +42,22 @@ from flatout.torch_private.compiler import DYNAMO, frames_traced
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
     from flatout.script.step_look import Look
 
 STEPS_WITH_CLOSER_LOOK = 3
-OTHERS_THAT_WAKE = 64
+OTHERS_THAT_RESUME = 64
+
+Call = Callable[..., object]
+"""One of torch's functions, or the wrapper of one."""
 
 
 class OpenStep(NamedTuple):
-    """An optimizer's step that has begun."""
+    """An optimizer step in progress."""
 
     identity: int
     span: Span | None
@@ -58,8 +65,8 @@ class OpenStep(NamedTuple):
 
 class Watch:
     """The observer. Callbacks: `at_boundary()` after each step, `at_backward(tensors)` before each backward pass,
-    `before_optimizer(optimizer)` before each optimizer step. An exception of the script's passes through untouched, and
-    nothing that it calls is called twice."""
+    `before_optimizer(optimizer)` before each optimizer step. The script's exceptions pass through unchanged, and none
+    of its calls is made twice."""
 
     def __init__(self, subject: Subject | None = None) -> None:
         self.subject = subject or Subject(training_only=True)
@@ -70,35 +77,37 @@ class Watch:
         self.inside = False
         self.rows: list[OpenRow] | None = None
         self.at_boundary: list[Callable[[], None]] = []
-        self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
-        self.before_optimizer: list[Callable[[Any], None]] = []
-        self.at_iterator: list[Callable[[Any, float], None]] = []
-        """Called with a loader that feeds training, when it has made an iterator, and the time before it did."""
+        self.at_backward: list[Callable[[tuple[Tensor, ...]], None]] = []
+        self.before_optimizer: list[Callable[[Optimizer], None]] = []
+        self.at_iterator: list[Callable[[DataLoader[object], float], None]] = []
+        """Called when a loader that feeds training has made an iterator, with the loader and the time before."""
         self.look: Look | None = None
-        """Who looks closer at the step that is under way."""
+        """Inspects the current step more closely."""
         self.saw_autocast = False
         self.saw_scaler = False
         self.saw_create_graph = False
         self.gradients_zeroed: bool | None = None
-        """Does the script's zero_grad fill gradients with zeros? None: it was not called."""
+        """Does the script's zero_grad fill gradients with zeros? None: not called yet."""
         self.device_calls: DeviceCalls | None = None
         self._spans = Spans()
         self._patches = Patches()
         self._lasting_patches = Patches()
         self._weights = WeightProbe()
         self._optimizers_open: list[OpenStep] = []
-        self._loader_of: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], Any]] = weakref.WeakKeyDictionary()
-        """Iterator -> its loader, which is also kept with it (in `for batch in DataLoader(...)` nobody else does); not
-        where the loader holds its iterator (persistent workers), so that both can go together."""
-        self._last_loader: weakref.ref[Any] | None = None
-        self._without_weights: Handles[Any] = Handles()
+        self._loader_of: weakref.WeakKeyDictionary[
+            Iterator[object], tuple[weakref.ref[DataLoader[object]], DataLoader[object] | None]
+        ] = weakref.WeakKeyDictionary()
+        """Iterator -> its loader, which this keeps alive (`for batch in DataLoader(...)` holds no reference), except
+        where the loader holds its iterator (persistent workers), so that both can be freed."""
+        self._last_loader: weakref.ref[DataLoader[object]] | None = None
+        self._without_weights: Handles[nn.Module] = Handles()
         self._main_thread = threading.get_ident()
-        self._row_start: Any = None
+        self._row_start: Reading = None
         self._row_faults = 0
         self._row_backwards = 0
-        self.resting = False
-        self.glance_every = 1
-        """While resting: of so many steps one is a boundary."""
+        self.suspended = False
+        self.boundary_every = 1
+        """While suspended, one step in this many is a boundary."""
         self._passing = PassedSteps(self._optimizer_ends, lambda: False)
         self._dynamo_watch: ImportWatch | None = None
         self._step_starts: StepHook | None = None
@@ -110,7 +119,7 @@ class Watch:
 
     @property
     def step_kind(self) -> str | None:
-        """What ends a step; None: not certain yet."""
+        """What ends a step; None: not recognized yet."""
         return self.finder.kind
 
     def install(self, torch: ModuleType) -> None:
@@ -123,7 +132,7 @@ class Watch:
         self._compiling = torch.compiler.is_compiling
         self._grad_enabled = torch.is_grad_enabled
         self._autocast_enabled = torch.is_autocast_enabled
-        # Of torch's two questions the one that reads nothing: this is asked in every step.
+        # The cheaper of torch's two functions, as this runs in every step.
         self._passing = PassedSteps(self._optimizer_ends, torch.compiler.is_dynamo_compiling)
         self._step_ends = StepHook(OPTIMIZER_POST_HOOKS, self._passing.hook)
         self._step_starts = StepHook(OPTIMIZER_PRE_HOOKS, self._optimizer_starts)
@@ -136,13 +145,13 @@ class Watch:
             self._dynamo_watch.install()
 
     def _dynamo_imported(self, dynamo: ModuleType) -> None:
-        """It keeps torch's functions to know them again, so it is imported while they are torch's own."""
+        """It identifies torch's functions by identity, so it must be imported while they are the originals."""
         self._patches.accept_references()
-        if self.enabled and not self.resting:
+        if self.enabled and not self.suspended:
             self._patches.redo()
 
     def _patch(self) -> None:
-        """Everything but the hook that counts steps and what is called once an epoch."""
+        """Everything but the hook that counts steps and the patch that is called once per epoch."""
         import torch
 
         from flatout.torch_private.loading import BaseIterator
@@ -169,60 +178,60 @@ class Watch:
             self._step_ends.remove()
 
     def _unpatch(self) -> None:
-        if not compile_was_asked_for():  # it guards what it traced: our wrappers stay, and pass calls through
+        if not compile_was_asked_for():  # its guards hold our wrappers: they stay, and pass calls through
             self._patches.undo()
         if self._step_starts is not None:
             self._step_starts.remove()
 
-    def rest(self, glance_every: int = 1) -> None:
-        """Until `wake`, only count the leader's steps: for quick steps even a few microseconds are a share.
+    def suspend(self, boundary_every: int = 1) -> None:
+        """Until `resume`, only count the leader's steps: for quick steps even a few microseconds matter.
 
-        Of the counted steps each `glance_every`-th is a boundary. Possible where steps end with an optimizer, no lever
-        wraps a call and no window is open; otherwise nothing.
+        Every `boundary_every`-th counted step is a boundary. Does nothing unless steps end with an optimizer, no lever
+        wraps a call and no window is open.
         """
         if self.finder.kind != "optimizer" or self.rows is not None or self.subject.in_use:
             return
-        self.resting, self.glance_every = True, glance_every
+        self.suspended, self.boundary_every = True, boundary_every
         self._optimizers_open.clear()
         self._unpatch()
-        fill_freed_pieces()  # those of our imports, and of what was watched until now
+        fill_freed_pieces()  # left by our imports, and by watching until now
 
-    def wake(self) -> None:
-        """Watch whole steps again; goes on resting where the script has put its own functions in the place of torch's,
-        or has asked for torch.compile meanwhile."""
-        if not self.resting or not self.enabled:
+    def resume(self) -> None:
+        """Watch whole steps again; stays suspended where the script has replaced torch's functions, or has used
+        torch.compile meanwhile."""
+        if not self.suspended or not self.enabled:
             return
         self.count_passed()
         if self._patches.are_reached if compile_was_asked_for() else self._patches.redo():
-            self.resting = False
+            self.suspended = False
             assert self._step_starts is not None
             self._step_starts.add()
 
     def count_passed(self, *, leader_steps: bool = False) -> None:
-        """Add the steps that were let pass since the last boundary, and, unless the leader is stepping now, those of
-        optimizers that took over."""
+        """Add the steps that passed since the last boundary and, unless the leader is stepping now, those of optimizers
+        that took over."""
         passed, others = self._passing.take()
         self.steps += passed
         self.finder.leader_passed(passed)
         for identity in [] if leader_steps else others:
             self.finder.optimizer_stepped(identity)
 
-    def _count_resting(self, optimizer: Any) -> None:
+    def _count_suspended(self, optimizer: Optimizer) -> None:
         if id(optimizer) != self.finder.leader:
-            if self._passing.note_other(id(optimizer)) > OTHERS_THAT_WAKE:  # another phase, with another optimizer
-                self.wake()
+            if self._passing.note_other(id(optimizer)) > OTHERS_THAT_RESUME:  # another phase, with another optimizer
+                self.resume()
             return
         self.count_passed(leader_steps=True)
         if self.finder.optimizer_stepped(id(optimizer)):
             self._boundary()
-        if self.resting:
-            self._passing.grant(self.finder.leader, self.glance_every - 1)
+        if self.suspended:
+            self._passing.grant(self.finder.leader, self.boundary_every - 1)
 
     def disable(self) -> None:
         self.enabled = False
 
     def open_window(self) -> None:
-        """From now on each step leaves a row with its parts."""
+        """From now on record a row with the parts of each step."""
         device = device_of(self.subject)
         self._spans = Spans(Timeline(None if device.kind == "cpu" else device))
         self.rows = []
@@ -249,10 +258,10 @@ class Watch:
     def _here(self) -> bool:
         return self.enabled and threading.get_ident() == self._main_thread
 
-    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._compiling() or not self._here() or self.subject.updating:  # torch.compile must see nothing but torch
+    def _optimizer_starts(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._compiling() or not self._here() or self.subject.updating:  # torch.compile must trace torch only
             return
-        if self._optimizers_open:  # an exception may have left some of them
+        if self._optimizers_open:  # an exception may have skipped the end of some
             del self._optimizers_open[steps_around(sys._getframe(1)) :]
         if not self._optimizers_open:
             self.subject.optimizers.add(optimizer)
@@ -261,38 +270,38 @@ class Watch:
         span = self._spans.enter("optimizer") if self.rows is not None else None
         self._optimizers_open.append(OpenStep(id(optimizer), span))
 
-    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._here() or self.subject.updating:
             return
-        if self.resting:
-            self._count_resting(optimizer)
+        if self.suspended:
+            self._count_suspended(optimizer)
             return
         if not any(step.identity == id(optimizer) for step in self._optimizers_open):
             return
         step = self._optimizers_open.pop()
-        while step.identity != id(optimizer):  # one inside it was left by an exception
+        while step.identity != id(optimizer):  # an exception skipped the end of an inner one
             step = self._optimizers_open.pop()
         if step.span is not None and self.rows is not None:
             self._spans.leave(step.span)
         if not self._optimizers_open and self.finder.optimizer_stepped(step.identity):
             self._boundary()
 
-    def _wrap_pass(self, original: Any, first: str) -> Any:
+    def _wrap_pass(self, original: Call, first: str) -> Call:
         """`first` names the roots: 'tensors' of `backward`, 'outputs' of `grad` (which accumulates nothing)."""
         watch, accumulates = self, first == "tensors"
 
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            if watch._compiling() or watch.resting or not watch._here() or watch.inside or watch._in_backward:
+        def observed(*args: Any, **kwargs: Any) -> object:  # torch checks these
+            if watch._compiling() or watch.suspended or not watch._here() or watch.inside or watch._in_backward:
                 return original(*args, **kwargs)
             if not accumulates and (kwargs.get("create_graph") or args[4:5] == (True,)):
                 watch.saw_create_graph = True
-                return original(*args, **kwargs)  # part of a loss that is still being formed
+                return original(*args, **kwargs)  # part of a loss that is still being computed
             if not args and first not in kwargs:
-                return original(**kwargs)  # the mistake is torch's to explain
+                return original(**kwargs)  # let torch report the mistake
             roots = args[0] if args else kwargs.pop(first)
             return watch._pass(original, accumulates, roots, args[1:], kwargs)
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def backward(*args: object, **kwargs: object) -> object:
             try:
                 return observed(*args, **kwargs)
             except BaseException as error:
@@ -301,7 +310,14 @@ class Watch:
 
         return backward
 
-    def _pass(self, run: Any, accumulates: bool, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass(
+        self,
+        run: Call,
+        accumulates: bool,
+        tensors: Any,  # a tensor, several, or an iterator of them
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         if not isinstance(tensors, Sequence) and not hasattr(tensors, "grad_fn"):
             tensors = tuple(tensors)
         roots = _as_tuple(tensors)
@@ -330,12 +346,13 @@ class Watch:
             self._boundary()
         return result
 
-    def _wrap_module_call(self, original: Any) -> Any:
-        watch, compiling = self, self._compiling  # torch.compile sees one constant, and nothing of ours
+    def _wrap_module_call(self, original: Call) -> Call:
+        watch, compiling = self, self._compiling  # a constant to torch.compile, which sees nothing of ours
 
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # torch's profiler reads the frame's `self`
+        # torch's profiler reads the frame's `self`
+        def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
             try:
-                if compiling() or watch.inside or watch.resting:
+                if compiling() or watch.inside or watch.suspended:
                     return original(self, *args, **kwargs)
                 return watch._outermost(original, self, args, kwargs)
             except BaseException as error:
@@ -345,10 +362,12 @@ class Watch:
         never_compiled(__call__, self._outermost, self._recomputed)
         return __call__
 
-    def _outermost(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _outermost(
+        self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if not self._here():
             return original(module, *args, **kwargs)
-        if self._in_backward:  # what activation checkpointing recomputes: no call of the script's, but levers act on it
+        if self._in_backward:  # recomputation by activation checkpointing: not the script's call, but levers act on it
             return self._recomputed(original, module, args, kwargs)
         training = self._grad_enabled()
         if training:
@@ -371,31 +390,33 @@ class Watch:
             if span is not None and self.rows is not None:
                 self._spans.leave(span)
 
-    def _recomputed(self, original: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recomputed(
+        self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         self.inside = True
         try:
             return self.subject.call(module, lambda: original(module, *args, **kwargs))
         finally:
             self.inside = False
 
-    def _note_scale(self, scaler: Any, *_: Any, **__: Any) -> None:
+    def _note_scale(self, scaler: GradScaler, *_: object, **__: object) -> None:
         self.saw_scaler |= scaler.is_enabled()
 
-    def _note_zero_grad(self, owner: Any, set_to_none: Any = True, *_: Any, **__: Any) -> None:
+    def _note_zero_grad(self, owner: object, set_to_none: object = True, *_: object, **__: object) -> None:
         if not self._compiling() and self._here():
             self.gradients_zeroed = bool(self.gradients_zeroed) or not set_to_none
 
     @property
     def inside_optimizer(self) -> bool:
-        """Is an optimizer's step under way? A closure that it was given forms the gradients then."""
+        """Is an optimizer step in progress? Gradients then come from the closure it was given."""
         return bool(self._optimizers_open)
 
     @property
     def saw_compile(self) -> bool:
-        """Has the script, or a lever, had torch.compile trace anything?"""
+        """Has torch.compile traced anything, for the script or a lever?"""
         return frames_traced() > 0
 
-    def _see_module(self, module: Any) -> None:
+    def _see_module(self, module: nn.Module) -> None:
         if module in self.subject.modules or module in self._without_weights:
             return
         if _has_weights(module) and not (self.steps and self._is_part_of_known(module)):
@@ -407,14 +428,16 @@ class Watch:
         else:
             self._without_weights.add(module)
 
-    def _is_part_of_known(self, module: Any) -> bool:
-        """Does it share weights with what trained from the first step on? Then it is called by itself for some other
-        end (features, an export), which no trial has seen: it stays as the script has it."""
+    def _is_part_of_known(self, module: nn.Module) -> bool:
+        """Does it share weights with what trained from the first step on? Then it is called for another purpose
+        (features, an export) that no trial has covered, and is left alone."""
         known = {id(weight) for model in self.subject.modules for weight in model.parameters()}
         return any(id(weight) in known for weight in module.parameters())
 
-    def _wrap_loader_iter(self, original: Any) -> Any:
-        def __iter__(loader: Any) -> Any:
+    def _wrap_loader_iter(
+        self, original: Callable[[DataLoader[object]], Iterator[object]]
+    ) -> Callable[[DataLoader[object]], Iterator[object]]:
+        def __iter__(loader: DataLoader[object]) -> Iterator[object]:
             here = self._here()
             for hook in self.subject.iterator_hooks if here else ():
                 hook(loader)
@@ -436,10 +459,10 @@ class Watch:
 
         return __iter__
 
-    def _wrap_next(self, original: Any) -> Any:
-        def __next__(iterator: Any) -> Any:
+    def _wrap_next(self, original: Callable[[Iterator[object]], object]) -> Callable[[Iterator[object]], object]:
+        def __next__(iterator: Iterator[object]) -> object:
             span = None
-            if not self.resting and self._here():
+            if not self.suspended and self._here():
                 self._last_loader = self._loader_of.get(iterator, (None,))[0]
                 span = self._spans.enter("pending") if self.rows is not None else None
             try:
@@ -472,19 +495,19 @@ class Watch:
         self._row_backwards = 0
 
 
-def _has_weights(module: Any) -> bool:
+def _has_weights(module: nn.Module) -> bool:
     from flatout.torch_private.dispatch import without_torch_function
 
     try:
-        with without_torch_function():  # a mode of the script's own must not see what we ask tensors
+        with without_torch_function():  # the script's own modes must not see our operations
             return any(parameter.requires_grad for parameter in module.parameters())
-    except Exception:  # a script's module may answer in any way, and is called all the same
+    except Exception:  # the script's own parameters() may raise anything
         return False
 
 
-def _as_tuple(tensors: Any) -> tuple[Any, ...]:
+def _as_tuple(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensors) if isinstance(tensors, Sequence) else (tensors,)
 
 
-def _wrapped_backward(wrapper: Any, inner: Any) -> Any:
+def _wrapped_backward(wrapper: BackwardWrapper, inner: Call) -> Call:
     return lambda tensors, *args, **kwargs: wrapper(tensors, lambda t: inner(t, *args, **kwargs))

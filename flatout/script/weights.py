@@ -1,14 +1,18 @@
 """Do the weights change between two backward passes? Then a script updates them by hand, with no optimizer.
 
-The leaves of the loss's graph are followed (not a model: the script may have none), and the first elements of a few
-of them are compared. Only used during the first passes of a script in which no optimizer has stepped.
+It follows the leaves of the loss's graph (not a model: the script may have none), and compares the first elements of a
+few of them. Only used during the first passes of a script in which no optimizer has stepped.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
 
 from flatout.torch_private.late import dispatch
 
@@ -22,18 +26,19 @@ class WeightProbe:
 
     def __init__(self) -> None:
         self.fresh = False
-        """True if the leaves of the last `changed` were all unknown to the pass before: the weights are made anew."""
-        self._leaves: list[weakref.ref[Any]] = []  # a script may drop its model, and count on the memory
-        self._values: list[Any] = []
+        """Were all leaves of the last `changed` unknown to the pass before? Then the weights are new tensors each
+        time."""
+        self._leaves: list[weakref.ref[Tensor]] = []  # weak: a script may free its model
+        self._values: list[Tensor | None] = []
         self._failed = False
 
-    def changed(self, roots: tuple[Any, ...]) -> bool:
+    def changed(self, roots: tuple[Tensor, ...]) -> bool:
         """True if a leaf that had a gradient differs from what `remember` saw; also finds the leaves of `roots`."""
         return not self._failed and self._guarded(lambda: self._changed(roots))
 
-    def _changed(self, roots: tuple[Any, ...]) -> bool:
+    def _changed(self, roots: tuple[Tensor, ...]) -> bool:
         pairs = ((leaf(), value) for leaf, value in zip(self._leaves, self._values, strict=False))
-        before = [(leaf, value) for leaf, value in pairs if leaf is not None]
+        before = [(leaf, value) for leaf, value in pairs if leaf is not None and value is not None]
         leaves = graph_leaves(roots, WATCHED_LEAVES)
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         known = {id(leaf) for leaf, _ in before}
@@ -53,22 +58,22 @@ class WeightProbe:
         self._leaves, self._values = [], []
 
     def _guarded(self, look: Callable[[], bool]) -> bool:
-        """Out of sight of the script's own modes; what kind of tensor cannot be looked at is not looked at again."""
+        """Hidden from the script's own modes; after a failure it does not try again."""
         switches = dispatch()
         try:
             with switches.without_torch_dispatch(), switches.without_torch_function():
                 return look()
-        except Exception:  # a script's tensors may refuse anything
+        except Exception:  # tensor subclasses may refuse anything
             self._failed = True
             self.forget()
             return False
 
 
-def graph_leaves(roots: tuple[Any, ...], limit: int | None = None) -> list[Any]:
+def graph_leaves(roots: tuple[Tensor, ...], limit: int | None = None) -> list[Tensor]:
     """The leaf tensors that a backward pass from `roots` reaches, nearest first."""
-    todo = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
-    seen: set[Any] = set(todo)
-    leaves: list[Any] = []
+    todo: list[Node] = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    seen = set(todo)
+    leaves: list[Tensor] = []
     while todo and len(seen) < GRAPH_LIMIT:
         node = todo.pop(0)
         variable = getattr(node, "variable", None)
@@ -83,9 +88,9 @@ def graph_leaves(roots: tuple[Any, ...], limit: int | None = None) -> list[Any]:
     return leaves
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _sample(tensor: Any) -> Any:
+def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:WATCHED_ELEMENTS].clone()

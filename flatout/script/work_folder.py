@@ -3,7 +3,7 @@
     with work_folder() as folder:
         ...                                   # its process holds a lock on it for as long
 
-An owner that is killed cannot remove its folder. The next one does: a folder with our mark that nobody holds a lock on,
+An owner that is killed cannot remove its folder. The next one does: a folder with our mark that no process has locked,
 and that belongs to this user, is a leftover. Whatever cannot be removed safely is left alone.
 """
 
@@ -24,7 +24,7 @@ from flatout.script.isolation import cleanup
 
 PREFIX = "flatout-trials-"
 UNFINISHED = "flatout-new-"
-"""The name until the lock is taken, so that nobody takes a folder that is being made for a leftover."""
+"""The name until the lock is taken, so that a folder in the making is not mistaken for a leftover."""
 MARK = "made-by-flatout"
 
 
@@ -44,13 +44,13 @@ def work_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def require_linux() -> None:
-    """MachineError on other systems, before anything of the script's has run: trials are kept apart by Linux alone."""
+    """MachineError on other systems, before any of the script has run: trials need Linux for isolation."""
     if not sys.platform.startswith("linux"):
         there = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
         windows = "run it inside WSL 2 (wsl --install)"
         raise MachineError(
             f"scripts cannot be tried on {there}",
-            limit="a trial is kept from your files and the network by Linux namespaces; the library works here",
+            limit="Linux namespaces keep a trial from your files and the network; the library works here",
             remedy=windows
             if sys.platform == "win32"
             else f"use Linux, in a virtual machine for example; on Windows {windows}",
@@ -58,7 +58,7 @@ def require_linux() -> None:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove what killed owners have left below `parent`; returns what was removed."""
+    """Remove what killed owners left below `parent`; returns what was removed."""
     removed = []
     for path in _candidates(parent):
         with contextlib.suppress(OSError, TrialError):

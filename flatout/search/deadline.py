@@ -1,21 +1,21 @@
-"""When a tune has to be over, and what made it take longer.
+"""When a tune has to end, and what made it run over.
 
-One Deadline is made from the budget that the user gave and handed to every stage. A stage asks it how much time is
-left before it starts something, plans with that, and names what it is doing, so that an overrun can be explained.
+One Deadline is made from the user's budget and passed to every stage. A stage checks how much time is left before it
+starts something, plans accordingly, and names what it is doing, so that an overrun can be explained.
 
     deadline = Deadline(30.0)                          # the user's budget, from now on
     search = deadline.reserving(12.0)                  # the same budget, 12 s kept back for the proof
 
     if search.seconds_left < cost_of_one_trial_seconds:
         ...                                            # do not start it
-    with deadline.stage("starting the script"):        # stages may be nested: the innermost is blamed
+    with deadline.stage("starting the script"):        # stages nest: the innermost counts
         process.start()
 
-Trials of a search are broken off a little after it has passed, or at once where somebody has stopped it, with
-BudgetSpent: a TrialError which says nothing about the levers. Proof and last comparison are not, because without them
-the search was for nothing: they plan ahead.
+Trials of a search are interrupted shortly after the deadline, or at once when the user stops the search, with
+BudgetSpent: a TrialError that says nothing about the levers. The proof and the last comparison are not interrupted:
+without them the search was pointless, so they plan ahead.
 
-    TrialSetup(..., deadline=search)                   # and TrialProcess.broken_off
+    TrialSetup(..., deadline=search)                   # and TrialProcess.interruptible
 
     deadline.explanation                               # '' or 'the budget of 30 s was exceeded by 12 s: ...'
 
@@ -33,14 +33,14 @@ from flatout.errors import TrialError
 from flatout.units import format_seconds
 
 GRACE = 0.05
-"""Of the budget: what is under way when it is spent may take so much longer before it is broken off."""
+"""Share of the budget by which work in progress may overrun it before it is interrupted."""
 TOLERANCE = 0.1
-"""Of the budget: an excess up to here is not worth a word."""
+"""Share of the budget: a smaller overrun is not reported."""
 MOST_STAGES_NAMED = 3
 
 
 class BudgetSpent(TrialError):
-    """A trial was broken off, or not begun, because the time was over."""
+    """A trial was interrupted, or not started, because the time was up."""
 
     def __init__(self, deadline: Deadline | None) -> None:
         of = f" of {format_seconds(deadline.budget_seconds)}" if deadline is not None else ""
@@ -54,11 +54,11 @@ class _Stages:
     late_seconds: dict[str, float] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
     counted_until: float = 0.0
-    """Time up to here is already attributed to a stage."""
+    """Time up to this point is already attributed to a stage."""
 
 
 class Deadline:
-    """A budget in seconds that runs from the moment this is made. `clock` returns seconds and never goes back."""
+    """A budget in seconds that runs from its creation. `clock` returns seconds and is monotonic."""
 
     def __init__(self, budget_seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget_seconds = budget_seconds
@@ -66,23 +66,23 @@ class Deadline:
         self._began = clock()
         self._reserved_seconds = 0.0
         self.stopped = False
-        """Whether somebody has said that the time is over; those that were derived from it before go on."""
+        """Set when the user ends the search; deadlines derived before that go on."""
         self._stages = _Stages(counted_until=self._began + budget_seconds)
 
     def reserving(self, seconds: float) -> Deadline:
-        """The same budget, with this much more (or less) of its end kept back for what comes later."""
+        """The same budget, with this much more (or less) of its end reserved for later stages."""
         earlier = Deadline.__new__(Deadline)
         vars(earlier).update(vars(self))
         earlier._reserved_seconds = self._reserved_seconds + seconds
         return earlier
 
     def within(self, seconds: float) -> Deadline:
-        """The same budget, of which no more than this is left."""
+        """The same budget, with at most this much left."""
         return self.reserving(max(0.0, self.seconds_left - seconds))
 
     @property
     def reserved_seconds(self) -> float:
-        """What `reserving` has kept back from this one."""
+        """What `reserving` has set aside."""
         return self._reserved_seconds
 
     @property
@@ -96,7 +96,7 @@ class Deadline:
 
     @property
     def grace_seconds_left(self) -> float:
-        """Until what is under way is broken off; 0 or below afterwards."""
+        """Until work in progress is interrupted; 0 or below afterwards."""
         if self.stopped:
             return 0.0
         end = self.budget_seconds * (1 + GRACE) - self._reserved_seconds
@@ -108,12 +108,12 @@ class Deadline:
 
     @property
     def exceeded_seconds(self) -> float:
-        """By how much the whole budget is exceeded now, whatever is kept back; 0 while it is not."""
+        """By how much the whole budget is exceeded now, whatever is reserved; 0 while it is not."""
         return max(0.0, self.elapsed_seconds - self.budget_seconds)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What runs now, in words that follow 'the budget was exceeded by': 'starting the script'."""
+        """Name what runs now, as it is to appear in `explanation`: 'starting the script'."""
         self._attribute()
         self._stages.open.append(name)
         try:
@@ -123,7 +123,7 @@ class Deadline:
             self._stages.open.pop()
 
     def _attribute(self) -> None:
-        """Count the time since the last change of stage, as far as it lies beyond the budget, for the current one."""
+        """Charge the time since the last change of stage, as far as it is beyond the budget, to the current stage."""
         now = self._clock()
         late = now - self._stages.counted_until
         if late <= 0:

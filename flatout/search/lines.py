@@ -1,26 +1,25 @@
-"""Trials in lines for people."""
+"""Trials as lines of text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from flatout.search.trial import NotTried, Record, Trial
+from flatout.search.trial import C, NotTried, Record, Trial
 from flatout.statistics import Comparison
 from flatout.units import format_bytes, format_seconds
 
 BudgetOption = Callable[[float], str]
-"""How a budget of so many seconds is given: '--budget 2m'."""
+"""How a budget of this many seconds is given: '--budget 2m'."""
 
 
 def seconds_argument(seconds: float) -> str:
-    """To `flatout.tune` and `tune_inference`."""
+    """How `flatout.tune` and `tune_inference` take a budget."""
     return f"seconds={10 * math.ceil(seconds / 10)}"
 
 
 def trial_lines(trials: Sequence[Trial]) -> list[str]:
-    """A line for each, in columns."""
+    """One line per trial, in columns."""
     width = max((len(trial.label) for trial in trials), default=0)
     return [_trial(trial, width) for trial in trials]
 
@@ -53,21 +52,21 @@ def _trial(trial: Trial, width: int) -> str:
 def ratio_text(comparison: Comparison) -> str:
     """'x1.47 ±0.02': half the width of the confidence interval."""
     half = (comparison.high - comparison.low) / 2
-    if half > comparison.ratio:  # or infinite: it says no more than that the pairs were too few
+    if half > comparison.ratio:  # or infinite: there were too few pairs
         return f"x{comparison.ratio:.2f} ({comparison.pairs} pairs)"
     return f"x{comparison.ratio:.2f} ±{half:.2f}"
 
 
 def not_tried_lines(skipped: Sequence[NotTried]) -> list[str]:
-    """One line for each reason, so that the GPU's levers on a CPU do not fill the screen."""
+    """One line per reason, so that the GPU levers do not fill the screen on a CPU."""
     by_reason: dict[str, list[str]] = {}
     for entry in skipped:
         by_reason.setdefault(entry.reason, []).append(entry.label)
     return [f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
 
 
-def nothing_found(state: Record[Any], budget_seconds: float, option: BudgetOption) -> str:
-    """What a search says that kept nothing: what was not tried cannot be said not to help."""
+def nothing_found(state: Record[C], budget_seconds: float, option: BudgetOption) -> str:
+    """The result of a search that kept nothing; what was not tried may still help."""
     late = state.late
     if not late:
         return "nothing helps here"
@@ -77,16 +76,16 @@ def nothing_found(state: Record[Any], budget_seconds: float, option: BudgetOptio
     return f"nothing found {until}, with {late} not reached{_enough(state, option)}"
 
 
-def reach_lines(state: Record[Any], option: BudgetOption) -> list[str]:
-    """One, where something was kept and other levers were not reached."""
+def reach_lines(state: Record[C], option: BudgetOption) -> list[str]:
+    """One line, where something was kept and other levers were not reached."""
     late = state.late
     return [f"{late} not reached{_enough(state, option) or _stopped(state)}"] if late and state.kept else []
 
 
-def _enough(state: Record[Any], option: BudgetOption) -> str:
+def _enough(state: Record[C], option: BudgetOption) -> str:
     return "" if state.enough_seconds is None else f": try {option(state.enough_seconds)} (about)"
 
 
-def _stopped(state: Record[Any]) -> str:
+def _stopped(state: Record[C]) -> str:
     seconds = state.stopped_after_seconds
     return "" if seconds is None else f": the search was stopped after {format_seconds(seconds)}"

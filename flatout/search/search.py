@@ -1,14 +1,14 @@
-"""Find the changes that help, one at a time, each beside what has been kept so far.
+"""Find the changes that help, one at a time, each on top of what has been kept so far.
 
-What promises most comes first, judged anew whenever something was kept, and of what has several values the best one of
-each before the others. Each is measured in turns with what is kept, and kept if it is significantly faster. What was
-refused or dropped may be tried again later, pairs that interact are tried together, and in the end each kept change is
-tested against the rest without it. A change that fails is dropped, and the search goes on; what there was no time for
-is listed, with a budget that would be enough.
+The most promising change comes first, ranked again whenever one is kept; of a change with several values, the best
+value of each comes before any second one. Each is measured in alternation with what is kept, and kept if it is
+significantly faster. What was refused or dropped may be retried later, pairs that interact are tried together, and at
+the end each kept change is tested against the others without it. A change that fails is dropped and the search goes
+on; what there was no time for is listed, with a budget that would be enough.
 
 `Search` is the same for a script, a training step and a model with inputs: a subclass says what may be tried
-(`proposals`, `verdict`, `promise`) and what trying it gives (`measure`, `on_kept`). All time is read from the deadline,
-whose clock a test passes in.
+(`names`, `proposal`, `promise`) and measures it (`measure`, `on_kept`). All time is read from the deadline, whose clock
+tests replace.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Generic
+from typing import Generic
 
 from flatout.levers.break_even import Counted, describe, payoff_steps, pays
 from flatout.levers.catalogue import INTERACTING
 from flatout.levers.lever import Saving
 from flatout.plan_choices import worst
 from flatout.search.deadline import BudgetSpent, Deadline
-from flatout.search.trial import C, Measured, NotTried, Trial
+from flatout.search.trial import C, Measured, NotTried, Record, Trial
 from flatout.signals import told_of
 from flatout.statistics import Comparison
 from flatout.units import format_seconds
@@ -35,105 +35,105 @@ from flatout.units import format_seconds
 Progress = Callable[[str], None]
 
 UNDECIDED_FROM = 1.01
-"""Times as fast, at the least: what was dropped as not significant with that is tried again, if there is time."""
+"""Speedup from which a change that was dropped as not significant is retried, if there is time."""
 MUCH_SLOWER = 0.8
-"""A change that was so much slower by itself is not worth a second trial beside another one."""
+"""Speedup below which a change is not worth a second trial together with another one."""
 STOPPING = "stopping the search; what was found so far is checked (Ctrl-C again: end without a plan)"
 SEARCH_SHARE = 0.5
-"""Of a budget that would do: what trials get, at the least."""
+"""The least share of a suggested budget that goes to trials."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal(Generic[C]):
-    """What is tried together in turn: a lever with its values, or one option."""
+    """A lever with the values to try, or one option."""
 
     label: str
     candidates: tuple[C, ...] = ()
-    """Empty: it is not tried here, for this reason."""
+    """Empty: not tried, for `reason`."""
     reason: str = ""
 
 
 class Search(ABC, Generic[C]):
-    """One search. `run` fills the record, and may be ended from a signal handler by `stop`."""
+    """One search. `run` fills the record; a signal handler may end it with `stop`."""
 
     counted: Counted = Counted()
     """The unit of the break-even point: steps, or items."""
     worth_beside_others: float = math.inf
-    """Times as fast, at the least: what was dropped with that is tried again beside what was kept since."""
+    """Speedup from which a dropped change is retried on top of what was kept since."""
 
-    def __init__(self, state: Any, deadline: Deadline, progress: Progress) -> None:
+    def __init__(self, state: Record[C], deadline: Deadline, progress: Progress) -> None:
         self.state = state
-        """A Record, or one with more in it."""
+        """A Record, or a subclass."""
         self._deadline, self._progress = deadline, progress
         self._left = 1
-        """Proposals that are open."""
+        """Open proposals."""
         self._ended = False
         self._tried: list[tuple[Trial, tuple[C, ...]]] = []
         self._begun: dict[str, set[str]] = {}
-        """Of each proposal the candidates that were tried by themselves, or would have been had there been time."""
+        """Proposal -> candidates that were tried alone, or skipped for lack of time."""
         self._found_needed: set[tuple[str, ...]] = set()
-        """A change that was kept, and those beside which it was compared with doing without it."""
+        """A kept change, followed by those it was tested with: all of them with it against all without it."""
 
     # what is searched
 
     @abstractmethod
     def observe(self) -> None:
-        """Look at the thing as it is."""
+        """Observe the subject as it is."""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Of all that may be proposed."""
+        """Names of everything that may be proposed."""
 
     @abstractmethod
     def proposal(self, name: str) -> Proposal[C]:
-        """What is to be tried of it as things stand now, or why nothing."""
+        """What to try of it now, or why nothing."""
 
-    def promise(self, name: str) -> Any:
-        """The greatest is tried next; of equals the first."""
-        return 0
+    def promise(self, name: str) -> tuple[float, ...]:
+        """Sort key: the greatest is tried next; of equals, the first."""
+        return ()
 
     def bundle(self) -> tuple[C, ...]:
-        """What to try all at once before anything by itself, where there is no time for each; () where there is."""
+        """What to try all at once first, where there is no time for each alone; () where there is."""
         return ()
 
     @abstractmethod
     def measure(self, wanted: Sequence[C], tried: Sequence[C]) -> Measured:
-        """What is kept, in turns with `wanted`, which is that with `tried`.
+        """Compare what is kept, in alternation, with `wanted`: the same plus `tried`.
 
-        Raises BudgetSpent where it was broken off for lack of time.
+        Raises BudgetSpent where it was interrupted for lack of time.
         """
 
     def after_trial(self, trial: Trial, tried: Sequence[C]) -> None:
-        """It was measured; what became of it changes nothing yet."""
+        """Called once a trial was measured, before its outcome takes effect."""
 
     @abstractmethod
     def on_kept(self, wanted: Sequence[C], tried: Sequence[C]) -> None:
-        """`wanted` is kept from now on."""
+        """Called when `wanted` becomes what is kept."""
 
     def ordered(self, wanted: Sequence[C]) -> list[C]:
-        """As a plan applies them."""
+        """In the order in which a plan applies them."""
         return list(wanted)
 
     def after_proposal(self, name: str) -> None:
-        """It was tried."""
+        """Called when a proposal has been tried."""
 
     def without(self, choice: C, others: Sequence[C]) -> Comparison | None:
-        """All that is kept in turns with all but this choice; None: it is not asked, or could not be measured."""
+        """Compare all that is kept with all but this choice; None: not tested, or it could not be measured."""
         return None
 
     def on_dropped(self, choice: C, others: Sequence[C]) -> None:
-        """This choice was dropped; `others` are still kept."""
+        """Called when this choice was dropped; `others` are still kept."""
 
     def starting_seconds(self, wanted: Sequence[C]) -> float:
-        """Until the first step of a trial, which is not broken off."""
+        """Until a trial's first step, during which it is not interrupted."""
         return 0.0
 
     def predicted(self, tried: Sequence[C]) -> Saving | None:
-        """What it is expected to save."""
+        """The expected saving; None: unknown."""
         return None
 
     def close(self) -> None:
-        """End what runs for the search."""
+        """End the processes of the search."""
 
     @property
     def total(self) -> int | None:
@@ -147,12 +147,12 @@ class Search(ABC, Generic[C]):
 
     @property
     def usual_trial_seconds(self) -> float:
-        """Where none was made yet."""
+        """Cost of a trial, where none was made yet."""
         return 1.0
 
     # the search
 
-    def run(self) -> Any:
+    def run(self) -> Record[C]:
         """Returns the record."""
         try:
             self.observe()
@@ -170,15 +170,15 @@ class Search(ABC, Generic[C]):
         return self.state
 
     def stop(self) -> bool:
-        """End `run` soon, with what is kept so far: a signal handler may call it. False where that is nothing."""
+        """End `run` soon, with what is kept so far; safe in a signal handler. False if nothing is kept."""
         if not self._ended:
             self.state.stopped_after_seconds = self._deadline.elapsed_seconds
             self._deadline.stopped = True
         return bool(self.state.kept)
 
     def _bundled(self, names: list[str]) -> list[str]:
-        """Try the bundle; the names that are left to be tried by themselves. The large gain is had early that way, and
-        a budget that runs out still gives a plan; what adds nothing to it, or takes from it, is taken off at once."""
+        """Try the bundle; returns the names left to be tried alone. Most of the gain comes early that way, and a budget
+        that runs out still gives a plan; members that add nothing are dropped at once."""
         bundle = self.bundle()
         members = [name for name in names if any(one in bundle for one in self.proposal(name).candidates)]
         if len(bundle) < 2 or not self._try(*bundle):
@@ -187,7 +187,7 @@ class Search(ABC, Generic[C]):
         return [name for name in names if name not in members]
 
     def _propose_all(self, names: Sequence[str], most: int | None = None) -> None:
-        """most: values of each; a second one waits until the best of every other was tried."""
+        """most: values per proposal; a second one waits until the best of every other has been tried."""
         untried = list(names)
         while untried:
             offered = [name for name in untried if self._open(name)]
@@ -206,7 +206,7 @@ class Search(ABC, Generic[C]):
             self._try(candidate)
 
     def _open(self, name: str) -> list[C]:
-        """What is proposed of it now and was not tried by itself."""
+        """What is proposed of it now and was not tried alone."""
         begun = self._begun.get(name, ())
         return [one for one in self.proposal(name).candidates if one.label not in begun]
 
@@ -223,8 +223,9 @@ class Search(ABC, Generic[C]):
         try:
             found = self.measure(wanted, tried)
         except BudgetSpent:
-            broken_off = "broken off as the search was stopped"
-            reason = broken_off if self._deadline.stopped else f"broken off, {self._spent()}"
+            reason = "interrupted when the search was stopped"
+            if not self._deadline.stopped:
+                reason = f"interrupted: {self._spent()}"
             self._skip(label, reason, for_lack_of_time=True)
             return False
         fields = {**vars(found), "exactness": found.exactness or worst(one.exactness for one in tried)}
@@ -249,13 +250,13 @@ class Search(ABC, Generic[C]):
         return found.outcome == "kept"
 
     def combined(self, tried: Sequence[C]) -> list[C]:
-        """What is kept, with these: those of the same fields, and those whose work they do, go."""
+        """What is kept, with these; they replace choices of the same fields and those whose work they do."""
         replaced = {name for one in tried for name in (*one.choices, *one.replaces)}
         return self.ordered([*(one for one in self.state.kept if not replaced & {*one.choices}), *tried])
 
     def _second_look(self) -> None:
         if self._remaining() <= 0:
-            return  # values not tried for lack of time would be listed a second time
+            return  # values not tried for lack of time would be listed twice
         if self.state.kept:
             self._ask_again()
         for again in self._retries():
@@ -263,18 +264,18 @@ class Search(ABC, Generic[C]):
                 self._try(*again)
 
     def _ask_again(self) -> None:
-        """What was too small a part of it to bother with may be a large one now that it is faster."""
+        """What was too small a share of a step to matter may matter now that the step is faster."""
         refused = {entry.label for entry in self.state.not_tried}
         for name in self.names():
             found = self.proposal(name)
             if found.label in refused and found.candidates:
                 self.state.not_tried = [entry for entry in self.state.not_tried if entry.label != found.label]
-                self._begun.get(name, set()).discard(found.label)  # where one of its values is called like it
+                self._begun.get(name, set()).discard(found.label)  # where one of its values has its name
                 self._propose(name)
 
     def _retries(self) -> list[tuple[C, ...]]:
-        """What was dropped but not plainly useless, the most promising first: it may help now that others are kept,
-        and what could not be decided in the time that it had may be in what is left."""
+        """Dropped changes worth a retry, the most promising first: one may help now that others are kept, and one that
+        was undecided may be decided in the time that is left."""
         taken = {name for one in self.state.kept for name in one.choices}
         found = []
         for trial, tried in self._tried:
@@ -288,8 +289,7 @@ class Search(ABC, Generic[C]):
         return [tried for _, tried in sorted(found, key=lambda one: one[0], reverse=True)]
 
     def _pairs(self) -> Iterator[tuple[C, ...]]:
-        """Both of a pair that were dropped, or the one that was dropped before the other was kept; on top of what is
-        kept when each is asked for."""
+        """Pairs that interact: both where both were dropped, or the one that was dropped before the other was kept."""
         for pair in INTERACTING:
             if self._remaining() <= 0:
                 return
@@ -302,7 +302,7 @@ class Search(ABC, Generic[C]):
                 yield tuple(candidate for _, tried in dropped for candidate in tried)
 
     def _best_dropped(self, name: str) -> tuple[Trial, tuple[C, ...]] | None:
-        """Of the values of this field that were measured by themselves; None where there is none."""
+        """The best value of this field that was measured alone; None where there is none."""
         measured = [
             (trial, tried)
             for trial, tried in self._tried
@@ -311,18 +311,18 @@ class Search(ABC, Generic[C]):
         return max(measured, key=lambda found: _ratio(found[0]), default=None)
 
     def _was_tried_with(self, dropped: Trial, pair: tuple[str, str]) -> bool:
-        """Was the other one of the pair on when this one was tried?"""
+        """Was the other of the pair on when this one was tried?"""
         partner = next(
             one.label for one in self.state.kept if {*one.choices} & {*pair} and not {*one.choices} & {*dropped.choices}
         )
         return any(partner in trial.on_top_of for trial, _ in self._tried if {*trial.choices} & {*dropped.choices})
 
     def _drop_redundant(self) -> None:
-        """Test what is kept without each change in turn; drop a change that a later one has made redundant."""
+        """Test what is kept without each change in turn; drop changes that later ones made redundant."""
         if len(self.state.kept) < 2:
             return
         newest = next((tried for trial, tried in reversed(self._tried) if trial.outcome == "kept"), ())
-        known = newest if len(newest) == 1 else ()  # it was tried beside all the others
+        known = newest if len(newest) == 1 else ()  # it was tried on top of all the others
         for choice in [one for one in self.state.kept if one not in known]:
             others = [other for other in self.state.kept if other is not choice]
             if self._remaining() <= 0 or not others:
@@ -345,7 +345,7 @@ class Search(ABC, Generic[C]):
     def judged(
         self, comparison: Comparison, seconds: tuple[float, float], startup_seconds: float, least_gain: float
     ) -> Measured:
-        """The verdict of the windows, and whether the start-up is earned back. seconds: without it and with it."""
+        """The verdict, and whether the start-up cost is recovered. seconds: (without the change, with it)."""
         payoff = payoff_steps(startup_seconds, *seconds)
         cost = describe(startup_seconds, payoff, self.total, self.counted)
         faster, paying = comparison.verdict == "faster", pays(payoff, self.total)
@@ -366,17 +366,18 @@ class Search(ABC, Generic[C]):
         return self._deadline.seconds_left
 
     def _so_far(self) -> str:
-        """For the line that says what is tried: the time of one as it was and as it is now, and what is left."""
+        """For the progress line: the time of one step or item at first and now, and the time left."""
         timed = [trial for trial in self.state.trials if trial.baseline_seconds is not None]
         kept, left = [trial for trial in timed if trial.outcome == "kept"], f"{format_seconds(self._remaining())} left"
-        if not kept or kept[-1].candidate_seconds is None:
+        first = self.first_seconds or (timed[0].baseline_seconds if timed else None)
+        now = kept[-1].candidate_seconds if kept else None
+        if first is None or now is None:
             return f" · {left}"
-        first, now = self.first_seconds or timed[0].baseline_seconds, kept[-1].candidate_seconds
         return f" · {self._a_unit} took {format_seconds(first)}, now {format_seconds(now)} · {left}"
 
     @property
     def first_seconds(self) -> float | None:
-        """Of one step or item, before anything was tried; None: that of the first trial."""
+        """Of one step or item before anything was tried; None: as in the first trial."""
         return None
 
     @property
@@ -390,7 +391,7 @@ class Search(ABC, Generic[C]):
         return f"not reached in the search's share of the budget of {format_seconds(self._deadline.budget_seconds)}"
 
     def _enough_seconds(self) -> float | None:
-        """By what the trials cost that were made; where there was none, by a usual one."""
+        """Estimated from the cost of the trials made, or of a usual one where there was none."""
         if not self.state.late or self._deadline.stopped:
             return None
         costs = [trial.cost_seconds for trial in self.state.trials] or [self.usual_trial_seconds]
@@ -400,9 +401,9 @@ class Search(ABC, Generic[C]):
 
 @contextlib.contextmanager
 def stopped_by_interrupt(stop: Callable[[], bool], progress: Callable[[str], None]) -> Iterator[None]:
-    """Within, the first Ctrl-C calls `stop`, which returns whether anything was kept: then the search alone ends.
+    """Within, the first Ctrl-C calls `stop`; if that returns True (something was kept), only the search ends.
 
-    A second one ends everything, and so does the first where nothing was kept.
+    A second one ends everything, as does the first where nothing was kept.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -417,7 +418,7 @@ def stopped_by_interrupt(stop: Callable[[], bool], progress: Callable[[str], Non
 
 
 def enough_for(search_seconds: float, deadline: Deadline) -> float:
-    """A budget in seconds of which a search gets so much, where `deadline` is what it had, in the same proportion."""
+    """A budget in seconds that gives a search this much time, with the same reserved share as `deadline`."""
     share = 1 - deadline.reserved_seconds / deadline.budget_seconds
     return search_seconds / max(share, SEARCH_SHARE)
 

@@ -1,16 +1,16 @@
-"""The values that a search leaves behind: a Trial for each change that was tried, NotTried for the others.
+"""The results of a search: a Trial for each change that was tried, NotTried for the others.
 
-Trial   'fused optimizer': 0.78 -> 0.72 ms, kept, because it is faster by 8 % (2 % at the least)
+Trial   'fused optimizer': 0.78 -> 0.72 ms, kept, because it is faster by 8 % (2 % at least)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from flatout.levers.lever import Saving
-from flatout.plan_choices import Exactness, worst
+from flatout.plan_choices import ChoiceValue, Exactness, worst
 from flatout.statistics import Comparison
 
 Outcome = Literal["kept", "dropped", "failed"]
@@ -21,15 +21,15 @@ class Candidate(Protocol):
 
     @property
     def label(self) -> str:
-        """For people."""
+        """For display."""
 
     @property
-    def choices(self) -> Mapping[str, Any]:
+    def choices(self) -> Mapping[str, ChoiceValue]:
         """The fields of a plan that it sets."""
 
     @property
     def replaces(self) -> tuple[str, ...]:
-        """Fields of other changes whose place it takes."""
+        """Fields of other changes that it replaces."""
 
     @property
     def exactness(self) -> Exactness:
@@ -37,35 +37,35 @@ class Candidate(Protocol):
 
 
 class Accuracy(Protocol):
-    """How near outputs are to those in fp32; `str` says it in words."""
+    """How close outputs are to those in fp32; `str` gives it in words."""
 
-    def to_json(self) -> dict[str, Any]: ...
+    def to_json(self) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What trying a change came to. Seconds are of one step, or of one item that a model is given."""
+    """The result of trying a change. Seconds are per step, or per item of a model's input."""
 
     outcome: Outcome
     reason: str
     baseline_seconds: float | None = None
-    """Median without it, in the windows that alternated with its own; None: it was not timed."""
+    """Median without it, in windows alternating with its own; None: not timed."""
     candidate_seconds: float | None = None
     comparison: Comparison | None = None
-    """How many times as fast, with the interval."""
+    """Speedup, with its interval."""
     startup_seconds: float | None = None
     """One-time cost of enabling it, such as compilation or quantization."""
     payoff: int | None = None
-    """Break-even: steps or items until that cost is recovered; None if it is negligible or nothing is saved."""
+    """Break-even: steps or items until that cost is recovered; None: negligible, or nothing is saved."""
     exactness: Exactness | None = None
-    """What it was seen to do to the numbers; None: as it claims."""
+    """What it did to the numbers; None: as it claims."""
     accuracy: Accuracy | None = None
-    """All that was on, this change among it, against the model in fp32."""
+    """Of everything that was on, this change included, against the model in fp32."""
     baseline_peak_bytes: int | None = None
-    """What a step's tensors hold at the most without it; only where the change is for memory."""
+    """Peak memory of a step's tensors without it; only for changes that save memory."""
     candidate_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
-    """What was done for it."""
+    """What had to be done for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +73,22 @@ class Trial(Measured):
     """One change, tried on top of those that had been kept until then."""
 
     label: str
-    choices: Mapping[str, Any]
+    choices: Mapping[str, ChoiceValue]
     """Fields of the plan that it sets."""
     exactness: Exactness
     on_top_of: tuple[str, ...] = ()
     predicted: Saving | None = None
-    """What was expected of it; None: nothing, or of several at once."""
+    """The expected saving; None: no prediction, or several changes at once."""
     cost_seconds: float = 0.0
-    """How long the trial itself took."""
+    """Duration of the trial itself."""
     decided_after_seconds: float | None = None
-    """Since the tune began; None: it was decided together with another one."""
+    """Since the start of the tune; None: decided together with another one."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         plain = {"choices": dict(self.choices), "notes": list(self.notes), "on_top_of": list(self.on_top_of)}
         nested = {"comparison": self.comparison, "accuracy": self.accuracy}
-        told = {name: None if value is None else value.to_json() for name, value in nested.items()}
-        return {**asdict(self), **plain, **told}
+        as_json = {name: None if value is None else value.to_json() for name, value in nested.items()}
+        return {**asdict(self), **plain, **as_json}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class NotTried:
     reason: str
     for_lack_of_time: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -108,23 +108,23 @@ C = TypeVar("C", bound=Candidate)
 
 @dataclass
 class Record(Generic[C]):
-    """What is known so far, and in the end all that a search leaves behind."""
+    """What a search knows so far; at its end, its result."""
 
     kept: list[C] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     not_tried: list[NotTried] = field(default_factory=list)
     stopped_after_seconds: float | None = None
-    """When somebody stopped the search, counted from the start; None: it came to its own end."""
+    """When the user stopped the search, from its start; None: it ran to its end."""
     enough_seconds: float | None = None
-    """A budget, about, in which all would have been tried; None: all was."""
+    """Approximate budget in which everything would have been tried; None: everything was."""
 
     @property
     def late(self) -> int:
-        """How many were not reached in time."""
+        """How many changes were not reached in time."""
         return sum(entry.for_lack_of_time for entry in self.not_tried)
 
     def take_back(self, choices: Sequence[C], outcome: Outcome, reason: str) -> None:
-        """These were kept, and are not any more. What was kept together with one of them stays."""
+        """Mark these choices as no longer kept. What was kept together with one of them stays."""
         fields = {name for one in choices for name in one.choices}
         trials: list[Trial] = []
         for trial in self.trials:
@@ -149,6 +149,6 @@ class Record(Generic[C]):
         self.trials = trials
 
     def kept_trial(self, name: str) -> Trial | None:
-        """That by which the choice of this field was kept."""
+        """The trial by which the choice of this field was kept."""
         found = [trial for trial in self.trials if trial.outcome == "kept" and name in trial.choices]
         return found[-1] if found else None

@@ -1,9 +1,9 @@
-"""Scripts of so few steps that nothing smaller than a whole run of them can be compared.
+"""Scripts with so few steps that only whole runs can be compared.
 
 Switching a lever on and off within one run takes steps: some to warm up, some to settle after a switch, and windows
-that are long enough to be timed. Where a script has no more than a few, each side of a pair is a run of its own, in a
-fresh process, from the end of the script's first step, at which `flatout run` turns levers on, to the end of its last.
-What a lever costs to start is part of such a run, as it is for the user.
+that are long enough to be timed. Where a script has only a few, each side of a pair is a run of its own, in a new
+process, from the end of the script's first step, where `flatout run` turns levers on, to the end of its last. The
+start-up cost of a lever is part of such a run, as it is for the user.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flatout.statistics import median
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_pairs, is_enough, raise_if_rolled_back
 
 FEWEST_STEPS = 12
-"""A script with fewer has no room for windows of quick steps, however short."""
+"""A script with fewer has no room even for the shortest windows of quick steps."""
 WANTED_PAIRS = 8
-"""Of whole runs, where they take long: the first number whose interval is by ranks, so that one disturbed run among
-them does not widen it without bounds."""
+"""Pairs of long whole runs: the smallest number with a rank-based interval, which a single disturbed run does not widen
+without bound."""
 
 Start = Callable[[], AbstractContextManager[Arm]]
-"""Starts a run anew, waits until it has made its first step, and ends it."""
+"""Starts a new run, waits for its first step, and ends it on exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FewSteps:
     steps: int
     """Of the script."""
     compared: int
-    """Those of them after the first: a trial takes commands, and `flatout run` turns levers on, when that has ended."""
+    """Steps after the first, at whose end a trial takes commands and `flatout run` turns levers on."""
 
     @property
     def pace(self) -> Pace:
@@ -53,8 +53,8 @@ class FewSteps:
 
 
 def few_steps(end: TrialEnded, step_seconds: float | None) -> FewSteps | None:
-    """The length of a script that came to its end; None where windows fit into it, if only of single long steps, or
-    where nobody knows yet."""
+    """The length of a script that has ended; None where windows fit into it, even of single long steps, or where the
+    step time is unknown."""
     if step_seconds is None:
         return None
     few = FewSteps(steps=end.script_steps, compared=end.steps - 1)
@@ -65,7 +65,7 @@ def few_steps(end: TrialEnded, step_seconds: float | None) -> FewSteps | None:
 
 
 def pace_within(pace: Pace, total_steps: int) -> Pace:
-    """The same, with shorter windows where a script of so many steps does not give a single pair otherwise."""
+    """The same, with shorter windows where a script of that length would not give a single pair otherwise."""
     return pace if pace.fits(total_steps - 1) else pace.within(total_steps)
 
 
@@ -77,9 +77,9 @@ def compare_whole_runs(
     choice: Choice | None = None,
     has_time: Callable[[], bool] = lambda: False,
 ) -> Pairing:
-    """Pairs of runs, until the verdict is clear or `pace.seconds` or the pairs are used up. Seconds are a mean step's.
+    """Pairs of runs, until the verdict is clear, or `pace.seconds` or the pairs are used up. Seconds are per mean step.
 
-    More are made, up to eight, while each of them shows a gain and `has_time` says that there is time for another.
+    More pairs follow, up to eight, while every pair shows a gain and `has_time` allows another.
 
     Raises RolledBackInside where `choice` was taken back in its run, TrialEnded where a run is shorter than `few` says.
     """
@@ -91,7 +91,7 @@ def compare_whole_runs(
 
 
 def _is_promising(pairs: Sequence[tuple[float, float]], pace: Pace) -> bool:
-    """Of pairs that the time has ended and not the verdict: three are few where runs differ."""
+    """Of pairs that ran out of time without a verdict: is every one a gain? Three are few where runs differ."""
     if len(pairs) >= WANTED_PAIRS or is_decided(pairs, least_gain=pace.least_gain):
         return False
     return all(ours / theirs > 1 + pace.least_gain for ours, theirs in pairs)
@@ -100,8 +100,8 @@ def _is_promising(pairs: Sequence[tuple[float, float]], pace: Pace) -> bool:
 def pair_of_runs(
     baseline: Start, candidate: Start, few: FewSteps, number: int, choice: Choice | None = None
 ) -> tuple[float, float]:
-    """(baseline, candidate) seconds of a mean step. The second starts when the first has ended: there is memory for one
-    at least. Which is first changes with the pair's number."""
+    """(baseline, candidate) seconds of a mean step. The second starts when the first has ended, since memory may only
+    suffice for one. Which comes first alternates with the pair's number."""
     runs = {}
     for side in (baseline, candidate) if number % 2 == 0 else (candidate, baseline):
         with side() as arm:
@@ -112,7 +112,7 @@ def pair_of_runs(
 
 
 def pairing_of_runs(pairs: list[tuple[float, float]], pace: Pace) -> Pairing:
-    """What pairs of whole runs gave; their start-up is part of them."""
+    """The result of pairs of whole runs; start-up is part of them."""
     return Pairing(
         comparison=compare_pairs(pairs, pace),
         baseline_seconds=median([pair[0] for pair in pairs]),

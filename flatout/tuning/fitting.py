@@ -1,7 +1,7 @@
-"""Bring the steps of a script under a limit of memory: `flatout tune --fit 12GiB train.py`.
+"""Bring the steps of a script under a memory limit: `flatout tune --fit 12GiB train.py`.
 
-Levers that save memory are tried alone and together, each combination on two steps whose peak is measured. Of those
-that fit the fastest is kept, and what makes steps faster is searched on top of it, as long as they still fit.
+Levers that save memory are tried alone and together, each combination on two steps whose peak is measured. The fastest
+that fits is kept, and the search for faster steps goes on from there, as long as they still fit.
 """
 
 from __future__ import annotations
@@ -9,42 +9,40 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.lever import Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness, allowed, contradiction, worst
+from flatout.plan_choices import ChoiceValue, Exactness, allowed, contradiction, worst
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.trial import Trial
 from flatout.statistics import median
+from flatout.tuning.short_budget import MORE_TIME
 from flatout.tuning.trials import RunningTrial, Trials
 from flatout.tuning.windows import Pace
 from flatout.units import format_bytes
 
-MORE_TIME = "give it more time with --budget"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What the tensors of one step hold at the most, beside the limit that was given."""
+    """The peak memory of one step's tensors, against the given limit."""
 
     limit_bytes: int
     plain_bytes: int
     fitting: tuple[tuple[Choice, ...], ...] = ()
-    """Combinations that bring it under the limit, the fastest first; none where the plain script is under it."""
+    """Combinations under the limit, fastest first; none where the plain script is under it."""
     trials: tuple[Trial, ...] = ()
     planned_bytes: int | None = None
-    """Of a fresh process with all of the plan; None: not measured yet."""
+    """Of a new process with the whole plan; None: not measured yet."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Those of the combination that is to be kept."""
+        """The combination to keep."""
         return self.fitting[0] if self.fitting else ()
 
     def without(self, failed: Choice) -> Fit:
-        """The same without the combinations that need this choice, of which it turned out that it is wrong."""
+        """The same without the combinations that need this choice, which failed its proof."""
         return replace(
             self, fitting=tuple(one for one in self.fitting if failed.choices not in [c.choices for c in one])
         )
@@ -57,8 +55,8 @@ class Fit:
 def combinations(
     levers: Sequence[Lever], machine: Machine, observed: Observed, exactness: Exactness
 ) -> list[tuple[Choice, ...]]:
-    """Of levers that save memory here, one value of each: the fewest first, and of as many those last that have to
-    compile. A GPU's activations are either moved to the host or computed again."""
+    """Combinations of levers that save memory here, one value of each: the smallest first, and among equals those
+    that compile last. A GPU's activations are either offloaded or recomputed, not both."""
     offered: list[list[tuple[Choice, ...]]] = []
     for lever in levers:
         if lever.switch == "live" and saves_memory(lever) and allowed(lever.exactness, exactness):
@@ -69,7 +67,7 @@ def combinations(
     return sorted(together, key=lambda one: (len(one), any(choice.lever.compiles for choice in one)))
 
 
-def _go_together(choices: Mapping[str, Any]) -> bool:
+def _go_together(choices: Mapping[str, ChoiceValue]) -> bool:
     return not {"activation_checkpointing", "activation_offload"} <= choices.keys() and contradiction(choices) is None
 
 
@@ -87,12 +85,13 @@ def fit(
 ) -> Fit:
     """The fastest of these combinations under the limit.
 
-    process: a live trial, the same one or, where that has ended, another. has_time: may another combination be tried?
-    Raises ScriptError where the plain step's memory cannot be told, and where nothing offered fits.
+    process: returns a live trial: the same one or, where that has ended, a new one. has_time: is there time for another
+    combination?
+    Raises ScriptError where the plain step's memory cannot be measured, and where nothing offered fits.
     """
     plain = process().peak([]).peak_bytes
     if plain is None:
-        raise ScriptError("what a step holds in memory cannot be told here", remedy="tune without --fit")
+        raise ScriptError("the memory of a step cannot be measured here", remedy="tune without a memory limit (fit)")
     if plain <= limit_bytes:
         return Fit(limit_bytes=limit_bytes, plain_bytes=plain)
     tried: list[tuple[tuple[Choice, ...], Trial]] = []
@@ -111,7 +110,7 @@ def fit(
         tried.append((choices, trial))
         if trial.candidate_seconds is not None:
             fitting.append((choices, trial))
-        if trial.candidate_peak_bytes is None and len(choices) == 1:  # it failed, or took itself back
+        if trial.candidate_peak_bytes is None and len(choices) == 1:  # it failed, or reverted itself
             useless |= {*choices}
     if not fitting:
         raise _too_large(plain, limit_bytes, [trial for _, trial in tried], len(offered), in_time)
@@ -120,12 +119,12 @@ def fit(
         limit_bytes=limit_bytes,
         plain_bytes=plain,
         fitting=tuple(choices for choices, _ in fitting),
-        trials=tuple(_told(trial, fitting[0][1]) for _, trial in tried),
+        trials=tuple(_with_outcome(trial, fitting[0][1]) for _, trial in tried),
     )
 
 
 def _only_saves_more(choices: Sequence[Choice], fewer: Sequence[Choice]) -> bool:
-    """Do they add to what fits already nothing that could make it faster?"""
+    """Do they add only memory savings to a combination that fits already?"""
     added = [choice for choice in choices if choice not in fewer]
     return set(fewer) <= set(choices) and all(choice.lever.aim == "memory" for choice in added)
 
@@ -138,7 +137,7 @@ def _tried(
     limit_bytes: int,
     step_seconds: float,
 ) -> Trial:
-    """Timed where it fits. A script that ends meanwhile is started again once."""
+    """Timed where it fits. A script that ends meanwhile is restarted once."""
     trial = Trial(
         label=label,
         choices={choice.field: choice.value for choice in choices},
@@ -169,9 +168,9 @@ def _measured(
     step_seconds: float,
 ) -> Trial:
     peak = running.peak(choices)
-    told = [why for choice in choices if (why := peak.incidents.get(choice.lever.name))]
-    if told or peak.peak_bytes is None:
-        return replace(trial, reason=told[0] if told else "what a step holds with it cannot be told")
+    reverted = [why for choice in choices if (why := peak.incidents.get(choice.lever.name))]
+    if reverted or peak.peak_bytes is None:
+        return replace(trial, reason=reverted[0] if reverted else "the memory of a step with it cannot be measured")
     trial = replace(trial, baseline_peak_bytes=plain_bytes, candidate_peak_bytes=peak.peak_bytes)
     if peak.peak_bytes > limit_bytes:
         return replace(trial, reason="too large")
@@ -181,25 +180,25 @@ def _measured(
     return replace(trial, baseline_seconds=step_seconds, candidate_seconds=seconds)
 
 
-def _told(trial: Trial, kept: Trial) -> Trial:
+def _with_outcome(trial: Trial, kept: Trial) -> Trial:
     if trial is kept:
         return replace(trial, outcome="kept", reason="the fastest that fits")
     if trial.candidate_seconds is not None:
-        return replace(trial, reason=f"fits, and is slower than {kept.label}")
+        return replace(trial, reason=f"fits, but is slower than {kept.label}")
     return trial
 
 
 def _too_large(plain_bytes: int, limit_bytes: int, tried: Sequence[Trial], offered: int, in_time: bool) -> ScriptError:
     wanted = f"a step's tensors take {format_bytes(plain_bytes)}, and {format_bytes(limit_bytes)} are allowed"
     known = [trial for trial in tried if trial.candidate_peak_bytes is not None]
-    smaller = "make the script's batch smaller"
+    smaller = "use a smaller batch"
     if not offered:
-        return ScriptError(wanted, limit="nothing that saves memory applies to this script", remedy=smaller)
+        return ScriptError(wanted, limit="no lever that saves memory applies to this script", remedy=smaller)
     if not known:
         reasons = "; ".join(f"{trial.label}: {trial.reason}" for trial in tried) or "no time was left to try anything"
         return ScriptError(wanted, limit=reasons, remedy=smaller if in_time else MORE_TIME)
     least = min(known, key=lambda trial: trial.candidate_peak_bytes or 0)
-    limit = f"the least that was reached is {format_bytes(least.candidate_peak_bytes or 0)}, with {least.label}"
+    limit = f"the lowest peak reached is {format_bytes(least.candidate_peak_bytes or 0)}, with {least.label}"
     if not in_time:
         return ScriptError(wanted, limit=f"{limit}, of {len(tried)} of {offered} combinations", remedy=MORE_TIME)
     return ScriptError(wanted, limit=limit, remedy=smaller)
@@ -209,13 +208,13 @@ def too_few_to_fit(name: str, steps: int) -> ScriptError:
     """Where a script's runs are compared whole."""
     return ScriptError(
         f"{name} has {steps} steps",
-        limit="--fit weighs what saves memory by several steps of one run",
-        remedy="let it make more while it is tuned, with its own options, or tune it without --fit",
+        limit="a memory limit (fit) needs several steps of one run to measure",
+        remedy="let it run more steps while it is tuned, by its own options, or tune it without a limit",
     )
 
 
 def peak_afresh(trials: Trials, choices: Sequence[Choice]) -> int | None:
-    """Of a step under all of these in a new process; None where it fails, or cannot be told."""
+    """Peak of a step under all of these in a new process; None where it fails, or cannot be measured."""
     from_start, live = split_by_switch(choices)
     with trials.trial(from_start, label="fit") as running:
         try:

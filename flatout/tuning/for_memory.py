@@ -1,7 +1,7 @@
-"""A lever that is for memory: what it saves, and whether that is wanted although it makes nothing faster.
+"""A lever that saves memory: how much, and whether it is kept although it makes nothing faster.
 
-It is wanted where somebody asked for it (a plan that is verified names it) or where memory is short. Otherwise it is
-dropped with the figure and the line that would ask for it.
+It is kept where it was asked for (a plan being verified names it) or where memory is short. Otherwise it is dropped,
+and the report shows the saving and the plan line that asks for it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from flatout.search.trial import Outcome
 from flatout.units import format_bytes
 
 SMALLEST_SHARE = 0.05
-"""Of a step's peak: a lever that saves less is not kept for it."""
+"""Of a step's peak: the least saving for which a lever is kept."""
 SHORT_SHARE = 0.85
-"""Of all memory: who holds more is short of it."""
+"""Of all memory: beyond this, memory is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class MemoryGain:
 
     @property
     def saved_share(self) -> float | None:
-        """Of the peak before; None where one of them is not known."""
+        """Share of the peak before; None where either is unknown."""
         if not self.before.peak_bytes or self.after.peak_bytes is None:
             return None
         return 1 - self.after.peak_bytes / self.before.peak_bytes
@@ -43,7 +43,7 @@ def judge_gain(gain: MemoryGain, choice: Choice, machine: Machine, device: str, 
         return "dropped", incidents[choice.lever.name]
     share = gain.saved_share
     if share is not None and share < SMALLEST_SHARE:
-        return "dropped", "saves no memory to speak of"
+        return "dropped", "saves hardly any memory"
     if asked:
         return "kept", "asked for, to save memory"
     shortage = _shortage(gain.before, machine, device)
@@ -53,7 +53,7 @@ def judge_gain(gain: MemoryGain, choice: Choice, machine: Machine, device: str, 
 
 
 def _shortage(plain: Peak, machine: Machine, device: str) -> str:
-    """Why memory counts as short; '' where it does not, or nobody knows."""
+    """Why memory counts as short; '' where it does not, or that is unknown."""
     if device.startswith("cuda"):
         index = int(device.partition(":")[2] or 0)
         total = next((gpu.memory_total_bytes for gpu in machine.devices if gpu.index == index), None)

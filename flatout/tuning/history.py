@@ -1,12 +1,12 @@
-"""What tunes on this machine measured before, kept in one small file: it makes the predictions of later tunes better.
+"""Measurements of earlier tunes on this machine, kept in one small file to improve the predictions of later ones.
 
-Each trial of one lever leaves the ratio that was predicted and the one that was measured, beside a digest of what
-trained: nothing of the user's code, data or paths. A later tune with the same versions predicts by it:
+Each trial of a single lever records the predicted and the measured speedup, with a digest of what trained: nothing of
+the user's code, data or paths. A later tune with the same versions uses it:
 
-    the same choice, the same training     what was measured takes the place of the prediction
-    the same choice, other trainings       the prediction is shifted by how far off it was there, shrunk towards none
+    the same choice, the same training     the measurement replaces the prediction
+    the same choice, other trainings       the prediction is shifted by its error there, shrunk towards none
 
-It decides what is tried first. What is left out because it cannot pay is left out by the lever's own prediction.
+It decides what is tried first. What is skipped because it cannot pay off is decided by the lever's own prediction.
 
     history = load_history(machine)
     TrainingSearch(trials, machine, levers, limits, progress, history).run()
@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from flatout import __version__, environment
 from flatout.errors import MachineError
@@ -38,23 +37,23 @@ from flatout.statistics import median
 from flatout.whole_files import PRIVATE, written_whole
 
 SCHEMA = 1
-"""Of the file; one with a higher number was written by a newer Flatout, and is left as it is."""
+"""Of the file; one with a higher number was written by a newer Flatout and is left alone."""
 MOST_TRIALS = 500
-"""The oldest go first."""
+"""Beyond this, the oldest are dropped."""
 REPEAT_ERROR = 0.15
-"""Logarithm: an interval measured in one tune, widened by so much, held 95 % of the ratios that other tunes of the same
+"""Logarithm: the interval of one tune, widened by this much, contained 95 % of the ratios that other tunes of the same
 script measured (450 pairs of trials in benchmarks/results/scripts_tune_*.json and search_predictions_*.json)."""
 SHRINKAGE = 2.0
 """A shift is the sum of the errors on n other trainings over n plus this. `python -m benchmarks.search.predictions`
 predicts each script by the trials of the others: of 0 to 16 this left the smallest mean square error."""
 LOCK_SECONDS = 1.0
-"""Another tune that ends holds the lock for milliseconds."""
+"""A tune that ends holds the lock for milliseconds."""
 FORGET = "flatout check --forget-tunes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What trained, as far as two tunes can tell whether it was the same."""
+    """Identifies what trained, so that two tunes can be matched."""
 
     digest: str
     device: str
@@ -62,7 +61,7 @@ class Training:
 
     @classmethod
     def of(cls, kind: str, loop: str | None, first: Observed, device: str) -> Training:
-        """`first`: as it was before anything was kept; `device`: where it trains now."""
+        """`first`: observed before anything was kept; `device`: where it trains now."""
         flops = None if first.flops_per_step is None else f"{first.flops_per_step:.1e}"
         sizes = [one.batch_size for one in first.loaders]
         parts = (kind, loop, sizes, flops, first.threads, device := device.partition(":")[0])
@@ -71,7 +70,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """One trial of one lever in an earlier tune. Ratios are times as fast."""
+    """One trial of one lever in an earlier tune. Ratios are speedups."""
 
     machine: str
     """Its fingerprint."""
@@ -79,12 +78,12 @@ class Earlier:
     training: str
     device: str
     choice: str
-    """The lever with its value, as a report calls it."""
+    """The lever with its value, as in a report."""
     predicted: float
     """By the lever alone, without history."""
     measured: float
     low: float | None
-    """Of the interval; None: there were too few pairs for one."""
+    """Of the interval; None: too few pairs for one."""
     high: float | None
     at: str
     """ISO 8601, UTC."""
@@ -107,12 +106,12 @@ class _UnknownField(ValueError):
 
 
 class History:
-    """The trials of earlier tunes, and those of this one, which change no prediction of its own."""
+    """The trials of earlier tunes, and those of this one, which do not affect its own predictions."""
 
     def __init__(self, machine: Machine | None = None, path: Path | None = None) -> None:
-        """`path` None: nothing is known, and nothing is kept."""
+        """path: None: empty, and nothing is saved."""
         self.warning = ""
-        """Why it is not read or not kept, in one line."""
+        """Why it was not read or not saved, in one line."""
         self._path, self._new = path, list[Earlier]()
         self._fingerprint = machine.fingerprint if machine else ""
         self._versions = f"torch {machine.versions.torch}, flatout {__version__}" if machine else ""
@@ -121,17 +120,17 @@ class History:
         self._known = [one for one in found if (one.machine, one.versions) == mine]
 
     def corrected(self, own: Saving, choice: str, training: Training) -> Saving:
-        """What a lever predicts by itself, as earlier tunes correct it."""
+        """A lever's own prediction, corrected by earlier tunes."""
         return corrected(own, choice, training, self._known)
 
     def note(self, trial: Trial, training: Training) -> None:
-        """A trial of one lever; of a comparison that failed nothing is kept."""
+        """Record a trial of one lever; a failed comparison is not recorded."""
         found, predicted = trial.comparison, trial.predicted
         if self._path is None or found is None or predicted is None or trial.outcome == "failed":
             return
         expected = predicted.expected if predicted.own_expected is None else predicted.own_expected
         known = found.has_interval and found.low > 0
-        with contextlib.suppress(ValueError):  # a ratio that says nothing: a clock stood still
+        with contextlib.suppress(ValueError):  # a meaningless ratio: the clock stood still
             self._new.append(
                 Earlier(
                     machine=self._fingerprint,
@@ -148,8 +147,7 @@ class History:
             )
 
     def save(self) -> None:
-        """Add the trials of this tune to the file; a reader sees the old file or the new one. Never fails: `warning`
-        says why nothing was kept."""
+        """Add the trials of this tune to the file, atomically. Never fails: `warning` says why nothing was saved."""
         new, self._new = self._new, []
         if self._path is None or not new:
             return
@@ -163,7 +161,7 @@ class History:
             self._warn(f"cannot be kept in {self._path}: {error.strerror}")
 
     def _read(self) -> list[Earlier]:
-        """What the file holds. A corrupt one is overwritten; one of a newer version is left alone."""
+        """The trials in the file. A corrupt file is overwritten; one of a newer version is left alone."""
         assert self._path is not None
         try:
             return _trials(self._path.read_text(encoding="utf-8"))
@@ -184,12 +182,12 @@ class History:
 
 
 def load_history(machine: Machine) -> History:
-    """Of the tunes on this machine with these versions; empty where the user wants none."""
+    """History of the tunes on this machine with these versions; empty where the user disabled it."""
     return History(machine, _file()) if environment.keeps_history() else History()
 
 
 def forget_tunes() -> Path | None:
-    """Delete what tunes measured; the file that is gone, None where there was none. Raises MachineError."""
+    """Delete the history; returns the deleted file, None where there was none. Raises MachineError."""
     path = _file()
     try:
         with _locked(path.parent):
@@ -202,14 +200,14 @@ def forget_tunes() -> Path | None:
 
 
 def corrected(own: Saving, choice: str, training: Training, known: Sequence[Earlier]) -> Saving:
-    """`own`: what the lever predicts by itself. See the top of this file."""
+    """own: the lever's own prediction. See the top of this file."""
     same = [one for one in known if (one.choice, one.device) == (choice, training.device)]
     here = [one for one in same if one.training == training.digest]
     return _as_measured(own, here) if here else _shifted(own, same)
 
 
 def _as_measured(own: Saving, here: Sequence[Earlier]) -> Saving:
-    """The median, with an interval that holds all theirs; where one has none, the lever's own as well."""
+    """The median, with an interval that contains all of theirs; where one has none, the lever's own as well."""
     least, _, most = own.ratios
     low = min(one.low or min(one.measured, least) for one in here) / math.exp(REPEAT_ERROR)
     high = max(one.high or max(one.measured, most) for one in here) * math.exp(REPEAT_ERROR)
@@ -221,7 +219,7 @@ def _as_measured(own: Saving, here: Sequence[Earlier]) -> Saving:
 
 
 def _shifted(own: Saving, others: Sequence[Earlier]) -> Saving:
-    """The same interval, as wide as it was, further up or down."""
+    """The same interval, shifted."""
     errors: dict[str, list[float]] = {}
     for one in others:
         errors.setdefault(one.training, []).append(one.error)
@@ -246,8 +244,8 @@ def _file() -> Path:
 
 
 def _trials(text: str) -> list[Earlier]:
-    """Raises MachineError for a file of a newer Flatout, other errors for what is no such file."""
-    document: dict[str, Any] = json.loads(text)
+    """Raises MachineError for a file of a newer Flatout, other errors for an invalid file."""
+    document = json.loads(text)
     if document["schema"] > SCHEMA:
         newer = f"was written by a newer Flatout (schema {document['schema']}; this one reads {SCHEMA})"
         raise MachineError(newer, remedy=f"upgrade Flatout, or delete it: {FORGET}")
@@ -266,8 +264,8 @@ def _write(path: Path, trials: Sequence[Earlier]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Two tunes that end at once add to the file in turn. Where there are no locks, or somebody stopped in the middle,
-    it goes on without: the file stays whole, and the trials of one may be lost."""
+    """Serializes tunes that end at the same time. Where locking is unavailable, or the lock is stuck, it goes on
+    without: the file stays valid, but the trials of one tune may be lost."""
     descriptor = os.open(folder, os.O_RDONLY)
     until = time.monotonic() + LOCK_SECONDS
     try:

@@ -1,12 +1,12 @@
-"""Plain against planned in fresh processes: the gain that a tune reports.
+"""Plain against planned in new processes: the speedup that a tune reports.
 
-Several pairs of processes are started one after the other, each pair runs in alternating windows, and nothing but
-what `flatout run` watches between its looks is on. Disturbances on a shared machine last a second or so, so each pair
-is measured for as long as it took to start. The interval covers the variation between windows of one pair of processes
-and the variation between pairs: memory placement costs a few per cent for a whole run, and far more in scripts with
-large temporary tensors.
+Several pairs of processes are started one after the other, each pair runs in alternating windows, and nothing is
+watched beyond what `flatout run` watches most of the time. Disturbances on a shared machine last about a second, so
+each pair is measured for as long as it took to start. The interval covers the variation between windows of one pair of
+processes and the variation between pairs: memory placement costs a few per cent over a whole run, and far more in
+scripts with large temporary tensors.
 
-Of a script with few steps whole runs are compared: each pair of processes gives one pair of runs.
+For a script with few steps, whole runs are compared: each pair of processes gives one pair of runs.
 
 Two or three pairs are too few to estimate that variance, so it is shrunk towards a typical one, as in a moderated
 t-test (Smyth 2004, doi:10.2202/1544-6115.1027), unless they contradict it.
@@ -29,19 +29,18 @@ from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
 
 LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 20
 NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
-"""Half of the interval, as a share of the ratio: then no further pair of processes is started. After many pairs less is
-asked for, unless it leaves open whether there is a gain: what differs so much from process to process would take very
-many more."""
+"""Half of the interval, as a share of the ratio, below which no further pair of processes is started. After many pairs
+less is required, unless it is still open whether there is a gain: such variation would take very many more."""
 LEAST_SECONDS, MOST_SECONDS = 1.0, 2.5
-"""Of windows in one pair of processes, where its start took less than the longer. Processes differ by more than windows
-do, in scripts whose memory lies now so, now so: the time goes into more of them."""
+"""Of windows in one pair of processes, where its start took less than the longer. Where memory placement varies,
+processes differ more than windows do, so the time is better spent on more processes."""
 LEAST_WINDOWS, MOST_WINDOWS = 4, 400
-"""Pairs of windows in one pair of processes."""
+"""Pairs of windows per pair of processes."""
 UNDECIDED_SHARE = 0.05
-"""Of the budget: so much longer it may take where the gain is not yet certain, as without another pair all that was
-found would be given back."""
+"""Share of the budget by which it may take longer where the gain is not yet certain: without another pair, everything
+that was found would be dropped."""
 MOST_STARTS = 40
-"""A short script is started again until there are enough windows."""
+"""A short script is restarted until there are enough windows."""
 USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
 """The typical standard deviation of the log ratio between pairs of processes, and the degrees of freedom it counts for.
 `python -m benchmarks.gain.processes` measures it, and how often intervals from few pairs hold the ratio of all."""
@@ -51,7 +50,7 @@ Pairs = list[tuple[float, float]]
 
 
 def trials_as_used(trials: Trials, few: FewSteps | None = None) -> Trials:
-    """Those in which steps take what they take in a user's process: new processes, never forks.
+    """The trials in which steps take as long as in a user's process: new processes, not forks.
 
     In forks of a process that has loaded torch the gain of a step of 0.4 ms came out 3 % too high (16 pairs). Two of
     three tunes with longer steps stated 4 and 11 % too much in forks, and none of them in new processes; the machine
@@ -71,7 +70,7 @@ def compare_in_fresh_processes(
 ) -> Pairing:
     """Takes about `seconds`, or what `deadline` leaves if that is more, until the interval is narrow.
 
-    It takes longer where starts or steps are so long that fewer windows would say nothing. few: the script's length,
+    Takes longer where starts or steps are so long that fewer windows would prove nothing. few: the script's length,
     where whole runs are compared; the length of windows does not matter then.
 
     Raises TrialError if a process fails, TrialEnded if the script is too short even for windows of one step.
@@ -123,8 +122,8 @@ def least_seconds(
     few: FewSteps | None = None,
     process_pairs: int = LEAST_PROCESS_PAIRS,
 ) -> float:
-    """What it takes until there is an interval that says something of a large gain, from so many pairs of processes; as
-    a rule from as few as can differ.
+    """Time for an interval that shows a large gain, from this many pairs of processes; usually the fewest that can
+    differ.
 
     restart_seconds: of one of `trials`, which should be those that the comparison is made with.
     levers_start_seconds: what turning the levers on takes (compilation). few: as for the comparison.
@@ -139,7 +138,7 @@ def least_seconds(
 
 
 def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparison:
-    """Of all pairs, with an interval that is at least as wide as the groups' own ratios say."""
+    """Of all pairs, with an interval at least as wide as the variation between the groups implies."""
     every = [pair for group in groups for pair in group]
     whole = _compared(every, least_gain)
     if not whole.has_interval:
@@ -161,7 +160,7 @@ def _half_width(logs: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def fresh_arms(trials: Trials, choices: Sequence[Choice]) -> Iterator[tuple[Arm, Arm]]:
-    """(plain, planned), both at their first step, watched as `flatout run` watches between its looks."""
+    """(plain, planned), both at their first step, watched as lightly as `flatout run` does most of the time."""
     from_start, live = split_by_switch(choices)
     with (
         trials.trial(label="plain") as plain,
@@ -172,7 +171,7 @@ def fresh_arms(trials: Trials, choices: Sequence[Choice]) -> Iterator[tuple[Arm,
             planned.spawn()
         plain.start()
         planned.start()
-        yield Arm(plain, resting=True), Arm(planned, live, resting=True)
+        yield Arm(plain, suspended=True), Arm(planned, live, suspended=True)
 
 
 def _is_narrow(found: Comparison, pairs: int, *, undecided: bool) -> bool:
@@ -186,7 +185,7 @@ def _compared(pairs: Pairs, least_gain: float) -> Comparison:
 
 @contextlib.contextmanager
 def _fresh_run(trials: Trials, choices: Sequence[Choice]) -> Iterator[Arm]:
-    """One, at its first step, and watched as `flatout run` watches the first steps."""
+    """One run, at its first step, watched as `flatout run` watches the first steps."""
     from_start, live = split_by_switch(choices)
     with trials.trial(from_start, label="planned" if choices else "plain") as fresh:
         fresh.start()
@@ -211,9 +210,9 @@ def _one_pair_of_processes(
     wanted: int,
     pairs: Pairs,
 ) -> tuple[Pairing, Pace]:
-    """So long that `wanted` of them, or as many as fit, take `seconds`, starts included.
+    """Long enough that `wanted` of them, or as many as fit, take `seconds`, starts included.
 
-    Started again where the script ends before there are enough windows; then with shorter ones.
+    Restarted, with shorter windows, where the script ends before there are enough.
     """
     for start in range(MOST_STARTS):
         before, began = len(pairs), deadline.elapsed_seconds
@@ -228,6 +227,6 @@ def _one_pair_of_processes(
             stuck = len(pairs) == before and shorter == pace
             if end.status != 0 or stuck or start == MOST_STARTS - 1:
                 raise
-            whole = len(pairs) - before - 1  # one less does not run into the end again
+            whole = len(pairs) - before - 1  # with one less, the script does not end first again
             pace = replace(shorter, most_pairs=max(pace.least_pairs, whole))
     raise AssertionError

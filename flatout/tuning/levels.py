@@ -1,6 +1,6 @@
-"""Do several runs of a script that does not repeat itself look alike with and without levers?
+"""For scripts whose plain runs differ: are several runs with levers and without alike?
 
-No step can be compared with any other there: the sizes of the gradients can be, and the level of the losses.
+Single steps cannot be compared there; the sizes of the gradients and the level of the losses can.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from flatout.statistics import median, student_95
 from flatout.tuning.numerics import Numerics
 
 STATISTICAL_LEAST = 0.01
-"""A smaller difference of the losses is not held against a lever."""
+"""A smaller relative difference in loss is accepted."""
 STATISTICAL_RESOLUTION = 0.25
-"""Where not even a difference of so much would have been seen, nothing was shown."""
+"""Where not even a difference this large would be detected, nothing is proved."""
 STATISTICAL_GRADIENT_FACTOR = 1.5
 
 
 def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tuple[str | None, float | None]:
-    """For scripts that do not repeat themselves: (why the candidate's runs are unlike the plain ones or nothing can be
-    told, the smallest relative difference of the losses that would have been seen)."""
+    """(why the candidate's runs differ from the plain ones, or nothing is proved; the smallest relative difference in
+    loss that would have been detected)"""
     if not all(run.stays_finite() for run in candidates) and all(run.stays_finite() for run in plains):
         return "its numbers become infinite or NaN where the plain script's stay finite", None
     if {run.parameters for run in plains} != {run.parameters for run in candidates}:
@@ -29,22 +29,22 @@ def not_alike(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> tup
         return reason, None
     levels = [[_late_level(run) for run in runs] for runs in (plains, candidates)]
     if any(level is None for side in levels for level in side):
-        return "the script differs from run to run, and shows no losses that could be compared", None
+        return "plain runs of the script differ, and it shows no losses to compare", None
     ours, theirs = ([level for level in side if level is not None] for side in levels)
     scale = sum(abs(level) for level in ours) / len(ours) or 1.0
     difference = (sum(theirs) / len(theirs) - sum(ours) / len(ours)) / scale
     half = _half_width(ours, theirs) / scale
     seen = max(half, STATISTICAL_LEAST)
     if abs(difference) > seen:
-        return f"its losses lie {difference:+.1%} (±{half:.1%}) off those of plain runs", seen
+        return f"its losses are {difference:+.1%} (±{half:.1%}) off those of plain runs", seen
     if half > STATISTICAL_RESOLUTION:
-        reason = f"plain runs differ so much among themselves that a difference of {half:.0%} would not be seen"
+        reason = f"plain runs differ so much that a difference of {half:.0%} would not be detected"
         return reason, seen
     return None, seen
 
 
 def _gradient_levels(plains: Sequence[Numerics], candidates: Sequence[Numerics]) -> str | None:
-    """Is the typical gradient of some parameter much larger or smaller than in plain runs?"""
+    """Why the typical gradient of some parameter is much larger or smaller than in plain runs, or None."""
     ours, theirs = ([_typical_norms(run) for run in runs] for runs in (plains, candidates))
     for index, name in enumerate(plains[0].parameters):
         if any(index >= len(one) for one in (*ours, *theirs)):
@@ -73,7 +73,7 @@ def _late_level(run: Numerics) -> float | None:
 
 
 def _half_width(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of the 95 % interval of the difference of two means, with the runs as the samples."""
+    """Half the 95 % interval of the difference of two means, with runs as samples."""
     freedom = len(ours) + len(theirs) - 2
     if freedom < 1:
         return math.inf

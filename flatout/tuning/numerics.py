@@ -1,16 +1,18 @@
-"""What trials recorded of their numbers (`flatout.script.numerics`), as values for the judge."""
+"""The numbers that trials recorded (`flatout.script.numerics`), as values for the proof."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from flatout.script.numerics import NumericsAnswer
+from flatout.script.reference import CheckFound, TensorRow
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientDifference:
-    """One parameter's gradient beside the plain run's, from the same state and the same batch."""
+    """One parameter's gradient against the plain run's, from the same state and batch."""
 
     name: str
     error: float
@@ -26,18 +28,18 @@ class GradientDifference:
 
     @property
     def scale(self) -> float:
-        """How many times the plain gradient is contained in this one: 1 where they differ by noise alone."""
+        """Projection on the plain gradient, relative to it: 1 where they differ by noise alone."""
         return self.product / self.size**2 if self.size else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """A parameter or a buffer beside the plain run's."""
+    """A parameter or a buffer against the plain run's."""
 
     name: str
     error: float
     moved: float
-    """How far the plain run's has moved since the two were equal."""
+    """How far the plain run's moved since the two were equal."""
     rounding: float
     """The size of one rounding error of every element."""
 
@@ -51,13 +53,13 @@ class Check:
     unlike: str
     """Why the two runs could not be compared tensor by tensor; '' if they could."""
     replaced: bool
-    """Whether the optimizer got the plain run's gradients, so that `updates` are the optimizer's own."""
+    """Did the optimizer get the plain run's gradients, so that `updates` are due to the optimizer alone?"""
     drift: tuple[TensorDifference, ...]
     gradients: tuple[GradientDifference, ...]
     updates: tuple[TensorDifference, ...]
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Check:
+    def from_json(cls, data: CheckFound) -> Check:
         return cls(
             step=data["step"],
             same_generators=data["same_generators"],
@@ -74,10 +76,10 @@ class Numerics:
     """What one process recorded."""
 
     losses: tuple[tuple[float, ...], ...]
-    """Of each step every loss that was passed to backward."""
+    """Per step, every loss that was passed to backward."""
     norms: tuple[float | None, ...]
     by_tensor: tuple[tuple[float, ...], ...] = ()
-    """Norms of each parameter's gradient, in evenly spread steps."""
+    """Norm of each parameter's gradient, at evenly spread steps."""
     parameters: tuple[str, ...] = ()
     weight_digest: str = ""
     buffer_digest: str = ""
@@ -88,15 +90,15 @@ class Numerics:
     """Steps before which the training loader made a new iterator."""
     checks: tuple[Check, ...] = ()
     sampled: bool = False
-    """True: the model is so large that evenly drawn elements of each tensor were compared."""
+    """True: the model is so large that only a sample of each tensor was compared."""
     ended: bool = False
-    """True: the script ended before all steps that were asked for."""
+    """True: the script ended before all requested steps."""
     in_codes: tuple[str, ...] = ()
-    """Parameters for which an optimizer held its state in codes of 8 bits."""
+    """Parameters for which an optimizer held its state in 8-bit codes."""
     unseeded: tuple[str, ...] = ()
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any]) -> Numerics:
+    def from_answer(cls, answer: NumericsAnswer) -> Numerics:
         return cls(
             losses=tuple(tuple(step) for step in answer["losses"]),
             norms=tuple(answer["gradient_norms"]),
@@ -127,5 +129,5 @@ class Numerics:
         return self.finite and all(map(math.isfinite, values))
 
 
-def _tensors(rows: Sequence[Sequence[Any]]) -> tuple[TensorDifference, ...]:
+def _tensors(rows: Sequence[TensorRow]) -> tuple[TensorDifference, ...]:
     return tuple(TensorDifference(name=n, error=e, moved=m, rounding=r) for n, e, m, r in rows)

@@ -1,4 +1,4 @@
-"""Search, proof and last comparison, one after the other, and what they come to: a plan with reasons and doubts."""
+"""Search, proof and last comparison in turn, and their result: a plan with reasons and warnings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from flatout.tuning.verifier import Verifier, busy, least_seconds
 from flatout.tuning.windows import Pairing
 
 PROOF_SHARE = 0.4
-"""Of the budget: what is kept back for the proof and the last comparison."""
+"""Share of the budget that is reserved for the proof and the last comparison."""
 PATIENCE, PATIENCE_SECONDS = 2.0, 30.0
-"""What proof and last comparison get after a search that somebody stopped: the larger of so many times what they need
-at the least, and this."""
+"""What proof and last comparison get after the user stopped the search: this many times their minimum, or this many
+seconds if that is more."""
 EXACTNESS_OF: dict[str, Exactness] = {
     "bit-identical": "bit-identical",
     "within rounding": "rounding",
@@ -34,12 +34,12 @@ EXACTNESS_OF: dict[str, Exactness] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What was tried, and what of it holds."""
+    """What was tried, and what was proved."""
 
     state: SearchState
     proof: Proof | None
     final: Pairing | None
-    """Afresh without the plan against afresh with it; None where nothing was kept."""
+    """New processes (or copies) without the plan against new ones with it; None where nothing was kept."""
     verifier: Verifier
     warnings: tuple[str, ...]
 
@@ -51,16 +51,16 @@ def search_and_prove(
     limits: SearchLimits,
     progress: Callable[[str], None],
 ) -> Found:
-    """`limits.deadline` is the whole budget. Ctrl-C ends the search alone, unless a plan is only verified."""
+    """`limits.deadline` is the whole budget. Ctrl-C ends only the search, unless a plan is being verified."""
     deadline = limits.deadline
-    mine = replace(limits, deadline=deadline.reserving(deadline.budget_seconds * PROOF_SHARE))
+    search_limits = replace(limits, deadline=deadline.reserving(deadline.budget_seconds * PROOF_SHARE))
     history = load_history(machine)
-    search = TrainingSearch(trials, machine, levers, mine, progress, history)
-    load = LoadWatch()
+    search = TrainingSearch(trials, machine, levers, search_limits, progress, history)
+    state, load = search.state, LoadWatch()
     with stopped_by_interrupt(search.stop, progress) if limits.only is None else contextlib.nullcontext():
         with deadline.stage("the search"):
             try:
-                state = search.run()
+                search.run()
             finally:
                 history.save()
         state.warnings += busy(load, "the search")
@@ -101,14 +101,12 @@ def plan_of(found: Found, machine: Machine) -> Plan:
 
 
 def _weaker(proof: Proof | None) -> list[str]:
-    """What the plan's claim does not cover."""
+    """What the proof does not cover."""
     if proof is None:
         return []
     weaker = []
     if not proof.covers_epochs:
-        weaker.append(
-            f"proved over {proof.steps} steps, less than two epochs: what changes between epochs was not seen"
-        )
+        weaker.append(f"proved over {proof.steps} steps, fewer than two epochs: changes between epochs were not seen")
     if proof.verdict == "statistical":
-        weaker.append(f"no step could be compared, as the script does not repeat itself: {proof.reason}")
+        weaker.append(f"single steps could not be compared, as plain runs of the script differ: {proof.reason}")
     return weaker

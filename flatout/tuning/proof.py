@@ -1,18 +1,18 @@
-"""Are the numbers still right? Each claim has its own test, and each must be passed by the levers that make it.
+"""Are the numbers still right? Each claim has its own test, which the levers that make it must pass.
 
     bit-identical
                every loss, every gradient norm, all weights, buffers and RNG states match bit for bit
-    rounding   no farther from the plain run than a plain run whose weights were moved by one rounding error, within a
-               factor: the gradient of each parameter and each update of it from the same state, each loss and each
-               parameter between two check steps (after which both go on from the same state again)
-    reduced    the gradient of each parameter is the plain one plus unbiased noise of 16-bit size; the optimizer makes
-               the plain update of it (with moments in 8 bits but for their noise); no step stands out by more than
-               training makes of as much noise in the gradients; and over the whole run, left to itself, the losses
-               come down as the plain ones do, within what weights moved by a 16-bit rounding error change
+    rounding   no farther from the plain run, within a factor, than a plain run whose weights were moved by one rounding
+               error: the gradient of each parameter and its update from the same state, each loss, and each parameter
+               between two check steps (after which both continue from the same state)
+    reduced    the gradient of each parameter is the plain one plus unbiased noise of 16-bit size; from it the optimizer
+               makes the plain update (up to noise where moments are in 8 bits); no step stands out by more than the
+               same noise in a plain run's gradients causes; and over a whole free run the losses decrease as the plain
+               ones do, within the effect of a 16-bit rounding error in the weights
 
-Where two plain runs differ by rounding errors although every generator is seeded (a GPU adds in no fixed order), no
-lever can be shown to be bit-identical: within rounding is asked of all. Where they differ by more, no step can be
-compared with any other: see `levels`.
+Where two plain runs differ by rounding errors although every generator is seeded (a GPU sums in no fixed order), no
+lever can be shown to be bit-identical: all are tested for rounding. Where they differ by more, single steps cannot be
+compared: see `levels`.
 """
 
 from __future__ import annotations
@@ -25,57 +25,60 @@ from flatout.statistics import median
 from flatout.tuning.numerics import Check, GradientDifference, Numerics, TensorDifference
 
 ROUNDING_FACTOR = 40.0
-"""A lever rounds at every operation of every step, the nudge only once: so many times its effect is still rounding."""
+"""A lever rounds at every operation of every step, the nudge only once: up to this many times its effect is
+rounding."""
 GRADIENT_ROUNDING_FLOOR = 1e-4
 LOSS_ROUNDING_FLOOR = 1e-4
-"""A single unit of a ReLU or a pool that falls to the other side makes so much, at a step at which the nudged run had
-none. What a lever does wrong in every step is found by gradients and updates, at the check steps, far below that."""
+"""A single unit of a ReLU or a pool that switches sides causes this much, at a step where none did in the nudged run.
+What a lever does wrong in every step shows in gradients and updates at the check steps, far below that."""
 UPDATE_ROUNDING, UPDATE_ULPS = 1e-4, 4.0
-"""From equal gradients an optimizer's update is equal to so many parts of it, or rounding errors of the weights."""
+"""From equal gradients an optimizer's update agrees to this share of it, or to this many rounding errors of the
+weights."""
 OWN_GRADIENTS_FACTOR = 3.0
-"""Where a script updates its weights itself, or in a closure, the gradients cannot be replaced: the noise of 16 bits in
-them, with that of the norm by which they may be clipped, goes on into the updates."""
+"""Where a script updates its weights itself, or in a closure, the gradients cannot be replaced: their 16-bit noise, and
+that of a norm by which they are clipped, carries over to the updates."""
 UPDATE_IN_CODES = 0.1
-"""The same where the moments are held in 8 bits, of the parameters of which they are: seen at 0.01 to 0.03, and at 0.13
-to 0.36 where gradients vanish in a deep network, which 8 bits do not hold. A lost update makes 1."""
+"""The same for parameters whose moments are held in 8 bits: measured at 0.01 to 0.03, and at 0.13 to 0.36 where
+gradients vanish in a deep network, which 8 bits cannot represent. A lost update gives 1."""
 DRIFT_ROUNDING, DRIFT_ULPS = 1e-3, 8.0
-"""The same between check steps; a single update that is lost is some per cent of the way."""
+"""The same between check steps; a single lost update is a few per cent of the distance moved."""
 
 LOST_IN_ROUNDING = 0.005
-"""A gradient that one fp32 rounding error changes by so much is all cancellation (the bias of keys in attention, or one
-before a normalisation): 16 bits can say nothing about it, and training does not depend on it. Such a bias of a
-convolution was seen at 0.01 to 0.4; what is no cancellation lies near 1e-6."""
+"""A gradient that one fp32 rounding error changes by this much is all cancellation (the bias of keys in attention, or
+one before a normalization): 16 bits say nothing about it, and training does not depend on it. Such a bias of a
+convolution was measured at 0.01 to 0.4; without cancellation it is near 1e-6."""
 REDUCED_GRADIENT_FACTOR, REDUCED_GRADIENT_LEAST, REDUCED_GRADIENT_MOST = 6.0, 0.05, 0.25
-"""The gradient as a whole may be off by so many times what one rounding error of 16 bits in the weights makes (right
-levers were seen at 0.4 to 2.7 times that), within these bounds."""
+"""The whole gradient may be off by this many times the effect of one 16-bit rounding error in the weights (correct
+levers were measured at 0.4 to 2.7 times that), within these bounds."""
 FP32_TO_16_BITS = 2.0**15
 """How much larger a rounding error of bf16 is than one of fp32."""
 REDUCED_TENSOR_LIMIT = 1.0
-"""Of a single parameter: beyond this the noise is larger than its gradient."""
+"""For a single parameter: beyond this the noise is larger than its gradient."""
 REDUCED_BIAS, REDUCED_BIAS_FEW = 0.1, 0.4
-"""Noise leaves the plain gradient's share at 1; a lever that loses or scales one moves it. The second where fewer than
-three check steps do not tell the noise."""
+"""Noise leaves the projection on the plain gradient at 1; a lever that loses or scales one moves it. The second where
+fewer than three check steps cannot show the noise."""
 REDUCED_DRIFT_LIMIT = 0.02
-"""The losses of the later half may differ by so much of their level, or by three times what a nudge of 16 bits does."""
+"""The losses of the later half may differ by this share of their level, or by three times the effect of a 16-bit
+nudge."""
 REDUCED_GRADIENT_ANYWHERE = 0.5
-"""... and this at any single check step: there, it is the gradient of another batch."""
+"""... and this at any single check step: beyond it, it is the gradient of another batch."""
 STEP_STANDS_OUT, STEP_STANDS_OUT_FLOOR = 40.0, 0.02
-"""A step whose loss differs by so many times the median, and by this share of the level, is another step."""
+"""A step whose loss differs by this many times the median, and by this share of the level, is another step."""
 STRETCH_STANDS_OUT, STRETCH_STANDS_OUT_FLOOR = 6.0, 0.03
 NOISE_FACTOR, NOISE_FACTOR_ANYWHERE = 3.0, 2.0
-"""Times what as much noise in the gradients of a plain run makes of the same step or stretch, or of any: where training
-amplifies noise, other noise shows in other steps."""
+"""Times the effect of the same noise in a plain run's gradients, on the same step or stretch, or on any: where training
+amplifies noise, different noise shows in different steps."""
 LEAST_LOSSES = 4
-"""Steps whose losses say whether a run left to itself comes down as a plain one does."""
+"""Fewest losses that show whether a free run decreases as a plain one does."""
 LEAST_STRETCHES = 3
-"""Of fewer, nobody can say which is usual: then the noise of the gradients is the only measure."""
+"""With fewer, no value is typical: then only the noise of the gradients counts."""
 WAY_FACTOR, WAY_LEAST = 6.0, 0.05
-"""Right levers were seen at 0.3 to 1.7 times the noise of their gradients."""
+"""Correct levers were measured at 0.3 to 1.7 times the noise of their gradients."""
 
 REPEATED_GRADIENT, REPEATED_LOSS, REPEATED_WAY = 1e-4, 1e-3, 0.05
-"""Up to this two plain runs from the same state differ by rounding alone: the gradient as a whole, the loss of any
-step, the way of the weights from one check step to the next. Where they differ by more, a candidate measured against
-that would pass whatever it does."""
+"""Up to this, two plain runs from the same state differ by rounding alone: the whole gradient, the loss of any step,
+the path of the weights from one check step to the next. With more, a candidate measured against it would always
+pass."""
 
 
 def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:
@@ -97,7 +100,7 @@ def not_bit_identical(plain: Numerics, other: Numerics) -> str | None:
 
 
 def repeats_to_rounding(plain: Numerics, again: Numerics) -> bool:
-    """Is a plain run beside the plain one's check steps that run but for rounding errors?"""
+    """Does a second plain run agree with the first at its check steps, up to rounding errors?"""
     compared = [check for check in again.checks if check.gradients]
     return (
         bool(compared)
@@ -111,14 +114,14 @@ def repeats_to_rounding(plain: Numerics, again: Numerics) -> bool:
 
 
 def unlike_structure(plain: Numerics, other: Numerics) -> str | None:
-    """What differs before any number is compared: steps, losses of a step, parameters, gradients that are there."""
+    """What differs before any number is compared: steps, losses per step, parameters, existing gradients."""
     if plain.steps != other.steps:
         return f"it ends after {other.steps} steps, the plain run after {plain.steps}"
     if plain.parameters != other.parameters:
-        return f"{len(other.parameters)} parameters are trained; plainly {len(plain.parameters)}"
+        return f"{len(other.parameters)} parameters are trained, {len(plain.parameters)} in the plain run"
     for step, (mine, theirs) in enumerate(zip(other.losses, plain.losses, strict=True), start=1):
         if len(mine) != len(theirs):
-            return f"{len(mine)} backward passes in step {step}; plainly {len(theirs)}"
+            return f"{len(mine)} backward passes in step {step}, {len(theirs)} in the plain run"
     return next((check.unlike for check in other.checks if check.unlike), None)
 
 
@@ -136,7 +139,7 @@ def not_within_rounding(plain: Numerics, nudged: Numerics, candidate: Numerics) 
 
 
 def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics) -> str | None:
-    """Why a run beside the plain one's check steps is not that run with 16-bit noise, or None."""
+    """Why, at the check steps, the run is not the plain run with 16-bit noise, or None."""
     return (
         unlike_structure(plain, checked)
         or _not_finite(plain, checked)
@@ -146,12 +149,11 @@ def not_reduced(plain: Numerics, nudged: Numerics, checked: Numerics) -> str | N
     )
 
 
-def goes_astray(plain: Numerics, checked: Numerics, noisy: Numerics | None = None) -> str | None:
-    """Where such a run does not keep beside the plain one from one check step to the next, or None.
+def diverges(plain: Numerics, checked: Numerics, noisy: Numerics | None = None) -> str | None:
+    """Where such a run diverges from the plain one between check steps, or None.
 
-    What is usual within it is the measure. Training amplifies noise in some scripts, and in some steps, more than in
-    others, as in the first ones at a high learning rate. `noisy` says by how much: a plain run with as much noise in
-    its gradients.
+    The standard is what is typical within it. Some scripts and some steps amplify noise more than others, such as the
+    first ones at a high learning rate. `noisy` shows by how much: a plain run with the same noise in its gradients.
     """
     return (
         _step_stands_out(plain, checked, noisy)
@@ -161,13 +163,13 @@ def goes_astray(plain: Numerics, checked: Numerics, noisy: Numerics | None = Non
 
 
 def drifts(plain: Numerics, coarse: Numerics, free: Numerics) -> str | None:
-    """Why the candidate, left to itself, does not train as the plain run does; `coarse` is a plain run whose weights
-    were moved by a 16-bit rounding error at the start."""
+    """Why the candidate, run freely, does not train as the plain run does; `coarse` is a plain run whose weights were
+    moved by a 16-bit rounding error at the start."""
     if reason := unlike_structure(plain, free) or _not_finite(plain, free):
         return reason
     found = late_differences(plain, free)
     if not found:
-        return f"there are no losses of {LEAST_LOSSES} steps to compare, and the gradients differ by more than rounding"
+        return f"there are not {LEAST_LOSSES} losses to compare, and the gradients differ by more than rounding"
     for stream, own in zip(found, late_differences(plain, coarse) or [[0.0]] * len(found), strict=True):
         spread = math.sqrt(sum(value**2 for value in own) / len(own))
         mean = sum(stream) / len(stream)
@@ -177,7 +179,7 @@ def drifts(plain: Numerics, coarse: Numerics, free: Numerics) -> str | None:
 
 
 def late_differences(plain: Numerics, other: Numerics) -> list[list[float]]:
-    """For each loss of a step: differences of its mean in eight stretches of the later half, relative to its level."""
+    """For each loss of a step: difference of its mean in eight stretches of the later half, relative to its level."""
     streams = _streams(plain, other)
     found = []
     for pairs in streams:
@@ -198,12 +200,12 @@ def largest_loss_difference(plain: Numerics, other: Numerics) -> float | None:
 
 
 def typical_gradient_difference(run: Numerics) -> float:
-    """Of the gradient as a whole, relative to its size: the median of the check steps; 0 where there is none."""
+    """Of the whole gradient, relative to its size: the median over the check steps; 0 where there is none."""
     return median([_whole(check.gradients) for check in run.checks if check.gradients] or [0.0])
 
 
 def largest_gradient_difference(run: Numerics) -> float | None:
-    """Of all parameters whose gradient is not lost in rounding, at all check steps; relative to its size."""
+    """Over all parameters with a gradient that is not 0, and all check steps; relative to its size."""
     return max((g.relative for check in run.checks for g in check.gradients if g.size), default=None)
 
 
@@ -236,8 +238,8 @@ def _gradients_beyond_rounding(nudged: Numerics, candidate: Numerics) -> str | N
 
 
 def _updates_beyond_rounding(nudged: Numerics, candidate: Numerics, *, noise_factor: float = 0.0) -> str | None:
-    """Where the optimizer got its own gradients, these explain differences as far as they do in the nudged run, and
-    `noise_factor` times as far as they are off themselves."""
+    """Where the optimizer got its own gradients, these explain differences as large as in the nudged run, and as
+    `noise_factor` times their own error."""
     for check, floor in _beside(candidate, nudged):
         own = {} if floor is None or check.replaced else _errors(floor.updates)
         noisy = check.gradients if noise_factor and not check.replaced else ()
@@ -250,7 +252,7 @@ def _updates_beyond_rounding(nudged: Numerics, candidate: Numerics, *, noise_fac
             if update.error > max(limit, ROUNDING_FACTOR * own.get(update.name, 0.0)) and (check.replaced or own):
                 share = update.error / update.moved if update.moved else math.inf
                 gradients = "from the same gradients " if check.replaced else ""
-                return f"{gradients}the optimizer's step moves {update.name} {share:.1e} of its way elsewhere"
+                return f"{gradients}the optimizer's update of {update.name} is off by {share:.1e} of its size"
     return None
 
 
@@ -271,18 +273,18 @@ def _drift_beyond_rounding(nudged: Numerics, candidate: Numerics) -> str | None:
     usual = _largest_shares(nudged)
     for check, floor in _beside(candidate, nudged):
         own = _errors(floor.drift) if floor else {}
-        if check is candidate.checks[0]:  # a lever that holds from the start has made steps by now, the nudge none
+        if check is candidate.checks[0]:  # a lever on from the start has made steps by now, the nudge none
             own = {one.name: max(own.get(one.name, 0.0), usual.get(one.name, 0.0) * one.moved) for one in check.drift}
         for drift in check.drift:
             limit = max(DRIFT_ULPS * drift.rounding, DRIFT_ROUNDING * drift.moved)
             if drift.error > max(limit, ROUNDING_FACTOR * own.get(drift.name, 0.0)):
                 share = drift.error / drift.moved if drift.moved else math.inf
-                return f"{drift.name} is {share:.1e} of its way off at step {check.step + 1}"
+                return f"{drift.name} is off by {share:.1e} of its change at step {check.step + 1}"
     return None
 
 
 def _largest_shares(nudged: Numerics) -> dict[str, float]:
-    """How far off its way each tensor came between two check steps, at the most, as a share of it."""
+    """Largest deviation of each tensor between two check steps, as a share of its change."""
     found: dict[str, float] = {}
     for check in nudged.checks[1:]:
         for drift in check.drift:
@@ -305,10 +307,10 @@ def _gradients_beyond_16_bits(nudged: Numerics, candidate: Numerics) -> str | No
     explained = FP32_TO_16_BITS * median(fine or [0.0])
     allowed = min(max(REDUCED_GRADIENT_FACTOR * explained, REDUCED_GRADIENT_LEAST), REDUCED_GRADIENT_MOST)
     if median(wholes) > allowed:
-        return f"the gradient as a whole differs by {median(wholes):.1%} of its size; 16 bits explain {explained:.1%}"
+        return f"the whole gradient differs by {median(wholes):.1%} of its size; 16 bits explain {explained:.1%}"
     for check, whole in zip(compared, wholes, strict=True):
         if whole > REDUCED_GRADIENT_ANYWHERE:
-            return f"the gradient as a whole differs by {whole:.0%} of its size at step {check.step + 1}"
+            return f"the whole gradient differs by {whole:.0%} of its size at step {check.step + 1}"
     for name, found in _by_name(candidate).items():
         present = [gradient for gradient in found if gradient.size]
         if present and all(gradient.product == 0 for gradient in present):
@@ -321,7 +323,7 @@ def _gradients_beyond_16_bits(nudged: Numerics, candidate: Numerics) -> str | No
 def _tensor_beyond_16_bits(present: Sequence[GradientDifference]) -> str | None:
     error = median([gradient.relative for gradient in present])
     if error > REDUCED_TENSOR_LIMIT:
-        return f"differs by {error:.0%} of its size: 16 bits do not hold it"
+        return f"differs by {error:.0%} of its size: 16 bits cannot represent it"
     scales = [gradient.scale for gradient in present]
     mean = sum(scales) / len(scales)
     allowed = REDUCED_BIAS_FEW
@@ -334,7 +336,7 @@ def _tensor_beyond_16_bits(present: Sequence[GradientDifference]) -> str | None:
 
 
 def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Numerics | None) -> str | None:
-    """Noise is about alike in all steps; another batch, or a lost step, is not. Steps count from the last check."""
+    """Noise is similar in all steps; another batch, or a lost step, stands out. Steps count from the last check."""
     differences = _loss_differences(plain, checked)
     if len(differences) < 4:
         return None
@@ -345,13 +347,13 @@ def _step_stands_out(plain: Numerics, checked: Numerics, noisy: Numerics | None)
         near = max(0.0 if step in starts else near, own.get(step, 0.0))
         explained = max(NOISE_FACTOR * near, NOISE_FACTOR_ANYWHERE * anywhere)
         if value > max(STEP_STANDS_OUT_FLOOR, STEP_STANDS_OUT * usual, explained):
-            noise = f"; as much noise in the gradients of a plain run makes {anywhere:.1%} at the most" if noisy else ""
+            noise = f"; the same noise in a plain run's gradients causes {anywhere:.1%} at most" if noisy else ""
             return f"the loss of step {step + 1} differs by {value:.0%}, those of other steps by {usual:.1%}{noise}"
     return None
 
 
 def _stretch_stands_out(checked: Numerics, noisy: Numerics | None) -> str | None:
-    """The same of the way that the weights went from one check step to the next."""
+    """The same for the change of the weights from one check step to the next."""
     shares, own = _stretches(checked), _stretches(noisy) if noisy else {}
     if len(shares) < LEAST_STRETCHES:
         return None
@@ -360,25 +362,25 @@ def _stretch_stands_out(checked: Numerics, noisy: Numerics | None) -> str | None
         usual = median([other for one, other in shares.items() if one != step])
         explained = max(NOISE_FACTOR * own.get(step, 0.0), anywhere)
         if share > max(STRETCH_STANDS_OUT_FLOOR, STRETCH_STANDS_OUT * usual, explained):
-            return f"before step {step + 1} the weights went {share:.0%} of their way elsewhere, usually {usual:.1%}"
+            return f"before step {step + 1} the weights deviate by {share:.0%} of their change, usually {usual:.1%}"
     return None
 
 
 def _way_beyond_gradients(checked: Numerics, noisy: Numerics | None) -> str | None:
-    """Noise of the gradients takes the weights about as far off their way as it is large; lost steps, farther."""
+    """Noise in the gradients makes the weights deviate by about the same share; lost steps, by more."""
     shares = list(_stretches(checked).values())
     if not shares or not any(check.gradients for check in checked.checks):
         return None
     share, noise = median(shares), typical_gradient_difference(checked)
     explained = median(list(_stretches(noisy).values()) or [0.0]) if noisy else 0.0
     if share > max(WAY_LEAST, WAY_FACTOR * noise, NOISE_FACTOR * explained):
-        return f"the weights go {share:.0%} of their way elsewhere; the noise of the gradients is {noise:.1%}"
+        return f"the weights deviate by {share:.0%} of their change; the noise of the gradients is {noise:.1%}"
     return None
 
 
 def _stretches(checked: Numerics) -> dict[int, float]:
-    """Check step -> how far the weights came from the plain run's way since the check before, as a share of it. Not
-    where that was one step, made from the plain run's gradients."""
+    """Check step -> deviation of the weights since the check before, as a share of the plain run's change. Not where
+    that was a single step, made from the plain run's gradients."""
     shares = {}
     for before, check in itertools.pairwise(checked.checks):
         if before.replaced and check.step == before.step + 1:
@@ -393,7 +395,7 @@ def _stretches(checked: Numerics) -> dict[int, float]:
 
 
 def _streams(plain: Numerics, other: Numerics) -> list[list[tuple[float, float]]]:
-    """Pairs (plain, other) of each loss of a step, where every step has as many; else of their means."""
+    """Pairs (plain, other) of each loss of a step, where every step has equally many; else of their means."""
     counts = {len(step) for step in plain.losses}
     if len(counts) == 1 and plain.losses and plain.losses[0]:
         columns = range(counts.pop())
@@ -406,7 +408,7 @@ def _streams(plain: Numerics, other: Numerics) -> list[list[tuple[float, float]]
 
 
 def _loss_differences(plain: Numerics, other: Numerics) -> list[tuple[int, float]]:
-    """(step, the largest difference of its losses, relative to the median of each) of every step that has some."""
+    """(step, largest difference of its losses, relative to the median of each) for every step that has some."""
     counts = itertools.zip_longest(*plain.losses)
     scales = [median([abs(x) for x in column if x is not None and math.isfinite(x)] or [0.0]) for column in counts]
     found = []

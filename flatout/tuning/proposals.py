@@ -1,14 +1,13 @@
-"""What a search may try in a training, and what each of it is expected to save."""
+"""What a search may try, and what each change is expected to save."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flatout.levers.lever import Choice, Lever, Saving
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness
+from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.search.deadline import Deadline
 from flatout.search.search import Proposal
 from flatout.search.trial import Trial
@@ -17,12 +16,12 @@ from flatout.tuning.results import SearchState
 from flatout.tuning.worth_trying import saving_per_second, worth_trying
 
 TRIALS_COST = 2.0
-"""Times the fewest steps that can decide: what a trial takes, as a rule."""
+"""A typical trial takes this many times the fewest steps that can decide."""
 A_FEW = 4
-"""Trials: where there is time for so many, the most promising are tried one by one, as one that harms may be among
-those that are predicted to help."""
+"""Trials: where there is time for this many, the most promising are tried one by one, because one that is predicted to
+help may be harmful."""
 BUNDLE_SAVING = 0.03
-"""Of a step, as predicted: what saves less waits for its own trial."""
+"""Predicted share of a step: what saves less waits for its own trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +31,15 @@ class SearchLimits:
     deadline: Deadline
     exactness: Exactness = "reduced"
     total_steps: int | None = None
-    """How many steps the script is going to run; None: unknown."""
-    only: tuple[tuple[str, Any], ...] | None = None
-    """Try just these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
+    """How many steps the script runs; None: unknown."""
+    only: tuple[tuple[str, ChoiceValue], ...] | None = None
+    """Try only these (plan field, value) choices: how a plan from elsewhere is verified. None: whatever applies."""
     fit_bytes: int | None = None
-    """What the tensors of a step may hold at the most; None: whatever they do."""
+    """Most memory that the tensors of a step may take; None: no limit."""
 
 
 class Proposals:
-    """Of `levers`, as things stand in `state`."""
+    """Proposals of `levers`, given `state`."""
 
     def __init__(
         self,
@@ -74,13 +73,13 @@ class Proposals:
         if self._only is not None and values:
             wanted = self._only[lever.plan_field]
             values = (wanted,) if wanted in values else ()
-            reason = f"{lever.plan_field} = {wanted!r} is none of what is tried here: {found.values}"
+            reason = f"{lever.plan_field} = {wanted!r} is not among the values tried here: {found.values}"
         candidates = [Choice(lever, value) for value in values]
         candidates.sort(key=lambda one: -self.saving(one).expected)
         return Proposal(label=name, candidates=tuple(candidates), reason=reason)
 
     def saving(self, choice: Choice) -> Saving:
-        """As its lever predicts and earlier tunes correct it."""
+        """The lever's prediction, corrected by earlier tunes."""
         own = choice.lever.saving(self._machine, self._state.observed)
         return self._history.corrected(own, choice.label, self._training)
 
@@ -94,15 +93,15 @@ class Proposals:
         return first, saving_per_second(lever, saving.expected, state.observed, state.restart_seconds, value)
 
     def bundle(self, trial_seconds: float, seconds_left: float) -> tuple[Choice, ...]:
-        """Levers that are predicted to help, and quick to switch, where trying even a few would take longer than there
-        is."""
+        """Levers that are predicted to help and quick to switch, where there is no time to try even a few one by
+        one."""
         offered = [found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates]
         if self._only is not None or TRIALS_COST * trial_seconds * min(A_FEW, len(offered)) < seconds_left:
             return ()
         return tuple(choice for choice in offered if self._belongs_in_a_bundle(choice))
 
     def note(self, trial: Trial) -> None:
-        """For later tunes."""
+        """Record the trial for later tunes."""
         self._history.note(trial, self._training)
 
     @property
@@ -116,6 +115,6 @@ class Proposals:
         return quick and lever.aim == "time" and self.saving(choice).expected >= BUNDLE_SAVING
 
     def _is_fitted(self, lever: Lever) -> bool:
-        """Was it weighed already, as steps have to fit?"""
+        """Was it tried already to meet the memory limit?"""
         fit = self._state.fit
         return fit is not None and (lever.aim == "memory" or any(one.lever is lever for one in fit.choices))

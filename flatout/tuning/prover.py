@@ -1,11 +1,11 @@
-"""Prove a set of levers in fresh processes: record the plain script, record it with the levers, judge each claim.
+"""Prove a set of levers in new processes: record the plain script, record it with the levers, judge each claim.
 
 prover = Prover(trials, Pattern(step_seconds=0.01, startup_seconds=3), Deadline(120))
-proof = prover.prove(choices)              # verdict, reason, horizon, one Claim for each class of levers
+proof = prover.prove(choices)              # verdict, reason, horizon, one Claim per class of levers
 prover.close()
 
-The plain script's runs are kept from one call to the next, so that proving a part of the levers costs one or two runs.
-While one run is recorded the next one already starts, where they cannot get in each other's way.
+The plain script's runs are kept from one call to the next, so that proving a subset of the levers costs one or two
+runs. While one run is recorded the next one already starts, where they do not disturb each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
@@ -33,17 +33,18 @@ from flatout.tuning.trials import RunningTrial, Trials
 
 WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
-"""What a script does once an epoch is seen only by a run of more than two; 'more', as a first step has passed."""
+"""Only a run of more than two epochs shows what a script does once per epoch; more, because a step has passed
+before."""
 LEAST_STEPS = 8
 CHECKS, STEPS_A_CHECK = 24, 4
 SHARE_FOR_RUNS = 0.7
-"""Of the time; the rest is for finding the lever at fault."""
+"""Of the time; the rest is for finding a lever at fault."""
 LEAST_SHARE = 0.05
-"""Of the whole budget, for the steps themselves: starting the runs may have taken all that was meant for the proof, and
-a few hundred quick steps more cost little beside that."""
+"""Least share of the whole budget for the steps themselves: starting the runs may take all of the proof's time, and a
+few hundred quick steps cost little in comparison."""
 RECORDING_FACTOR = 1.5
 SHARED_START = 0.6
-"""Of a start: what each of two costs that start at once."""
+"""Of a start: the cost of each of two that start at once."""
 STATISTICAL_RUNS = 3
 
 REDUCED: tuple[Exactness, ...] = ("reduced",)
@@ -51,19 +52,39 @@ ROUNDING: tuple[Exactness, ...] = ("rounding",)
 
 Progress = Callable[[str], None]
 Repeats = Literal["to the bit", "to rounding", "no"]
-"""How alike two plain runs are, every generator seeded."""
-Judged = tuple[ProofVerdict, str, dict[str, Any]]
-"""A verdict on a claim, why, and what was seen."""
+"""How well plain runs agree, every generator seeded."""
+
+
+class Evidence(TypedDict, total=False):
+    """What was seen: fields of Proof."""
+
+    loss_difference: float | None
+    loss_floor: float | None
+    gradient_difference: float | None
+    gradient_floor: float | None
+    loss_drift: float | None
+    resolution: float | None
+    candidate_losses: tuple[float | None, ...]
+
+
+class Judged(NamedTuple):
+    """A verdict on a claim, why, and what was seen."""
+
+    verdict: ProofVerdict
+    reason: str
+    evidence: Evidence
+    may_be_reduced: bool = False
+    """As Claim has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """What is known of the script's course, from which the length of a proof follows."""
+    """What is known of the script's run, which determines the length of a proof."""
 
     step_seconds: float
     startup_seconds: float = 0.0
     levers_start_seconds: float = 0.0
-    """That a run with the levers takes longer to start."""
+    """Extra time to start a run with the levers."""
     total_steps: int | None = None
     """Steps after which the script ends; None: not known."""
     epoch_steps: int | None = None
@@ -73,35 +94,34 @@ class Pattern:
 
 
 def least_seconds(pattern: Pattern, trials: Trials, claims: Collection[Exactness] = REDUCED) -> float:
-    """What a proof of these claims takes, as a rule, where it is as short as it may be."""
+    """Typical duration of the shortest proof of these claims."""
     starting = pattern.startup_seconds * (SHARED_START if trials.starts_overlap else 1.0)
     steps, runs = LEAST_STEPS, RunsMade.for_claims(claims)
     if pattern.few is not None:
         steps = pattern.few.compared
-        if steps < judge.LEAST_LOSSES:  # nothing is tried that is 'reduced'
+        if steps < judge.LEAST_LOSSES:  # no 'reduced' lever is tried
             runs = RunsMade.for_claims(ROUNDING)
     recording = RECORDING_FACTOR * steps * pattern.step_seconds
     return runs.all * (starting + recording) + runs.with_levers * pattern.levers_start_seconds
 
 
 class RunsMade(NamedTuple):
-    """By the proof of a set of claims, where plain runs are alike."""
+    """Runs in the proof of a set of claims, where plain runs agree."""
 
     all: int
     with_levers: int
 
     @classmethod
     def for_claims(cls, claims: Collection[Exactness]) -> RunsMade:
-        """One with the levers of each class and all stricter ones, beside a plain one; where rounding is allowed one
-        from nudged weights; for 'reduced' one from coarsely nudged ones, and one with the levers that is left to
-        itself."""
+        """A plain one and one per class, with its levers and all stricter ones; where rounding is allowed, one from
+        nudged weights; for 'reduced', one from coarsely nudged weights and a free one with the levers."""
         reduced = "reduced" in claims
         with_levers = len({*claims}) + reduced
         return cls(all=1 + (reduced or "rounding" in claims) + reduced + with_levers, with_levers=with_levers)
 
 
 class Prover:
-    """Records and judges. A reference of the plain run lies in a folder of its own."""
+    """Records and judges. The reference of the plain run is kept in a folder of its own."""
 
     def __init__(
         self, trials: Trials, pattern: Pattern, deadline: Deadline, progress: Progress = lambda text: None
@@ -111,14 +131,14 @@ class Prover:
         self._pattern, self._deadline, self._progress = pattern, deadline, progress
         self._steps: int | None = None
         self._plains: list[Numerics] = []
-        """Of one seed: the one that left the reference, and more where a claim needs them."""
+        """Plain runs from one seed: the one that wrote the reference, and more where a claim needs them."""
         self._nudged: Numerics | None = None
         self._coarse: Numerics | None = None
         self._repeats: Repeats | None = None
         self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Judged] = {}
-        """What became of claims so far: a set that is proved again without one of its levers makes some anew."""
-        self._ahead: tuple[list[Choice], RunningTrial] | None = None
-        """(levers from its start, a process that starts while another one is recorded)"""
+        """Verdicts so far: proving a set again without one of its levers repeats only some claims."""
+        self._prestarted: tuple[list[Choice], RunningTrial] | None = None
+        """(levers on from its start, a process that starts while another is recorded)"""
 
     def __enter__(self) -> Prover:
         return self
@@ -127,20 +147,20 @@ class Prover:
         self.close()
 
     def has_time_for(self, runs: int) -> bool:
-        """Is there time for so many more runs of the length of those before?"""
+        """Is there time for this many more runs of the usual length?"""
         pattern = self._pattern
         run_seconds = pattern.startup_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
         return runs * run_seconds <= self._deadline.seconds_left
 
     def close(self) -> None:
-        self._drop_the_one_ahead()
+        self._drop_prestarted()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def prove(self, choices: Sequence[Choice]) -> Proof:
         """The verdict on these levers together."""
         plain = self._plain(choices)
         claims: list[Claim] = []
-        evidence: dict[str, Any] = {}
+        judged = Judged("rejected", "", {})
         for claimed in EXACTNESS_ORDER:
             own = tuple(choice.label for choice in choices if choice.exactness == claimed)
             if not own:
@@ -148,18 +168,25 @@ class Prover:
             rank = EXACTNESS_ORDER.index(claimed)
             so_far = [choice for choice in choices if EXACTNESS_ORDER.index(choice.exactness) <= rank]
             try:
-                verdict, reason, evidence = self._known_or_new(claimed, so_far)
+                judged = self._known_or_new(claimed, so_far)
             except TrialError as error:
-                verdict, reason, evidence = "rejected", _failure(error), {}
-            may_be_reduced = bool(evidence.pop("may_be_reduced", False))
+                judged = Judged("rejected", _failure(error), {})
             claims.append(
-                Claim(levers=own, claimed=claimed, verdict=verdict, reason=reason, may_be_reduced=may_be_reduced)
+                Claim(
+                    levers=own,
+                    claimed=claimed,
+                    verdict=judged.verdict,
+                    reason=judged.reason,
+                    may_be_reduced=judged.may_be_reduced,
+                )
             )
-            if verdict == "rejected":
+            if judged.verdict == "rejected":
                 break
-            if verdict == "statistical":  # no step can be compared: the rest is judged in the same way, together
+            if (
+                judged.verdict == "statistical"
+            ):  # steps cannot be compared: all levers are judged together, in the same way
                 return self._proof_by_levels(choices, plain)
-        return self._proof(claims, plain, evidence)
+        return self._proof(claims, plain, judged.evidence)
 
     # the claims
 
@@ -169,22 +196,21 @@ class Prover:
             own = [choice.label for choice in choices if choice.exactness == claimed]
             self._progress(f"proof: {', '.join(own)} {'is' if len(own) == 1 else 'are'} {claimed}?")
             self._judged[key] = self._claim(claimed, choices)
-        verdict, reason, evidence = self._judged[key]
-        return verdict, reason, dict(evidence)
+        return self._judged[key]
 
     def _claim(self, claimed: Exactness, choices: Sequence[Choice]) -> Judged:
         plain = self._plain(choices)
         if claimed == "bit-identical" and (judged := self._bit_identical(plain, choices)) is not None:
             return judged
         if self._repeats == "no":
-            return "statistical", "", {}
+            return Judged("statistical", "", {})
         nudged = self._nudged = self._nudged or self._record([], role="checked", nudge="rounding", then=choices)
-        # What is as near to the plain run as that from other weights would be as near from its own: one run less.
+        # If a run from nudged weights is that close to the plain one, so is a plain one: that saves a run.
         near = self._repeats is not None or judge.repeats_to_rounding(plain, nudged)
         if not near and self._repeats_how() == "no":
-            return "statistical", "", {}
+            return Judged("statistical", "", {})
         checked = self._record(choices, role="checked")
-        evidence = {
+        evidence: Evidence = {
             "loss_difference": judge.largest_loss_difference(plain, checked),
             "loss_floor": judge.largest_loss_difference(plain, nudged),
             "gradient_difference": judge.largest_gradient_difference(checked),
@@ -195,55 +221,53 @@ class Prover:
         if beyond is None:
             factor, floor = judge.ROUNDING_FACTOR, judge.LOSS_ROUNDING_FLOOR
             reason = f"gradients, updates, losses within {factor:.0f}x the effect of one rounding error, or {floor:.0e}"
-            return "within rounding", reason, evidence
+            return Judged("within rounding", reason, evidence)
         if claimed == "rounding":
-            evidence["may_be_reduced"] = judge.not_reduced(plain, nudged, checked) is None
+            return Judged("rejected", beyond, evidence, judge.not_reduced(plain, nudged, checked) is None)
         if claimed != "reduced":
-            return "rejected", beyond, evidence
+            return Judged("rejected", beyond, evidence)
         return self._reduced(plain, nudged, checked, choices, evidence)
 
     def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged | None:
-        """None: plain runs do not match bit for bit either."""
+        """None where plain runs do not match bit for bit either."""
         candidate = self._record(choices)
         difference = judge.not_bit_identical(plain, candidate)
         if difference is None:
-            self._repeats = "to the bit"  # it would be odd if two plain runs differed
+            self._repeats = "to the bit"  # two plain runs would hardly differ then
             reason = "losses, gradient norms, weights and RNG states match bit for bit"
-            return "bit-identical", reason, {"candidate_losses": candidate.mean_losses()}
+            return Judged("bit-identical", reason, {"candidate_losses": candidate.mean_losses()})
         if self._repeats_how() == "to the bit":
-            return "rejected", f"it should be bit-identical, but {difference}", {}
+            return Judged("rejected", f"it should be bit-identical, but {difference}", {})
         return None
 
     def _reduced(
-        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: dict[str, Any]
+        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice], evidence: Evidence
     ) -> Judged:
-        if reason := judge.not_reduced(plain, nudged, checked) or self._goes_astray(plain, checked, choices):
-            return "rejected", reason, evidence
+        if reason := judge.not_reduced(plain, nudged, checked) or self._diverges(plain, checked, choices):
+            return Judged("rejected", reason, evidence)
         coarse = self._coarse = self._coarse or self._record([], nudge="16-bit", then=choices)
         free = self._record(choices)
         if reason := judge.drifts(plain, coarse, free):
-            return "rejected", reason, evidence
+            return Judged("rejected", reason, evidence)
         drift = _largest_mean(judge.late_differences(plain, free))
         own = _largest_mean(judge.late_differences(plain, coarse))
-        evidence |= {"loss_drift": drift, "candidate_losses": free.mean_losses()}
+        evidence = {**evidence, "loss_drift": drift, "candidate_losses": free.mean_losses()}
         level = f"losses of the later half {drift:+.2%} off (16-bit noise in the first weights: {own:+.2%})"
-        return (
-            "reduced",
-            f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}",
-            evidence,
-        )
+        reason = f"each gradient the plain one with 16-bit noise, the optimizer's steps plain; {level}"
+        return Judged("reduced", reason, evidence)
 
-    def _goes_astray(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
-        """Beyond what noise explains; a run that shows it is made only where it is needed, and where there is time."""
-        reason = judge.goes_astray(plain, checked)
+    def _diverges(self, plain: Numerics, checked: Numerics, choices: Sequence[Choice]) -> str | None:
+        """Why it diverges beyond what noise explains. The run that measures the noise is made only if needed, and if
+        there is time."""
+        reason = judge.diverges(plain, checked)
         if reason is None or not self.has_time_for(1):
             return reason
         noise = judge.typical_gradient_difference(checked)
         noisy = self._record([], role="checked", gradient_noise=noise, then=choices)
-        return judge.goes_astray(plain, checked, noisy)
+        return judge.diverges(plain, checked, noisy)
 
     def _proof_by_levels(self, choices: Sequence[Choice], plain: Numerics) -> Proof:
-        """Of a script that does not repeat itself: several runs of each side, compared by their levels."""
+        """For a script whose plain runs differ: several runs of each side, compared by their levels."""
         while len(self._plains) < STATISTICAL_RUNS:
             self._plains.append(self._record([]))
         try:
@@ -254,16 +278,18 @@ class Prover:
         labels = tuple(choice.label for choice in choices)
         claimed = worst(choice.exactness for choice in choices)
         verdict: ProofVerdict = "rejected" if reason else "statistical"
-        told = reason or (
-            f"{STATISTICAL_RUNS} runs of each: gradients of the same sizes, losses of the same level; "
-            f"a difference of the losses below {resolution:.1%} would not have been seen"
+        found = reason or (
+            f"{STATISTICAL_RUNS} runs of each: gradients of the same size, losses at the same level; "
+            f"a difference in loss below {resolution:.1%} would not have been detected"
         )
-        claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=told)
-        losses = {"candidate_losses": candidates[0].mean_losses()} if candidates else {}
-        return self._proof([claim], plain, {"resolution": resolution, **losses})
+        claim = Claim(levers=labels, claimed=claimed, verdict=verdict, reason=found)
+        evidence: Evidence = {"resolution": resolution}
+        if candidates:
+            evidence["candidate_losses"] = candidates[0].mean_losses()
+        return self._proof([claim], plain, evidence)
 
-    def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: dict[str, Any]) -> Proof:
-        self._drop_the_one_ahead()  # expected in vain: it would hold memory beside what is measured next
+    def _proof(self, claims: Sequence[Claim], plain: Numerics, evidence: Evidence) -> Proof:
+        self._drop_prestarted()  # not needed: it would hold memory while the next thing is measured
         last = claims[-1]
         return Proof(
             verdict=last.verdict,
@@ -280,12 +306,12 @@ class Prover:
     # the runs
 
     def _plain(self, choices: Sequence[Choice]) -> Numerics:
-        """The plain run that leaves the reference; shorter than planned where the script is."""
+        """The plain run that writes the reference; shorter than planned where the script is."""
         if not self._plains:
             self._steps = self._wanted_steps(choices)
             self._progress(f"proof: the plain {self._trials.kind}, {self._steps} steps")
             first = self._record([], role="reference", then=_bit_identical_ones(choices))
-            if first.ended and first.steps > 1:  # all runs stop within the script, before its end can change anything
+            if first.ended and first.steps > 1:  # all runs stop before the script's end, which might change something
                 for old in self._folder.glob("*.pt"):
                     old.unlink()
                 self._steps = first.steps - 1
@@ -314,7 +340,7 @@ class Prover:
         gradient_noise: float = 0.0,
         then: Sequence[Choice] | None = None,
     ) -> Numerics:
-        """`then`: the levers of the run that will probably be recorded next; None: not known."""
+        """`then`: the levers of the run that will probably be recorded next; None: unknown."""
         assert self._steps is not None
         checks = self._check_steps(self._steps)
         request = NumericsRequest(
@@ -334,40 +360,40 @@ class Prover:
             except TrialError:
                 if alone:
                     raise
-        self._drop_the_one_ahead()
-        # Two at once may need more memory than there is.
+        self._drop_prestarted()
+        # Two processes at once may need more memory than there is.
         return self._record(choices, role=role, nudge=nudge, gradient_noise=gradient_noise)
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
-        """Of few steps every second, so that between two of them a step is made from a run's own state, and the last,
-        whose update shows nowhere else."""
+        """For few steps, every second one, so that a step from the run's own state lies in between, and the last, whose
+        update shows nowhere else."""
         if self._pattern.few is not None:
             return tuple(sorted({*range(0, steps, 2), steps - 1}))
         count = max(1, min(CHECKS, steps // STEPS_A_CHECK))
         return tuple(i * steps // count for i in range(count))
 
     def _spawned(self, from_start: list[Choice], then: Sequence[Choice] | None) -> tuple[RunningTrial, bool]:
-        """(the process for a run, whether no other one runs beside it)"""
-        process, was_ahead = None, False
-        if self._ahead is not None and self._ahead[0] == from_start:
-            process, was_ahead, self._ahead = self._ahead[1], True, None
-        self._drop_the_one_ahead()
+        """(the process for a run, whether no other runs at the same time)"""
+        process, was_prestarted = None, False
+        if self._prestarted is not None and self._prestarted[0] == from_start:
+            process, was_prestarted, self._prestarted = self._prestarted[1], True, None
+        self._drop_prestarted()
         if process is None:
             process = self._trials.trial(from_start, label="proof")
             process.spawn()
         if then is not None and self._trials.starts_overlap:
             next_from_start, _ = split_by_switch(then)
-            self._ahead = next_from_start, self._trials.trial(next_from_start, label="proof")
-            self._ahead[1].spawn()
-        return process, not was_ahead and self._ahead is None
+            self._prestarted = next_from_start, self._trials.trial(next_from_start, label="proof")
+            self._prestarted[1].spawn()
+        return process, not was_prestarted and self._prestarted is None
 
-    def _drop_the_one_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead[1].close()
-            self._ahead = None
+    def _drop_prestarted(self) -> None:
+        if self._prestarted is not None:
+            self._prestarted[1].close()
+            self._prestarted = None
 
     def _wanted_steps(self, choices: Sequence[Choice]) -> int:
-        """As many as the claims want and the time affords; two epochs where that is possible."""
+        """As many as the claims need and the time allows; two epochs where possible."""
         pattern = self._pattern
         if pattern.few is not None:
             return pattern.few.compared
@@ -390,7 +416,7 @@ def _bit_identical_ones(choices: Sequence[Choice]) -> list[Choice]:
 
 def _failure(error: TrialError) -> str:
     headline = error.headline if isinstance(error, TrialEnded) else ""
-    return f"a fresh run with it failed: {headline or error}"
+    return f"a new run with it failed: {headline or error}"
 
 
 def _largest_mean(streams: Sequence[Sequence[float]]) -> float:
@@ -404,7 +430,7 @@ def _notes(plain: Numerics, repeats: Repeats | None) -> list[str]:
         notes.append(f"the script leaves generators unseeded ({shown}); the proof gave both sides the same seeds")
     if repeats == "to rounding":
         notes.append(
-            "plain runs differ by rounding errors although every generator was seeded, as where a GPU adds in no fixed "
+            "plain runs differ by rounding errors although every generator was seeded, as where a GPU sums in no fixed "
             "order: nothing finer can be proved"
         )
     if repeats == "no":
@@ -413,5 +439,5 @@ def _notes(plain: Numerics, repeats: Repeats | None) -> list[str]:
             "processes, on the clock, or on an operation without a fixed order"
         )
     if plain.sampled:
-        notes.append("the model is too large to be compared whole: 16,384 elements of each tensor were")
+        notes.append("the model is too large to compare in full: 16,384 elements of each tensor were compared")
     return notes

@@ -1,14 +1,14 @@
-"""What tuning a training leaves behind: what was seen and tried, the proof of what was kept, and the plan.
+"""The results of tuning: what was observed and tried, the proof of what was kept, and the plan.
 
-Proof         the losses, gradients and weights of fresh processes, compared with the script's own spread
-SearchState   what a search knows, and in the end all that it tried
-Tuned         the plan with all of that, of a script or of a training step
+Proof         losses, gradients and weights of new processes, compared with the script's own spread
+SearchState   what a search knows, and at its end everything it tried
+Tuned         the plan with all of that, of a script or a training step
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed
@@ -29,30 +29,30 @@ ProofVerdict = Literal["bit-identical", "within rounding", "reduced", "statistic
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What some levers claim to leave of the numbers, and what became of it."""
+    """What some levers claim about the numbers, and the verdict."""
 
     levers: tuple[str, ...]
-    """Labels of those that make this claim; they were tried on top of the levers of stricter claims."""
+    """Labels of the levers with this claim; they were tested on top of those with stricter claims."""
     claimed: Exactness
     verdict: ProofVerdict
     reason: str
     may_be_reduced: bool = False
-    """Of one that was rejected: nothing at the check steps speaks against the weakest claim."""
+    """Of a rejected claim: the check steps are consistent with the weakest claim, 'reduced'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """How far a candidate's numbers lie from the plain script's, and how far those lie from one another.
+    """How far a candidate's numbers are from the plain script's, and how far plain runs are from one another.
 
-    Each claim is proved by itself, strictest first; `verdict` is the weakest of them, or the first that failed.
-    Relative figures: losses to the median loss, gradients to their size. `floor` is the script's own: what one rounding
-    error in the weights makes.
+    Each claim is proved by itself, strictest first; `verdict` is the weakest of them, or the first that failed. Figures
+    are relative: losses to the median loss, gradients to their norm. A `floor` is the script's own: the effect of one
+    rounding error in the weights.
     """
 
     verdict: ProofVerdict
     reason: str
     steps: int
-    """The horizon: what happens in later steps was not seen."""
+    """The horizon: later steps were not compared."""
     epochs: float | None = None
     """The horizon in passes over the training loader; None: the script has no loader, or its length is unknown."""
     claims: tuple[Claim, ...] = ()
@@ -61,11 +61,11 @@ class Proof:
     gradient_difference: float | None = None
     gradient_floor: float | None = None
     loss_drift: float | None = None
-    """Mean of (candidate - plain) loss over the later half of a run left to itself, relative to its plain level."""
+    """Mean of (candidate - plain) loss over the later half of a free run, relative to the plain level."""
     resolution: float | None = None
-    """The smallest relative difference of the losses that would have been seen; only of a statistical verdict."""
+    """The smallest relative difference in loss that would have been detected; only with a statistical verdict."""
     repeatable: bool | None = None
-    """Whether two plain runs gave the same bits; None: not asked, as every claim leaves room for rounding."""
+    """Did two plain runs give the same bits? None: not tested, as every claim allows rounding."""
     notes: tuple[str, ...] = ()
     baseline_losses: tuple[float | None, ...] = ()
     candidate_losses: tuple[float | None, ...] = ()
@@ -76,38 +76,38 @@ class Proof:
 
     @property
     def covers_epochs(self) -> bool:
-        """Did it see the script come from one epoch into the next, and to the end of that?"""
+        """Did it cover at least two epochs?"""
         return self.epochs is None or self.epochs >= 2
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
 @dataclass
 class SearchState(Record[Choice]):
-    """What is known so far; what a search returns."""
+    """What a search knows so far, and its result."""
 
     for_memory: list[Choice] = field(default_factory=list)
-    """Those of the kept that need not be faster: they save memory that is short, or was asked to be saved."""
+    """Kept choices that need not be faster: they save memory that is short, or were asked for."""
     fit: Fit | None = None
-    """Where steps have to fit into so much memory."""
+    """Where steps must fit under a memory limit."""
     observed: Observed = field(default_factory=Observed)
     first_observed: Observed = field(default_factory=Observed)
     loop: str | None = None
-    """What trains, as the first plain step showed it."""
+    """What trains, as observed in the first plain step."""
     total_steps: int | None = None
     few_steps: FewSteps | None = None
     """The script's length, where it is so short that whole runs are compared."""
-    isolation: dict[str, Any] = field(default_factory=dict)
+    isolation: dict[str, object] = field(default_factory=dict)
     startup_seconds: float | None = None
-    """Of the script in a new process, until its first certain step."""
+    """Of the script in a new process, until the first step is recognized."""
     restart_seconds: float = 0.0
-    """What it takes to start it again: less where trials are forked from a process that has loaded torch."""
+    """To start it again: less where trials are forked from a process that has loaded torch."""
     warnings: list[str] = field(default_factory=list)
 
     @property
     def flops_per_step(self) -> float | None:
-        """Of the products of a plain step; None if they could not be counted."""
+        """Of the matrix products of a plain step; None if they could not be counted."""
         return self.first_observed.flops_per_step
 
 
@@ -118,7 +118,7 @@ class StepSubject:
     model: str
     """Its class."""
     batches: int
-    """How many were read, and used again and again."""
+    """How many were read, and used repeatedly."""
 
     @property
     def name(self) -> str:
@@ -127,27 +127,27 @@ class StepSubject:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The plan, and everything that speaks for and against it."""
+    """The plan, with all the evidence."""
 
     plan: Plan
-    """For `flatout run` or TrainStep; what a step's own plan said of batches and loading is in it too."""
+    """For `flatout run` or TrainStep; includes what a step's own plan said about batches and loading."""
     subject: Target | StepSubject
     machine: Machine
     state: SearchState
     proof: Proof | None
     """None where nothing was kept."""
     final: Pairing | None
-    """The last comparison, plain against planned, in fresh processes or on fresh copies; None where there was none."""
+    """The last comparison, plain against planned, in new processes or on new copies; None where there was none."""
     budget_seconds: float
     seconds: float
-    """How long all of it took."""
+    """How long the tune took."""
     whole: WholeRun | None = None
     """What the plan is worth over a whole run of a script, start-up included."""
     warnings: tuple[str, ...] = ()
 
     @property
     def speedup(self) -> Comparison | None:
-        """How many times as fast a step is under the plan, with the confidence interval; None: see `reason`."""
+        """Speedup of a step under the plan, with its confidence interval; None: see `reason`."""
         return None if self.final is None or not self.state.kept else self.final.comparison
 
     @property
@@ -156,21 +156,21 @@ class Tuned:
         return self.no_speedup_because(seconds_argument)
 
     def no_speedup_because(self, option: BudgetOption) -> str:
-        """The same; `option`: how more time is asked for."""
+        """The same; `option`: how a larger budget is given."""
         if not self.state.kept:
             return nothing_found(self.state, self.budget_seconds, option)
         if self.final is None:
-            return "kept levers were faster one by one, but the whole could not be measured afresh"
+            return "kept levers were faster one by one, but their combination could not be measured"
         return ""
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """All that was tried, in that order."""
+        """Everything that was tried, in order."""
         return tuple(self.state.trials)
 
     @property
     def fits(self) -> bool:
-        """False where a limit of memory was given, and the plan was not shown to be within it."""
+        """False where a memory limit was given and the plan was not shown to meet it."""
         return self.state.fit is None or self.state.fit.holds
 
     @property

@@ -1,4 +1,4 @@
-"""`flatout tune`: search, prove the winner in fresh processes, measure it against the plain script, make a plan.
+"""`flatout tune`: search, prove the result in new processes, measure it against the plain script, make a plan.
 
 found = tune_script(request, machine, progress=print)
 found.plan, found.proof, found.speedup
@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.machine.description import Machine
-from flatout.plan_choices import Exactness
+from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.script.entry import Target
 from flatout.script.trial.fork_server import ForkServer
 from flatout.script.trial.process import TrialSetup, terminal_size
@@ -30,20 +30,20 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """What to tune and within which bounds."""
+    """What to tune, within which limits."""
 
     target: Target
     budget_seconds: float = 600.0
     exactness: Exactness = "reduced"
     total_steps: int | None = None
     fit_bytes: int | None = None
-    """What the tensors of a step may hold at the most; None: whatever they do."""
+    """Most memory that the tensors of a step may take; None: no limit."""
     levers: str = "flatout.levers.catalogue:LEVERS"
-    only: tuple[tuple[str, Any], ...] | None = None
-    """Restrict the search to these (plan field, value) choices: how a plan from elsewhere is verified."""
+    only: tuple[tuple[str, ChoiceValue], ...] | None = None
+    """Restrict the search to these (plan field, value) choices, to verify a plan from elsewhere."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False
-    """Trials have only a loopback interface otherwise, each its own."""
+    """Otherwise each trial has only a loopback interface of its own."""
     stdin_file: Path | None = None
     log_folder: Path | None = None
     hang_floor_seconds: float = 30.0
@@ -55,9 +55,9 @@ def tune_script(
     progress: Progress = lambda text: None,
     deadline: Deadline | None = None,
 ) -> Tuned:
-    """Tune one script. Changes nothing of the user's; whoever calls it writes the plan.
+    """Tune one script. Changes none of the user's files; the caller writes the plan.
 
-    `deadline`: where some of the budget was spent before this call; None: all of it is left.
+    deadline: where part of the budget was spent before this call; None: all of it is left.
     """
     request.target.check()
     deadline = deadline or Deadline(request.budget_seconds)
@@ -84,7 +84,7 @@ def tune_script(
         found = search_and_prove(setup, machine, load_levers(request.levers), limits, progress)
         whole = found.verifier.whole_run(found.final)
         if found.state.fit is not None:
-            progress("measuring the memory of a step in a fresh process")
+            progress("measuring the memory of a step in a new process")
             planned_bytes = peak_afresh(setup, found.state.kept)
             found.state.fit = replace(found.state.fit, planned_bytes=planned_bytes)
         if request.log_folder is not None:

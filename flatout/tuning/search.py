@@ -1,8 +1,8 @@
-"""The search for the levers that help a training: of a script, or of a TrainStep; in one live process where possible.
+"""The search for levers that speed up training, of a script or a TrainStep; in one live process where possible.
 
-What may save most of a step per second of trial comes first, as levers predict and earlier tunes measured. A lever is
-switched on and off between windows of steps; one that holds from a process's start has a process of its own; of a
-script with few steps, whole runs are compared (`few_steps`). See `flatout.search`.
+The lever with the largest expected saving per second of trial comes first, as levers predict and earlier tunes
+measured. A lever is switched on and off between windows of steps; one that must be on from the start gets a process of
+its own; where a script has few steps, whole runs are compared (`few_steps`). See `flatout.search`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
 COMPILED_AGAIN_BY = 4
-"""Processes of a verifier that compile again: two of the proof, two of the last comparison."""
+"""Processes of the verifier that compile again: two in the proof, two in the last comparison."""
 WHILE_NOTHING_IS_KEPT = 1.5
-"""Times the least that a verifier needs: what is kept back for it while nothing is kept."""
+"""Times the verifier's minimum: what is reserved for it while nothing is kept."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4
-"""Of the budget: what is spent to see how long a step takes, beyond two, before a budget is called too short."""
+"""Share of the budget spent on timing more first steps, and how many, before a budget is rejected as too short."""
 OBSERVATION_SHARE = 0.1
 LEAST_PATIENCE_SECONDS = 60.0
-"""With a script that shows no step: loading torch alone takes seconds, on a busy machine many."""
+"""Timeout for a script without a step: loading torch alone takes seconds, many on a busy machine."""
 SLOWER_START = 3.0
-"""Times the first start: so long a later one may take, under a lever or on a machine that has become busy."""
+"""Times the first start: timeout of a later one, under a lever or on a machine that has become busy."""
 MOST_RESTARTS = 60
 ATTEMPTS = 6
-"""So often a short script is started again within one comparison."""
+"""Starts of a short script within one comparison."""
 
 
 class TrainingSearch(Search[Choice]):
@@ -72,12 +72,12 @@ class TrainingSearch(Search[Choice]):
         self._proposals = Proposals(levers, machine, self.state, limits, trials.kind, history or History())
         self._process: RunningTrial | None = None
         self._process_has: list[Choice] = []
-        """What holds from the start of that process."""
+        """The choices on from the start of that process."""
         self._restarts = 0
         self._compile_seconds = 0.0
-        """That compiling took, of what is kept."""
+        """Compilation time of what is kept."""
         self._length: int | None = None
-        """Of a script that came to its end, in steps."""
+        """Steps of a script that has ended."""
 
     @property
     def total(self) -> int | None:
@@ -146,7 +146,7 @@ class TrainingSearch(Search[Choice]):
         process = self.trials.trial(choices)
         process.deadline = self._deadline
         process.expected_step_seconds = self.state.first_observed.step_seconds
-        process.broken_off = process.expected_step_seconds is not None  # what a plain script says is always heard
+        process.interruptible = process.expected_step_seconds is not None  # the plain script always runs to its answer
         process.first_steps_seconds = patience = max(LEAST_PATIENCE_SECONDS, self._remaining())
         try:
             process.start(max(patience, SLOWER_START * (self.state.startup_seconds or 0.0)))
@@ -160,7 +160,7 @@ class TrainingSearch(Search[Choice]):
             self.close()
             self._restarts += 1
             if self._restarts > MOST_RESTARTS:
-                raise TrialError(f"{MOST_RESTARTS} restarts of the script", limit="the search gives up there")
+                raise TrialError(f"{MOST_RESTARTS} restarts of the script", limit="that is the most")
             self._process_has = self._from_start()
             self._process = self._started(self._process_has)
         return self._process
@@ -188,12 +188,12 @@ class TrainingSearch(Search[Choice]):
         if self.few is not None:  # from here on each run has a process of its own
             return
         main = self._main()
-        main.expected_step_seconds, main.broken_off = self.state.observed.step_seconds, True
+        main.expected_step_seconds, main.interruptible = self.state.observed.step_seconds, True
         if self.limits.fit_bytes is not None:
             self._fit(self.limits.fit_bytes)
 
     def _fit(self, limit_bytes: int) -> None:
-        """Keep what brings a step under the limit, whatever that takes."""
+        """Keep what brings a step under the limit, whatever it costs."""
         seen = self.state.observed
         self.state.fit = found = fit(
             self._main,
@@ -210,7 +210,7 @@ class TrainingSearch(Search[Choice]):
             self._look_again()
 
     def _watch_short(self, end: TrialEnded) -> tuple[Observed, Observed]:
-        """The same of a script that has ended meanwhile: it is started again, and watched for fewer steps."""
+        """The same for a script that has ended meanwhile: restart it and watch fewer steps."""
         self.close()
         try:
             if end.steps >= FEWEST_STEPS:
@@ -221,7 +221,7 @@ class TrainingSearch(Search[Choice]):
             raise explain_end(again, self.trials.name) from None
 
     def _watch_few(self, end: TrialEnded) -> tuple[Observed, Observed]:
-        """All steps after the first: how long those before the last take, and what the last computes."""
+        """Watch all steps after the first: time those before the last, and count what the last computes."""
         with self._explaining_stops():
             process, described = self._described()
             self._progress(f"watching {end.steps - 1} plain steps")
@@ -241,10 +241,10 @@ class TrainingSearch(Search[Choice]):
         return seen, described
 
     def _described(self) -> tuple[RunningTrial, Observed]:
-        """The process with what is known of it at its first step, and what was there before anything of ours ran."""
+        """The process at its first step, and what was observed before anything of ours ran."""
         process = self._main()
         if self._restarts == 1 and mostly_waited(process, self._deadline.budget_seconds):
-            self._progress("starting it again: the first start mostly waited")
+            self._progress("restarting: the first start was mostly waiting")
             self.close()
             process = self._main()
         self.state.isolation = dict(process.isolation)
@@ -256,7 +256,7 @@ class TrainingSearch(Search[Choice]):
         return process, described
 
     def _watch_plain(self, steps: int) -> tuple[Observed, Observed]:
-        """(what `steps` plain steps showed, what was there before anything of ours ran)"""
+        """(what `steps` plain steps showed, what was observed before anything of ours ran)"""
         with self._explaining_stops():
             process, described = self._described()
             self._progress("timing the first plain steps")
@@ -268,8 +268,8 @@ class TrainingSearch(Search[Choice]):
             return replace(seen, **asdict(process.work())), described
 
     def _affordable_of_first(self, process: RunningTrial, step_seconds: float) -> int:
-        """Where the budget is too short for steps as long as the first, a few more are looked at: first steps allocate,
-        and caches are cold."""
+        """Where the budget is too short for steps as long as the first, time a few more: first steps allocate, and
+        caches are cold."""
         self._keep_back(step_seconds)
         more = min(MOST_FIRST_STEPS, int(FIRST_STEPS_SHARE * self._deadline.budget_seconds / step_seconds))
         try:
@@ -289,8 +289,8 @@ class TrainingSearch(Search[Choice]):
             raise explain_stop(stop, self.trials.name, str(self.state.isolation.get("reason", ""))) from None
 
     def _keep_back(self, step_seconds: float) -> None:
-        """More for the verifier, where slow starts or long steps make it take long: a search that leaves no time for it
-        is for nothing. And less as long as there is nothing to verify: its share is then of no use to anybody."""
+        """Reserve more for the verifier where slow starts or long steps make it slow, as a search that leaves no time
+        for it is useless; and less while there is nothing to verify."""
         usual, least = self.limits.deadline.reserved_seconds, self._least_for_verifier(step_seconds)
         least = max(least, usual) if self.state.kept else max(least, min(usual, WHILE_NOTHING_IS_KEPT * least))
         self._deadline = self.limits.deadline.reserving(least - usual)
@@ -298,7 +298,7 @@ class TrainingSearch(Search[Choice]):
             self._process.deadline = self._deadline
 
     def _least_for_verifier(self, step_seconds: float, compile_seconds: float | None = None) -> float:
-        """compile_seconds: None = of what is kept."""
+        """compile_seconds: None: of what is kept."""
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
         budget_seconds, restart_seconds = self._deadline.budget_seconds, self.state.restart_seconds
         needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds, self.few)
@@ -313,7 +313,8 @@ class TrainingSearch(Search[Choice]):
         return max(2, int(OBSERVATION_SHARE * self._remaining() / step_seconds))
 
     def _look_again(self) -> None:
-        """After a lever was kept the shares of a step are others: a loader lever may now have nothing left to win."""
+        """Observe again after a lever was kept: shares of a step have changed, and a loader lever may have nothing to
+        gain."""
         try:
             if self.few is None:
                 seen = self._main().breakdown(self._live(), steps=OBSERVED_STEPS // 2)
@@ -364,24 +365,24 @@ class TrainingSearch(Search[Choice]):
         if gain is None:
             return found
         if found.outcome in ("kept", "dropped"):
-            # Also where it is faster: fresh processes may find it slower, and it is wanted all the same.
+            # Also where it is faster: the last comparison may find it slower, and it is kept all the same.
             outcome, reason = self._judge_memory(gain, tried[-1])
             if outcome == "kept" or found.outcome == "dropped":
                 found = replace(found, outcome=outcome, reason=reason)
         return replace(found, baseline_peak_bytes=gain.before.peak_bytes, candidate_peak_bytes=gain.after.peak_bytes)
 
     def _within_limit(self, found: Measured, wanted: Sequence[Choice], fit: Fit) -> Measured:
-        """What is faster has to fit as well. What holds from the start of a process changes no tensor."""
+        """What is faster must fit as well. Levers that are on from a process's start change no tensor."""
         if self._from_start(wanted) != self._from_start():
             return found
         peak = self._main().peak(self._live(wanted)).peak_bytes
         if peak is not None and peak <= fit.limit_bytes:
             return found
-        held = "cannot be told" if peak is None else f"is {format_bytes(peak)}"
-        return replace(found, outcome="dropped", reason=f"faster, but what a step holds {held}")
+        size = "cannot be measured" if peak is None else f"is {format_bytes(peak)}"
+        return replace(found, outcome="dropped", reason=f"faster, but the memory of a step {size}")
 
     def _memory_gain(self, wanted: Sequence[Choice], choice: Choice) -> MemoryGain | None:
-        """What a choice that is for memory saves of it; None for any other."""
+        """What a memory lever saves; None for any other."""
         if choice.lever.aim != "memory" or choice.lever.switch != "live":
             return None
         return MemoryGain(before=self._peak(self.state.kept), after=self._peak(wanted))
@@ -443,7 +444,7 @@ class TrainingSearch(Search[Choice]):
         return pace if self._length is None else pace_within(pace, self._length)
 
     def _share(self, most_seconds: float) -> float:
-        """How long one comparison may take, so that others have their turn."""
+        """Time for one comparison, so that enough is left for the others."""
         return min(most_seconds, max(3.0, self._remaining() / (self._left + 2)))
 
     def _note_length(self, end: TrialEnded, step_seconds: float | None) -> None:
@@ -458,12 +459,12 @@ class TrainingSearch(Search[Choice]):
         if pairing.startup_seconds is None:
             return replace(found, startup_seconds=None)
         if pairing.leak_bytes_per_step:
-            leak = f"it leaks memory: {format_bytes(pairing.leak_bytes_per_step)} a step"
+            leak = f"it leaks memory: {format_bytes(pairing.leak_bytes_per_step)} per step"
             return replace(found, outcome="failed", reason=leak)
         return found
 
     def _failure(self, error: Exception) -> Measured:
-        """What became of a trial that gave no comparison, and why."""
+        """The result of a trial without a comparison, with the reason."""
         if isinstance(error, RolledBackInside):
             return Measured(outcome="failed", reason=str(error))
         self.close()

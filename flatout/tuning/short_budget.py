@@ -1,4 +1,7 @@
-"""What to say where a budget is too short for a script: which part of it takes long, and how much would do."""
+"""Errors for a budget that is too short for a script: what takes the time, and how much would be enough.
+
+They reach people at the command line and callers of `flatout.tune` alike, so they name the option of both.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,19 @@ from flatout.units import format_seconds
 
 TRIALS_WANTED = 4
 LEAST_INCREASE = 1.5
-"""Of the budget that did not do: what was measured of the script was perhaps measured in a quieter moment."""
+"""Times the budget that was too short: the script may have been measured while the machine was quieter."""
+MORE_TIME = "allow more time: --budget (in Python: seconds=)"
 
 
 def no_step(name: str, waited_seconds: float, startup_seconds: float | None, deadline: Deadline) -> ScriptError:
-    """The script was silent when the search's time was over; `startup_seconds`: until its first step, if known."""
+    """The script had made no step when the search's time was up; `startup_seconds`: until its first step, if known."""
     what = f"{name}: no step in {format_seconds(waited_seconds)}"
     if startup_seconds is not None:
-        what = f"{name}: starting it takes {format_seconds(startup_seconds)}, and its steps were not timed in the rest"
+        what = f"{name}: starting it takes {format_seconds(startup_seconds)}, and no time was left to time its steps"
     return ScriptError(
         what,
         limit=f"the budget is {format_seconds(deadline.budget_seconds)}",
-        remedy="give it more with --budget, if the script starts slowly or its steps are long",
+        remedy=f"{MORE_TIME}, if the script starts slowly or its steps are long",
     )
 
 
@@ -34,16 +38,16 @@ def too_slow(
     steps_a_trial: int,
     deadline: Deadline,
 ) -> ScriptError:
-    """Not even one lever can be tried in what `deadline` leaves."""
+    """Not even one lever can be tried in the time that `deadline` leaves."""
     trial_seconds = steps_a_trial * step_seconds
     wanted_seconds = deadline.reserved_seconds
     wanted_seconds += (startup_seconds + TRIALS_WANTED * trial_seconds) / SEARCH_SHARE
     wanted_seconds = max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds)
-    smaller = ", or give the script smaller steps" if trial_seconds > startup_seconds else ""
+    smaller = ", or make the script's steps smaller" if trial_seconds > startup_seconds else ""
     return ScriptError(
         f"{name}: starting it takes {format_seconds(startup_seconds)}, and a step {format_seconds(step_seconds)}",
         limit=f"trying one lever takes about {steps_a_trial} steps, and {_left(deadline)}",
-        remedy=f"try {budget_option(wanted_seconds)}{smaller}",
+        remedy=f"try {_budget(wanted_seconds)}{smaller}",
     )
 
 
@@ -55,9 +59,9 @@ def too_slow_for_whole_runs(
     start, step = format_seconds(startup_seconds), format_seconds(step_seconds)
     wanted_seconds = deadline.reserved_seconds + deadline.elapsed_seconds + TRIALS_WANTED * trial_seconds
     return ScriptError(
-        f"{name} has {few.steps} steps: starting it takes {start} with the first, and each of the others {step}",
+        f"{name} has {few.steps} steps: starting it takes {start} including the first, and each of the others {step}",
         limit=f"trying one lever takes {runs} whole runs, about {long}, and {_left(deadline)}",
-        remedy=f"try {budget_option(max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds))}",
+        remedy=f"try {_budget(max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds))}",
     )
 
 
@@ -67,9 +71,15 @@ def _left(deadline: Deadline) -> str:
 
 
 def budget_option(seconds: float) -> str:
-    """For the command line: '--budget 40' (seconds) or '--budget 3m'; never less."""
-    return f"--budget {_round_up(seconds)}"
+    """For the command line: '--budget 40' (seconds) or '--budget 3m', rounded up."""
+    rounded = _round_up(seconds)
+    return f"--budget {rounded}" if rounded <= 60 else f"--budget {rounded // 60}m"
 
 
-def _round_up(seconds: float) -> str:
-    return str(10 * math.ceil(seconds / 10)) if seconds <= 60 else f"{math.ceil(seconds / 60)}m"
+def _budget(seconds: float) -> str:
+    return f"{budget_option(seconds)} (in Python: seconds={_round_up(seconds)})"
+
+
+def _round_up(seconds: float) -> int:
+    unit = 10 if seconds <= 60 else 60
+    return unit * math.ceil(seconds / unit)

@@ -5,10 +5,9 @@
         trial.start()
         trial.window([choice], settle=2, steps=20)
 
-In each window the step is made anew with the plan that is tried, as the user will make it, and taken back at the end:
-between windows nothing of it is on, so two trials can take turns. The generators begin at the same numbers in every
-trial, and each trial's own state is put back before it goes on. The learning rate's schedule is left out: trials run
-past its end.
+In each window a step is built with the plan under test, as the user will build it, and closed at the end: between
+windows nothing is on, so two trials can alternate. The random generators start from the same state in every trial, and
+each trial's state is restored before it continues. The learning rate's schedule is left out: trials run past its end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from flatout.errors import TrialError, UsageError
 from flatout.generators import generator_states, generators_kept, seed_generators, set_generators
@@ -35,32 +38,43 @@ from flatout.plan import Plan
 from flatout.replaced import overlaid
 from flatout.script.describe import observe
 from flatout.script.device_calls import device_name, device_of
-from flatout.script.numerics import NumericsRecorder, NumericsRequest
+from flatout.script.numerics import NumericsAnswer, NumericsRecorder, NumericsRequest
 from flatout.script.spans import StepRow
 from flatout.script.step_memory import StepMemory
 from flatout.script.step_work import follow_step
 from flatout.script.trial.answers import PEAK_STEPS, Peak, TrialEnded, Window, most_of
 from flatout.search.deadline import BudgetSpent, Deadline
+from flatout.train.loss import LossFn
 from flatout.train.placement import join_recurrent_weights
 from flatout.train.step import TrainStep
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Copies = tuple[nn.Module, Optimizer, LossFn]
+
 SEED = 20_261_122
 FIRST_STEPS = 2
-"""That pass before a trial takes commands: the optimizer makes its state in the first."""
+"""Steps that pass before a trial takes commands: the optimizer creates its state in the first."""
+
+
+class Timed(Protocol):
+    """Wraps a call, whose time counts as of this kind."""
+
+    def __call__(self, kind: str, call: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrials:
-    """A step, and the batches that its trials train on, again and again."""
+    """A step, and the batches that its trials train on, repeatedly."""
 
     step: TrainStep
-    batches: Sequence[Any]
+    batches: Sequence[object]
     work_folder: Path
     name: str = "the step"
     kind: str = "step"
     afresh: str = "on fresh copies"
     starts_overlap: bool = False
-    """Copies are made one after the other."""
+    """Copies are made one at a time."""
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> StepTrial:
         return StepTrial(self, choices)
@@ -70,43 +84,43 @@ class StepTrials:
         return 0.0
 
     def in_new_processes(self) -> StepTrials:
-        return self  # there is this process only
+        return self  # there is only this process
 
     def sharing(self, folder: Path) -> StepTrials:
-        """As it is: this process may write there."""
+        """The same: this process may write there."""
         return self
 
 
 class WatchedStep:
-    """What a NumericsRecorder and `observe` look at, of a step whose parts are known."""
+    """What NumericsRecorder and `observe` need, for a step whose parts are known."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.step_kind = "optimizer"
-        self.at_backward: list[Callable[[tuple[Any, ...]], None]] = []
-        self.before_optimizer: list[Callable[[Any], None]] = []
-        self.at_iterator: list[Callable[[Any, float], None]] = []
+        self.at_backward: list[Callable[[tuple[Tensor, ...]], None]] = []
+        self.before_optimizer: list[Callable[[Optimizer], None]] = []
+        self.at_iterator: list[Callable[[DataLoader[object], float], None]] = []
         self.inside_optimizer = False
         self.saw_autocast = self.saw_scaler = self.saw_compile = self.saw_create_graph = False
         self.gradients_zeroed: bool | None = None
 
 
 class StepTrial:
-    """One copy. Lets no exception of the step out but as TrialEnded, which names it."""
+    """One copy. Exceptions of the step are raised as TrialEnded, which names them."""
 
     expected_step_seconds: float | None = None
     first_steps_seconds = 0.0
-    broken_off = False
+    interruptible = False
     deadline: Deadline | None = None
     waiting_seconds = 0.0
-    """It is started where all that it needs is in memory."""
+    """Everything it needs is in memory already."""
 
     def __init__(self, trials: StepTrials, choices: Sequence[Choice]) -> None:
         self._trials, self._from_start = trials, list(choices)
-        self._copies: tuple[Any, Any, Any] | None = None
-        self._generators: dict[str, Any] = {}
+        self._copies: Copies | None = None
+        self._generators: Mapping[str, object] = {}
         self._steps = 0
-        self.isolation: Mapping[str, Any] = {}
+        self.isolation: Mapping[str, object] = {}
         self.start_seconds: float | None = None
 
     def __enter__(self) -> StepTrial:
@@ -124,7 +138,7 @@ class StepTrial:
         return self._copies is not None
 
     def spawn(self) -> None:
-        """Nothing can be done ahead."""
+        """Nothing can be done in advance."""
 
     def start(self, timeout_seconds: float = 0.0) -> None:
         began = time.perf_counter()
@@ -146,12 +160,12 @@ class StepTrial:
     def close(self) -> None:
         self._copies = None
 
-    # what a search asks
+    # for the search
 
     def describe(self) -> Observed:
         return self._observed(())
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
         before = time.perf_counter()
         with self._running(choices) as take:
             self._device.synchronize()
@@ -173,8 +187,8 @@ class StepTrial:
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
         rows, parts = [], dict.fromkeys(("forward", "optimizer"), 0.0)
 
-        def timed(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*arguments: Any, **named: Any) -> Any:
+        def timed(kind: str, call: Callable[P, R]) -> Callable[P, R]:
+            def run(*arguments: P.args, **named: P.kwargs) -> R:
                 self._device.synchronize()
                 began = time.perf_counter()
                 try:
@@ -219,7 +233,7 @@ class StepTrial:
             held = most_of(peaks) if self._device.kind == "cpu" else self._device.memory_peak_bytes()
         return Peak(peak_bytes=held, resident_bytes=peak_resident_bytes(), incidents=self._rolled_back)
 
-    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer:
         with self._running(choices, watched=True) as take:
             recorder = NumericsRecorder(self._watch, request)
             try:
@@ -234,7 +248,7 @@ class StepTrial:
 
     # inside
 
-    def _copies_or_fail(self) -> tuple[Any, Any, Any]:
+    def _copies_or_fail(self) -> Copies:
         assert self._copies is not None, "start it first"
         return self._copies
 
@@ -242,11 +256,11 @@ class StepTrial:
     def _running(
         self,
         choices: Sequence[Choice],
-        timed: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
+        timed: Timed | None = None,
         *,
         watched: bool = False,
-    ) -> Iterator[Callable[[], Any]]:
-        """A function that takes one step under these choices. The step's own exceptions leave as TrialEnded.
+    ) -> Iterator[Callable[[], Tensor]]:
+        """A function that takes one step under these choices. The step's exceptions are raised as TrialEnded.
 
         timed: wraps the loss and the optimizer's step. watched: `before_optimizer` is called, before any lever's hook.
         """
@@ -264,10 +278,10 @@ class StepTrial:
                 if timed is not None:
                     closing.enter_context(overlaid(optimizer, "step", timed("optimizer", optimizer.step)))
 
-                def take() -> Any:
-                    if self.broken_off and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
+                def take() -> Tensor:
+                    if self.interruptible and self.deadline is not None and self.deadline.grace_seconds_left <= 0:
                         raise BudgetSpent(self.deadline)
-                    loss = step(next(self._batches))
+                    loss: Tensor = step(next(self._batches))
                     nonlocal steps
                     steps += 1
                     return loss
@@ -285,11 +299,11 @@ class StepTrial:
 
     @staticmethod
     def _names(rolled_back: Mapping[str, str], choices: Sequence[Choice]) -> dict[str, str]:
-        """By the levers' names, where the step says their labels."""
+        """Keyed by lever name instead of label."""
         names = {choice.label: choice.lever.name for choice in choices}
         return {names.get(label, label): why for label, why in rolled_back.items()}
 
-    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         for listener in self._watch.before_optimizer:
             listener(optimizer)
 
@@ -298,23 +312,23 @@ class StepTrial:
         return replace(seen, names_device=True)
 
 
-def copies_of(model: Any, optimizer: Any, loss_fn: Any) -> tuple[Any, Any, Any]:
-    """A model, optimizer and loss of their own, which know one another; UsageError where they cannot be copied."""
+def copies_of(model: nn.Module, optimizer: Optimizer, loss_fn: LossFn) -> Copies:
+    """Copies of model, optimizer and loss that refer to one another; UsageError where they cannot be copied."""
     try:
         copies = copy.deepcopy((model, optimizer, loss_fn), copied_codes(optimizer))
     except Exception as error:
         if is_out_of_memory(error):
             remedy = "tune a smaller model or batch, or on a device with more memory"
-            raise TrialError("there is no room for copies of the model and its optimizer", remedy=remedy) from error
+            raise TrialError("there is no memory for copies of the model and its optimizer", remedy=remedy) from error
         raise UsageError(
             f"the model, its optimizer or the loss cannot be copied: {type(error).__name__}: {error}",
-            limit="they are tried on copies, so that yours stay as they are",
-            remedy="leave out of the modules what copy.deepcopy cannot copy",
+            limit="trials run on copies, so that yours stay unchanged",
+            remedy="keep what copy.deepcopy cannot copy out of the modules",
         ) from error
     join_recurrent_weights(copies[0])
     return copies
 
 
 def replace_choices(plan: Plan, choices: Sequence[Choice]) -> Plan:
-    """The plan with these made, without their reasons."""
+    """The plan with these choices, without reasons."""
     return replace(plan, **{choice.field: choice.value for choice in choices})

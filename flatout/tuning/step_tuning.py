@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -35,14 +34,14 @@ from flatout.tuning.step_trial import StepTrials
 
 MOST_BATCHES = 64
 BATCH_BYTES = 256 << 20
-"""Of the batches that are kept: so many are read, at the most, and at least two."""
+"""Of the batches that are kept: reading stops there, after at least two."""
 KEEPS = ("micro_batches", "nonfinite", "out_of_memory")
-"""Choices of the step's own plan that its trials have too."""
+"""Choices of the step's own plan that its trials keep."""
 
 
 def tune_step(
     step: TrainStep,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     exactness: Exactness,
     budget_seconds: float,
@@ -59,7 +58,7 @@ def tune_step(
         TemporaryDirectory(prefix="flatout-tune-") as folder,
     ):
         kept = _read(batches)
-        warnings.simplefilter("ignore")  # of a loss that is not finite, under a plan that is given up for it
+        warnings.simplefilter("ignore")  # about a loss that is not finite, under a plan that is rejected for it
         trials = StepTrials(step=step, batches=kept, work_folder=Path(folder))
         _check_runs(trials)
         machine = machine_with_ceilings(progress)
@@ -83,34 +82,34 @@ def _check(step: TrainStep) -> None:
     if own:
         names = ", ".join(repr(name) for name in own)
         raise UsageError(
-            f"the step's plan makes choices already: {names}",
-            limit="those are what is tried",
+            f"the step's plan already sets {names}",
+            limit="those are what a tune tries",
             remedy=f"tune a step made with plan.without({names})",
         )
     if ranks_of(step.model) > 1:
         raise UsageError(
             f"the model is one of {ranks_of(step.model)} ranks of DDP",
-            limit="each rank would search for itself, and wait for the others in every step",
-            remedy="tune the model in one process, and give all ranks the plan",
+            limit="each rank would search on its own, while every step waits for the others",
+            remedy="tune the model in one process, and use the plan on all ranks",
         )
     if getattr(step.model, COMPILED_CALL) is not None or hasattr(step.model, ORIGINAL_MODULE):
         raise UsageError(
-            "the model is compiled already",
-            limit="compiling is one of the things that are tried",
-            remedy="make the step with the model as it is without torch.compile",
+            "the model is already compiled",
+            limit="torch.compile is one of the things a tune tries",
+            remedy="build the step with the model before torch.compile",
         )
 
 
-def _read(batches: Iterable[Any]) -> list[Any]:
-    """Copies of the first batches; a source that can say where it stands is put back there."""
+def _read(batches: Iterable[object]) -> list[object]:
+    """Copies of the first batches; a source with a state_dict is restored to where it was."""
     if isinstance(batches, torch.Tensor | tuple | dict | str | bytes) or not hasattr(batches, "__iter__"):
         raise UsageError(
             f"batches is {type(batches).__name__}",
-            limit="it is an iterable of batches, each as the step takes it",
+            limit="it is an iterable of batches as the step takes them",
             remedy="for a single one: [batch]",
         )
-    where: Any = batches.state_dict() if hasattr(batches, "state_dict") else None
-    kept: list[Any] = []
+    where = batches.state_dict() if hasattr(batches, "state_dict") else None
+    kept: list[object] = []
     size = 0
     for batch in itertools.islice(batches, MOST_BATCHES):
         kept.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))
@@ -125,7 +124,7 @@ def _read(batches: Iterable[Any]) -> list[Any]:
 
 
 def _check_runs(trials: StepTrials) -> None:
-    """What the step raises by itself is its own error, not a trial's."""
+    """Raise an error of the step itself as it is, not as a trial's."""
     try:
         with trials.trial() as trial:
             trial.start()
@@ -135,7 +134,7 @@ def _check_runs(trials: StepTrials) -> None:
 
 
 def _plan(step: TrainStep, found: Plan) -> Plan:
-    """With what the step's own plan says."""
+    """The plan, with what the step's own plan says."""
     own = step.plan.choices()
     reasons = {name: step.plan.reasons[name] for name in own if name in step.plan.reasons}
     return replace(found, **own, reasons={**reasons, **found.reasons})

@@ -1,4 +1,4 @@
-"""What search, proof and comparison ask of trials, whatever is tried in them.
+"""What search, proof and comparison need of trials, whatever runs in them.
 
 TrialSetup     trials of a script: each is a process of its own (`trial_process`)
 StepTrials     trials of a TrainStep: each is a copy of it in this process (`step_trial`)
@@ -8,43 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
-from flatout.script.numerics import NumericsRequest
+from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial.answers import PEAK_STEPS, Peak, Window
 from flatout.search.deadline import Deadline
 
 WAITING_SHARE, WAITING_SHARE_OF_BUDGET = 0.5, 0.02
-"""Of a start, and of the budget: from there on how long the start took says little about how long later ones will."""
+"""Shares of a start and of the budget: a start that waited longer says little about how long later ones take."""
 
 
 class RunningTrial(Protocol):
-    """One trial, at a step boundary. Its steps raise TrialError where it fails, TrialEnded where it has no more."""
+    """One trial, at a step boundary. Its steps raise TrialError where it fails, TrialEnded where there are no more."""
 
     expected_step_seconds: float | None
-    """A plain step's length, from which follows when silence counts as hanging; None: not known yet."""
+    """Length of a plain step, which determines when the trial counts as hanging; None: unknown."""
     first_steps_seconds: float
-    """Patience until that is known."""
-    broken_off: bool
-    """Do steps that are under way when the deadline passes end soon afterwards, with BudgetSpent?"""
+    """Timeout until that is known."""
+    interruptible: bool
+    """Are steps in progress interrupted soon after the deadline, with BudgetSpent?"""
     deadline: Deadline | None
 
     @property
-    def isolation(self) -> Mapping[str, Any]: ...
+    def isolation(self) -> Mapping[str, object]: ...
 
     @property
     def startup_seconds(self) -> float | None:
-        """Of a new process, until the first certain step."""
+        """Of a new process, until its first step is recognized."""
 
     @property
     def start_seconds(self) -> float | None:
-        """The same, as it was here."""
+        """The same, as measured here."""
 
     @property
     def waiting_seconds(self) -> float:
-        """Of that: in which neither it nor anything it had started was computing."""
+        """The part of it in which neither the process nor anything it started was computing."""
 
     @property
     def alive(self) -> bool: ...
@@ -54,13 +54,13 @@ class RunningTrial(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def spawn(self) -> None:
-        """Begin to start, and wait for nothing; `start` must follow."""
+        """Begin to start without waiting; `start` must follow."""
 
     def start(self, timeout_seconds: float = ...) -> None: ...
 
     def describe(self) -> Observed: ...
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window: ...
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window: ...
 
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed: ...
 
@@ -68,7 +68,7 @@ class RunningTrial(Protocol):
 
     def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak: ...
 
-    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]: ...
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer: ...
 
     def close(self) -> None: ...
 
@@ -78,7 +78,7 @@ class Trials(Protocol):
 
     @property
     def name(self) -> str:
-        """Of what is tried, for messages."""
+        """Name of the subject, for messages."""
 
     @property
     def kind(self) -> str:
@@ -86,21 +86,21 @@ class Trials(Protocol):
 
     @property
     def afresh(self) -> str:
-        """How a trial begins, in words: 'in fresh processes'."""
+        """How a trial starts, in words: 'in fresh processes'."""
 
     @property
     def work_folder(self) -> Path: ...
 
     @property
     def starts_overlap(self) -> bool:
-        """Is it quicker to start two trials at once than one after the other?"""
+        """Is it quicker to start two trials at once than in turn?"""
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> RunningTrial:
-        """A new one; `choices` hold from its start."""
+        """A new trial; `choices` are on from its start."""
 
     @property
     def loading_seconds(self) -> float:
-        """That a new process takes longer to start than these do: in which it loads torch."""
+        """How much longer a new process takes to start than these trials, for loading torch."""
 
     def in_new_processes(self) -> Trials:
         """The same, none of them forked from a process that has loaded torch."""
@@ -110,7 +110,7 @@ class Trials(Protocol):
 
 
 def mostly_waited(trial: RunningTrial, budget_seconds: float) -> bool:
-    """Was starting it mostly waiting, long enough to matter? A first start reads from the disk what later ones find in
-    memory, and it is later ones that proof and comparison are made of."""
+    """Was its start mostly waiting, long enough to matter? A first start reads from disk what later ones, of which
+    proof and comparison are made, find in memory."""
     start_seconds = trial.start_seconds or 0.0
     return trial.waiting_seconds > max(WAITING_SHARE * start_seconds, WAITING_SHARE_OF_BUDGET * budget_seconds)

@@ -1,6 +1,6 @@
-"""Fresh processes decide about what a search has kept: are the numbers right, and is it really faster?
+"""Verify what a search has kept, in new processes: are the numbers right, and is it really faster?
 
-What fails is taken out: the lever at fault where the numbers are off, everything where the whole is not faster.
+What fails is removed: the lever at fault where the numbers are wrong, everything where the whole is not faster.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from flatout.tuning.whole_run import WholeRun, own_start_seconds, whole_run
 from flatout.tuning.windows import Pace, Pairing
 
 COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
-"""Of the time that is left for the verifier, for the last comparison; twice that where it needs as much, or what a
-short proof leaves: without a comparison that is certain, all that was found is given back."""
+"""Of the verifier's time, for the last comparison; up to twice that where needed, or what a short proof leaves: without
+a conclusive comparison, everything that was found is dropped."""
 PROOF_MARGIN = 1.5
-"""Times the least that a proof takes."""
+"""Times the minimum of a proof."""
 STEPS_SHARE = 0.4
-"""Of the whole budget: what a search keeps back for the verifier's steps at the most, beside its starts."""
+"""Share of the whole budget that a search reserves at most for the verifier's steps, besides its starts."""
 
 RUNS_TO_PROVE_REDUCED = 3
-"""Beside the plain run's check steps, a plain one with 16-bit noise, and one left to itself."""
+"""A run at the plain run's check steps, a plain one with 16-bit noise, and a free one."""
 
 Progress = Callable[[str], None]
 
@@ -43,7 +43,7 @@ Progress = Callable[[str], None]
 def least_seconds(
     step_seconds: float, restart_seconds: float, trials: Trials, budget_seconds: float, few: FewSteps | None = None
 ) -> float:
-    """What a search has to leave for proof and last comparison. few: the script's length, where runs are compared."""
+    """What a search must leave for proof and last comparison. few: the script's length, where runs are compared."""
     compared = trials_as_used(trials, few)
     compared_start_seconds = restart_seconds + trials.loading_seconds - compared.loading_seconds
     starts, whole = (
@@ -51,7 +51,7 @@ def least_seconds(
         + last_comparison.least_seconds(seconds, compared_start_seconds, compared, few=few)
         for seconds in (0.0, step_seconds)
     )
-    if few is not None:  # runs cannot be made shorter: a budget that is too short for them is refused
+    if few is not None:  # runs cannot be shortened: a budget that is too short for them is rejected
         return whole
     return starts + min(whole - starts, STEPS_SHARE * budget_seconds)
 
@@ -62,11 +62,11 @@ class FailedClaim(NamedTuple):
     choice: Choice
     reason: str
     may_be_reduced: bool
-    """Do the check steps allow it to claim 'reduced'?"""
+    """Are the check steps consistent with 'reduced'?"""
 
 
 class Verifier:
-    """Proves and measures `state.kept` before `deadline`, and takes out of it what does not hold."""
+    """Proves and measures `state.kept` before `deadline`, and removes what fails."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Verifier:
         before = deadline.reserving(self._comparison_seconds)
         self._prover = Prover(trials, pattern, before, progress)
         self._proved = 0
-        """Levers in the set that was proved and then partly given back."""
+        """Size of the set that was proved and then partly dropped."""
 
     def run(self) -> tuple[Proof | None, Pairing | None]:
         with self._prover:
@@ -120,7 +120,7 @@ class Verifier:
         return proof, final
 
     def _for_memory(self, proof: Proof | None, final: Pairing | None) -> tuple[Proof | None, Pairing | None]:
-        """What is left when nothing is faster: levers that save memory, if their numbers hold without the others."""
+        """What is left when nothing is faster: memory levers, if they are proved without the others."""
         if not self.state.kept:
             return None, None
         if len(self.state.kept) < self._proved:
@@ -133,13 +133,13 @@ class Verifier:
         return proof, final
 
     def _give_back(self, final: Pairing | None) -> None:
-        """No gain in time that could not be shown in fresh processes goes into a plan."""
-        reason = f"faster in the search, but the whole could not be measured {self.trials.afresh}"
+        """A speedup that could not be reproduced in new processes does not go into a plan."""
+        reason = f"faster in the search, but the plan could not be measured {self.trials.afresh}"
         if final is not None:
             found = final.comparison
             between = f", {found.low:.2f} to {found.high:.2f}" if found.has_interval else ""
             reason = (
-                f"faster in the search, but the whole was not {self.trials.afresh} "
+                f"faster in the search, but the plan was not {self.trials.afresh} "
                 f"(x{found.ratio:.2f}{between}, {found.verdict})"
             )
         self._proved = len(self.state.kept)
@@ -148,18 +148,18 @@ class Verifier:
         self.state.take_back(given_back, "dropped", reason)
 
     def _find_failed(self, proof: Proof) -> list[FailedClaim]:
-        """The first lever with which the numbers go wrong, by halves: of those that made the claim that failed, over
-        growing prefixes, on top of all that made a stricter one. All suspects, where time is too short to tell."""
+        """Bisect for the first lever with which the numbers go wrong: over prefixes of the levers with the failed
+        claim, on top of all those with a stricter one. All candidates, where time is too short to find out."""
         failed = proof.claims[-1]
         suspects = [choice for choice in self.state.kept if choice.label in failed.levers]
         sound = {label for claim in proof.claims[:-1] for label in claim.levers}
-        low, high, last = 0, len(suspects), proof  # the first `low` hold, the first `high` do not
+        low, high, last = 0, len(suspects), proof  # the first `low` pass, the first `high` do not
         while high - low > 1:
             if not self._prover.has_time_for(1):
-                told = f"{last.reason} (one of {high - low}; no time was left to find which)"
-                return [FailedClaim(choice, told, may_be_reduced=False) for choice in suspects[low:]]
+                reason = f"{last.reason} (one of {high - low}; no time was left to find out which)"
+                return [FailedClaim(choice, reason, may_be_reduced=False) for choice in suspects[low:]]
             middle = (low + high) // 2
-            self._progress(f"the numbers are off; which lever is it? ({high - low} left)")
+            self._progress(f"the numbers are wrong; finding the lever ({high - low} left)")
             tried = [c for c in self.state.kept if c.label in sound or c in suspects[:middle]]
             partial = self._prover.prove(tried)
             if partial.holds:
@@ -171,13 +171,13 @@ class Verifier:
     def _relax(self, failed: FailedClaim) -> bool:
         """Relax its claim to 'reduced' where that is allowed, may hold, and there is time to prove it; True if so.
 
-        A kernel that adds up in another order can be far less exact than another one (batch norm over channels_last
-        on a CPU): more than rounding, but less than 16-bit products.
+        A kernel that sums in another order can be far less accurate (batch norm over channels_last on a CPU): worse
+        than rounding, but better than 16-bit products.
         """
         choice = failed.choice
         if not failed.may_be_reduced or self._exactness != "reduced" or choice.relaxed:
             return False
-        others = any(one.exactness == "reduced" for one in self.state.kept)  # then these runs are made in any case
+        others = any(one.exactness == "reduced" for one in self.state.kept)  # then these runs happen anyway
         if not others and not self._prover.has_time_for(RUNS_TO_PROVE_REDUCED):
             return False
         weaker = replace(choice, relaxed=True)
@@ -198,11 +198,11 @@ class Verifier:
             self._fit_without(dropped, self.state.fit)
 
     def _fit_without(self, dropped: Choice, fit: Fit) -> None:
-        """The next combination that makes steps fit takes the place of the one that needs this choice."""
+        """Replace the combination that needs this choice by the next one that fits."""
         state, left = self.state, fit.without(dropped)
         before, now = ({one.field for one in found.choices} for found in (fit, left))
         rest = [choice for choice in state.kept if choice.field in before]
-        state.take_back(rest, "dropped", f"it was there to fit together with {dropped.label}")
+        state.take_back(rest, "dropped", f"it was kept to fit together with {dropped.label}")
         others = [choice for choice in state.kept if choice not in rest]
         replaced = [choice for choice in others if choice.field in now]
         state.take_back(replaced, "dropped", "another value of it makes a step fit")
@@ -214,10 +214,10 @@ class Verifier:
         state.trials += [replace(trial, outcome="kept", reason=reason) for trial in found]
 
     def whole_run(self, final: Pairing | None) -> WholeRun | None:
-        """What the plan is worth with its start-up; None where nothing was kept."""
+        """The plan's effect on a whole run, start-up included; None where nothing was kept."""
         if final is None or not self.state.kept:
             return None
-        with self._deadline.stage("timing how flatout run starts"):
+        with self._deadline.stage("timing the start of flatout run"):
             own_seconds = own_start_seconds(self.trials.work_folder)
         few = self.state.few_steps
         return whole_run(
@@ -231,7 +231,7 @@ class Verifier:
         )
 
     def _final_comparison(self) -> Pairing | None:
-        self._progress(f"measuring the winner against the plain {self.trials.kind}, {self.trials.afresh}")
+        self._progress(f"measuring the plan against the plain {self.trials.kind}, {self.trials.afresh}")
         load = LoadWatch()
         pace = Pace.for_step(self.state.first_observed.step_seconds or 0.01, seconds=self._comparison_seconds)
         pace = pace.within(self.state.total_steps)
@@ -260,18 +260,18 @@ def _pattern(state: SearchState) -> Pattern:
 
 
 def _starts_again_in(choice: Choice, state: SearchState) -> float:
-    """Seconds that a lever takes to start in a later process, where what it compiled is in the cache."""
+    """Start-up seconds of a lever in a later process, where what it compiled is cached."""
     trial = state.kept_trial(choice.field)
     seconds = 0.0 if trial is None else trial.startup_seconds or 0.0
     return seconds * (COMPILED_AGAIN if choice.lever.compiles else 1.0)
 
 
 def busy(load: LoadWatch, when: str) -> list[str]:
-    """Levers that help on a machine that others use (fewer threads, say) need not help on a quiet one."""
+    """A warning where the machine was busy: levers that help there (fewer threads) may not help on an idle one."""
     found = load.read()
     if found is None or not found.contended:
         return []
     return [
-        f"others kept {found.others_cores:.1f} of {found.logical_cores} cores busy during {when}: "
-        "this holds for such a machine; tune again when it is quiet"
+        f"other processes kept {found.others_cores:.1f} of {found.logical_cores} cores busy during {when}: "
+        "the result holds for a machine under that load; tune again when it is idle"
     ]

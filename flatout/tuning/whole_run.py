@@ -1,8 +1,8 @@
-"""What a plan is worth over a whole run, start-up included: the gain of a step is not yet the gain of a run.
+"""The effect of a plan on a whole run, start-up included: the speedup of a step is not that of a run.
 
 `flatout run` starts later than plain Python (it imports itself), and levers have start-up costs of their own
-(compilation, copies of weights). Both are measured, set against what each step saves, and, where it is known how many
-steps the script runs, added up for a whole run.
+(compilation, copies of weights). Both are measured, compared with what each step saves, and, where the number of steps
+is known, added up for a whole run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class WholeRun:
     """Start-up and steps of a run, plain and planned. In seconds, but for `steps` and `payoff_steps`."""
 
     own_start_seconds: float
-    """By how much later `flatout run` starts a script than plain Python does."""
+    """How much later than plain Python `flatout run` starts a script."""
     lever_start_seconds: float | None
-    """What the levers cost in the first steps; None: it is part of the steps' time, as whole runs were compared."""
+    """Cost of the levers in the first steps; None: part of the step time, as whole runs were compared."""
     payoff_steps: int | None
-    """Steps after which both are earned back; None: nothing is saved."""
+    """Steps until both are recovered; None: nothing is saved."""
     steps: int | None = None
-    """Of the whole script, as far as known."""
+    """Of the whole script; None: unknown."""
     plain_seconds: float | None = None
-    """Of a whole plain run: its start-up as seen in trials, and all its steps."""
+    """Of a whole plain run: start-up as measured in trials, and all steps."""
     planned_seconds: float | None = None
 
     @property
@@ -53,8 +53,8 @@ def whole_run(
     steps: int | None,
     steps_at_start: int = 0,
 ) -> WholeRun:
-    """From what was measured; `script_start_seconds` is what the script does before its first step, or with the first
-    `steps_at_start` of them."""
+    """From the measurements; `script_start_seconds` is the time before the script's first step, or including the first
+    `steps_at_start` steps."""
     extra = own_start_seconds + (lever_start_seconds or 0.0)
     left = None if steps is None else steps - steps_at_start
     saved = plain_step_seconds - planned_step_seconds
@@ -69,7 +69,7 @@ def whole_run(
 
 
 def own_start_seconds(folder: Path) -> float:
-    """Measured on an empty script, in turns: `flatout run` against plain Python. Takes about a second."""
+    """Measured on an empty script, alternating `flatout run` and plain Python. Takes about a second."""
     script = folder / "empty.py"
     script.write_text("")
     flatout = child_command("flatout", "run", "--no-plan", "--no-report", str(script))

@@ -1,10 +1,10 @@
-"""Compare two ways of running one script, window by window in turn.
+"""Compare two ways of running one script in alternating windows.
 
-An arm is a process and the levers on in it. Both arms may share one process (levers are switched between windows) or
-have one each (the other one waits at a step boundary). Windows alternate in order, A B, B A, A B, ..., so whatever
-the machine does to one arm it does to the other.
+An arm is a process and the levers that are on in it. Both arms may share one process (levers are switched between
+windows) or have one each (the other waits at a step boundary). Windows alternate in order, A B, B A, A B, ..., so
+disturbances of the machine affect both arms alike.
 
-A pair, as the sequential test counts them, is the median of some turns of short windows: see
+A pair, as the sequential test counts it, is the median of several turns of short windows: see
 `flatout.sequential.pair_of_turns`.
 """
 
@@ -26,25 +26,25 @@ LEAK_FLOOR_BYTES_PER_STEP = 32 << 10
 """32 MiB in a thousand steps."""
 LEAK_WINDOWS = 4
 LEAST_GAIN = 0.01
-"""Less is not kept."""
+"""Smaller gains are not kept."""
 PAIR_SECONDS, WINDOW_SECONDS = 0.15, 0.03
 """Of each arm in a pair, and in one of its windows."""
 MOST_TURNS, MOST_WINDOW_STEPS, LEAST_WINDOW_STEPS = 6, 60, 4
-"""A window is no shorter than some steps, as after a switch a few are run and not counted."""
+"""A window has at least a few steps, as some after each switch are not counted."""
 SETTLES_BELOW_SECONDS = (0.05, 1.0)
-"""One step more is run and not counted after a switch where steps are shorter: what a switch leaves in caches and
-allocators takes no part of a long step."""
+"""Where steps are shorter than each of these, one more step after a switch is not counted: what a switch leaves in
+caches and allocators is no share of a long step."""
 WARMS_BELOW_SECONDS = (0.2, 0.2, 5.0)
-"""The same of the first steps under a lever, which allocate, load kernels or compile."""
+"""The same for the first steps under a lever, which allocate, load kernels or compile."""
 SWITCH_SHARE = 0.1
-"""Of a window: where switching levers takes longer than that, a pair is one turn of long windows."""
+"""Share of a window: where switching levers takes longer, a pair is one turn of long windows."""
 FIRST_STEPS = 3
-"""That pass before a trial takes commands."""
+"""Steps that pass before a trial takes commands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long windows are. `settle` steps after a switch are run and not counted."""
+    """Lengths of windows. `settle` steps after a switch are run and not counted."""
 
     steps: int
     settle: int
@@ -54,16 +54,17 @@ class Pace:
     least_pairs: int = LOOKS[0]
     most_pairs: int = LOOKS[-1]
     seconds: float = 60.0
-    """A comparison stops after this time, if it has its least number of pairs."""
+    """A comparison stops after this time, once it has `least_pairs`."""
     least_gain: float = LEAST_GAIN
     counts_warm_up: bool = False
-    """Is warming up part of that time? Not in a search: a compiled lever would have no time left to be compared."""
+    """Does warm-up count towards `seconds`? Not in a search: a lever that compiles would have no time left."""
     stops_when_decided: bool = True
-    """Otherwise all pairs are run that time allows: where the figure is wanted, and not only a decision."""
+    """False: run all pairs that time allows, where the figure is wanted and not only a decision."""
 
     @classmethod
     def for_step(cls, step_seconds: float, *, seconds: float) -> Pace:
-        """Windows of about 0.03 s, in turns until a pair has 0.15 s of each arm; of a step where steps take longer."""
+        """Windows of about 0.03 s, in turns until a pair has 0.15 s of each arm; of one step where steps take
+        longer."""
         step = max(step_seconds, 1e-6)
         most = max(1, round(PAIR_SECONDS / step))
         steps = min(MOST_WINDOW_STEPS, max(round(WINDOW_SECONDS / step), min(LEAST_WINDOW_STEPS, most)))
@@ -77,29 +78,29 @@ class Pace:
 
     @property
     def least_steps(self) -> int:
-        """Of the fewest pairs that can decide, in one process."""
+        """Steps of the fewest pairs that can decide, in one process."""
         return self.warm_steps + self.first_window + 2 * self.least_pairs * self.pair_steps
 
     @property
     def pair_steps(self) -> int:
-        """Of each arm, in one pair."""
+        """Steps of each arm in one pair."""
         return self.turns * (self.settle + self.steps)
 
     def in_one_turn(self) -> Pace:
-        """As many steps a pair, in one window of each arm."""
+        """The same number of steps per pair, in one window per arm."""
         return replace(self, steps=self.steps * self.turns, turns=1)
 
     @property
     def first_window(self) -> int:
-        """Steps that tell what a usual step takes after a warm-up."""
+        """Steps that show the usual step time after a warm-up."""
         return max(2 if self.steps == 1 else 3, self.settle + 1)
 
     def fits(self, steps: int) -> bool:
-        """Do so many steps of one process give a pair?"""
+        """Does a process with this many steps give a pair?"""
         return self.warm_steps + self.first_window + 2 * self.pair_steps <= steps
 
     def within(self, total_steps: int | None) -> Pace:
-        """Windows so short that a script of `total_steps` gives eight pairs when it is started, or at least two."""
+        """Windows short enough that a script of `total_steps` gives eight pairs per start, or at least two."""
         if total_steps is None:
             return self
         left = total_steps - FIRST_STEPS - self.warm_steps - self.first_window
@@ -112,37 +113,37 @@ class Pace:
 
 @dataclass
 class Arm:
-    """A process and the live choices that are on while it runs."""
+    """A process and the live choices that are on in its windows."""
 
     process: RunningTrial
     choices: Sequence[Choice] = ()
-    resting: bool = False
-    """Watched no more closely than `flatout run` does between its looks."""
+    suspended: bool = False
+    """Only count steps, as `flatout run` does most of the time?"""
 
     def window(self, *, settle: int, steps: int) -> Window:
-        return self.process.window(self.choices, settle=settle, steps=steps, resting=self.resting)
+        return self.process.window(self.choices, settle=settle, steps=steps, suspended=self.suspended)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairing:
-    """What the windows of two arms gave."""
+    """The result of the windows of two arms."""
 
     comparison: Comparison
     baseline_seconds: float
     candidate_seconds: float
     startup_seconds: float | None
-    """What turning the candidate on cost; None: it is part of the steps, as whole runs were compared."""
+    """Cost of turning the candidate on; None: part of the steps, as whole runs were compared."""
     baseline_medians: tuple[float, ...] = ()
     candidate_medians: tuple[float, ...] = ()
     leak_bytes_per_step: float = 0.0
 
 
 class RolledBackInside(TrialError):
-    """The candidate was taken back inside the process: it could not be applied, or the forward failed under it."""
+    """The candidate was rolled back in the process: it could not be applied, or the forward failed under it."""
 
 
 def warm_up(arm: Arm, pace: Pace, candidate: Choice | None) -> tuple[float, float]:
-    """Run the first steps of an arm. Returns what they cost beyond a usual step, and the usual step, in seconds."""
+    """Run the first steps of an arm. Returns their cost beyond usual steps, and the usual step time, in seconds."""
     window = arm.window(settle=pace.warm_steps, steps=pace.first_window)
     raise_if_rolled_back(window, candidate)
     usual = median(window.seconds)
@@ -159,8 +160,8 @@ def compare_arms(
 ) -> Pairing:
     """Pairs of windows until the verdict is clear, or the time or the pairs are used up.
 
-    Each pair goes into `collected` as well, so that a script which ends half-way can be started again and the
-    comparison go on with what it has.
+    Each pair is also appended to `collected`, so that when the script ends half-way, the comparison continues after a
+    restart.
     """
     began = time.monotonic()
     startup, _ = warm_up(candidate, pace, choice)
@@ -199,7 +200,7 @@ def compare_arms(
 
 
 def _one_turn(baseline: Arm, candidate: Arm, pace: Pace, number: int) -> tuple[Window, Window]:
-    """A window of each; the order changes from turn to turn."""
+    """A window of each; the order alternates."""
     order = (baseline, candidate) if number % 2 == 0 else (candidate, baseline)
     first = order[0].window(settle=pace.settle, steps=pace.steps)
     second = order[1].window(settle=pace.settle, steps=pace.steps)
@@ -207,25 +208,25 @@ def _one_turn(baseline: Arm, candidate: Arm, pace: Pace, number: int) -> tuple[W
 
 
 def compare_pairs(pairs: Sequence[tuple[float, float]], pace: Pace) -> Comparison:
-    """What they show, after the looks at them that this pace has allowed."""
+    """Their comparison, given the looks that this pace has allowed."""
     if pace.stops_when_decided:
         return compare_so_far(pairs, least_gain=pace.least_gain)
     return compare_paired([pair[0] for pair in pairs], [pair[1] for pair in pairs], least_gain=pace.least_gain)
 
 
 def is_enough(pairs: Sequence[tuple[float, float]], pace: Pace, seconds: float) -> bool:
-    """Is the verdict clear, or the time or the number of pairs used up? seconds: what they have taken."""
+    """Is the verdict clear, or the time or the number of pairs used up? seconds: taken so far."""
     if len(pairs) >= pace.most_pairs or (seconds > pace.seconds and len(pairs) >= pace.least_pairs):
         return True
     return pace.stops_when_decided and is_decided(pairs, least_gain=pace.least_gain)
 
 
 def _suspicious(resident: Sequence[tuple[int, int]]) -> bool:
-    """Did the process grow in the candidate's windows more than in the baseline's? Cheap, and often mistaken.
+    """Did the process grow more in the candidate's windows than in the baseline's? Cheap, with false positives.
 
     `resident` holds the memory after each pair's windows (baseline, candidate). As the order alternates, A B, B A,
-    A B, two windows of one arm follow each other between pairs: only there growth is the arm's own, because a lever
-    that is switched may take and give memory by the switching.
+    A B, two windows of one arm follow each other between pairs: only that growth is the arm's own, because switching a
+    lever may itself allocate and free memory.
     """
     ours = [resident[i + 1][0] - resident[i][0] for i in range(1, len(resident) - 1, 2)]
     theirs = [resident[i + 1][1] - resident[i][1] for i in range(0, len(resident) - 1, 2)]
@@ -235,10 +236,10 @@ def _suspicious(resident: Sequence[tuple[int, int]]) -> bool:
 
 
 def leak_bytes_per_step(baseline: Arm, candidate: Arm, pace: Pace) -> float:
-    """Bytes that each step adds under the candidate beyond what it adds plainly; 0 if there is no steady growth.
+    """Bytes that each step adds under the candidate beyond the baseline; 0 if there is no steady growth.
 
-    Each arm runs several windows in a row. An allocator that rearranges itself grows once or to and fro, a leak grows
-    in every window by about the same.
+    Each arm runs several windows in a row. An allocator that rearranges itself grows once, or up and down; a leak grows
+    by about the same in every window.
     """
     steps = pace.settle + pace.steps
     theirs = _growths(candidate, pace)

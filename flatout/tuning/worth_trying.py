@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.levers.first_compilation import usual_compile_seconds
 from flatout.levers.lever import Lever, Verdict, refuse
 from flatout.levers.observed import Observed
@@ -15,7 +13,7 @@ from flatout.tuning.windows import LEAST_GAIN, Pace
 from flatout.units import format_seconds
 
 COMPARISON_SECONDS = 25.0
-"""One comparison takes so long at the most."""
+"""The most that one comparison takes."""
 
 
 def worth_trying(
@@ -27,10 +25,10 @@ def worth_trying(
     asked: bool = False,
     few: FewSteps | None = None,
 ) -> Verdict:
-    """The values to try, or why none. asked: somebody wants just this, whatever it is predicted to save. few: the
-    script's length, where whole runs are compared."""
+    """The values to try, or why none. asked: the user asked for it, whatever it is predicted to save. few: the script's
+    length, where whole runs are compared."""
     if not allowed(lever.exactness, exactness):
-        return refuse(f"it is {lever.exactness}, and --exactness is {exactness}")
+        return refuse(f"it is {lever.exactness}, and exactness is limited to {exactness}")
     if few is not None and lever.exactness == "reduced" and few.compared < LEAST_LOSSES:
         return refuse(f"reduced is proved by the losses of {LEAST_LOSSES} steps with it, and there are {few.compared}")
     verdict = lever.applies(machine, observed)
@@ -40,7 +38,7 @@ def worth_trying(
         seconds = few.compared * observed.step_seconds
         if seconds < (compiling := min(usual_compile_seconds(observed, value) for value in verdict.values)):
             usual = format_seconds(compiling)
-            return refuse(f"compiling usually takes {usual}, and all steps of a run with it {format_seconds(seconds)}")
+            return refuse(f"compiling usually takes {usual}, and all steps of a run {format_seconds(seconds)}")
     saving = lever.saving(machine, observed)
     if saving.most >= LEAST_GAIN:
         return verdict
@@ -49,18 +47,18 @@ def worth_trying(
 
 
 def least_trial_seconds(observed: Observed) -> float:
-    """Of the fewest steps that can decide, in one process."""
+    """Time of the fewest steps that can decide, in one process."""
     step_seconds = observed.step_seconds or 0.01
     return step_seconds * Pace.for_step(step_seconds, seconds=COMPARISON_SECONDS).least_steps
 
 
 def saving_per_second(
-    lever: Lever, expected: float, observed: Observed, restart_seconds: float, value: Any = None
+    lever: Lever, expected: float, observed: Observed, restart_seconds: float, value: object = None
 ) -> float:
-    """What is expected to be saved of a step, per second of the lever's trial. What is expected to cost time comes
-    after all that saves some, and first what is soon tried."""
+    """Expected saving per second of the lever's trial. What is expected to cost time ranks after everything that saves
+    some, the quickest trial first."""
     seconds = least_trial_seconds(observed)
     if lever.switch != "live":
         seconds += restart_seconds
-    seconds += lever.compiles * usual_compile_seconds(observed, value)
+    seconds += lever.compiles * usual_compile_seconds(observed, str(value))
     return expected / seconds if expected > 0 else expected * seconds

@@ -50,7 +50,7 @@ def test_where_nothing_was_kept_there_is_a_reason_instead_of_a_speedup(subject: 
     assert result(subject, late).reason.endswith("with 1 not reached: try seconds=100 (about)")
     unmeasured = result(subject, SearchState(kept=[Choice(CudnnBenchmark(), True)]))
     assert unmeasured.speedup is None
-    assert "could not be measured afresh" in unmeasured.reason
+    assert "their combination could not be measured" in unmeasured.reason
     assert unmeasured.reason in unmeasured.summary()
 
 

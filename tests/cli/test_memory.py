@@ -222,7 +222,7 @@ def test_planted_leaks_are_found_at_their_lines(name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "holder", "bounded"),
     [
-        ("kept.append(out); kept.pop(0) if len(kept) > 50 else None", "kept", "the script takes from it again"),
+        ("kept.append(out); kept.pop(0) if len(kept) > 50 else None", "kept", "the script also removes from it"),
         ("kept.append(out.item() if out.numel() == 1 else out.mean().item())", "", ""),
     ],
 )
@@ -290,7 +290,7 @@ def test_a_script_that_never_steps_is_ended_when_the_patience_is(tmp_path: Path)
     (tmp_path / "waits.py").write_text("import sys, time, torch\nsys.stderr.write('its words')\ntime.sleep(1000)\n")
     result = memory(tmp_path, "--patience", "1s", "waits.py")
     assert result.returncode == 1
-    assert result.stderr.startswith("error: the script had not made its 8 steps after 1 s")
+    assert result.stderr.startswith("error: the script did not reach 8 steps in 1 s")
     assert "--patience 2h" in result.stderr
 
 

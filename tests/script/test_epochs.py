@@ -23,7 +23,7 @@ def runner() -> Iterator[Runner]:
     runner.watch.uninstall()
 
 
-def test_the_training_loader_s_iterators_are_told_also_while_resting(runner: Runner) -> None:
+def test_the_training_loader_s_iterators_are_told_also_while_suspended(runner: Runner) -> None:
     made: list[int] = []
     runner.watch.at_iterator.append(lambda loader, began: made.append(loader.num_workers))
     model = torch.nn.Linear(3, 1)
@@ -31,7 +31,7 @@ def test_the_training_loader_s_iterators_are_told_also_while_resting(runner: Run
     data = torch.utils.data.DataLoader(torch.randn(12, 3), batch_size=4)
     for epoch in range(4):
         if epoch == 2:
-            runner.watch.rest(16)
+            runner.watch.suspend(16)
         for batch in data:
             optimizer.zero_grad()
             model(batch).sum().backward()

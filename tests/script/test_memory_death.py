@@ -67,7 +67,7 @@ def test_a_tensor_larger_than_everything_is_named_as_such() -> None:
     subject = Subject()
     death = inspect_death(died("you tried to allocate 999999999999 bytes", subject), subject, HERE)
     assert death is not None
-    assert "larger than all that was held" in death.advice[0]
+    assert "larger than everything that was held" in death.advice[0]
 
 
 def test_a_lazy_layer_that_was_never_called_holds_nothing() -> None:
@@ -115,7 +115,7 @@ def test_where_pythons_objects_took_the_memory_no_measure_for_tensors_is_advised
     death = inspect_death(MemoryError(), Subject(), HERE)
     assert death is not None
     assert len(death.advice) == 1
-    assert death.advice[0].startswith("Python's objects, not tensors")
+    assert death.advice[0].startswith("Python objects took the memory")
 
 
 def test_an_optimizer_of_the_scripts_own_is_the_optimizer() -> None:

@@ -435,13 +435,13 @@ def test_an_error_of_ours_is_not_the_scripts(monkeypatch: pytest.MonkeyPatch) ->
 def test_steps_that_are_let_pass_are_counted(runner: Runner, steps: int) -> None:
     """Quick steps are looked at several at a time; the count is exact all the same."""
     optimizer_loop(80)  # past the first window
-    runner.watch.wake()
+    runner.watch.resume()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     runner.watch.finder.optimizer_stepped(id(optimizer))  # it leads from now on
     before = runner.watch.finder.steps
-    runner.watch.rest(glance_every=16)
-    assert runner.watch.resting
+    runner.watch.suspend(boundary_every=16)
+    assert runner.watch.suspended
     boundaries = runner.record.timed
     for _ in range(steps):
         model(batch()).mean().backward()
@@ -460,7 +460,7 @@ def test_another_optimizer_wakes_a_watch_that_lets_steps_pass(runner: Runner) ->
 
 def test_a_short_phase_with_another_optimizer_is_counted_too(runner: Runner) -> None:
     optimizer_loop(60)
-    assert runner.watch.resting
+    assert runner.watch.suspended
     optimizer_loop(30)
     runner.ended()
     assert runner.record.steps == 90

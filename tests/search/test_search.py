@@ -275,7 +275,7 @@ def test_who_stops_it_gets_what_was_found_so_far() -> None:
     state = search.run()
     assert [one.label for one in state.kept] == ["precision bf16"]
     assert [entry.reason for entry in state.not_tried] == [
-        "broken off as the search was stopped",
+        "interrupted when the search was stopped",
         "not reached before the search was stopped",
     ]
     assert reach_lines(state, seconds_argument) == ["2 not reached: the search was stopped after 8 s"]

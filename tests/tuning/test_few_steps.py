@@ -67,7 +67,7 @@ class Compiling(Faster):
 class Run:
     """A run of `script.steps` steps, the first of which has been made when it has started."""
 
-    broken_off, first_steps_seconds = False, 0.0
+    interruptible, first_steps_seconds = False, 0.0
     isolation: ClassVar[dict[str, Any]] = {}
     deadline: Deadline | None = None
     expected_step_seconds: float | None = None
@@ -121,7 +121,7 @@ class Run:
         self.take(2, "peak")
         return Peak(peak_bytes=1 << 20, resident_bytes=1 << 30)
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
         seconds = self.script.step_seconds
         for choice in (*self.from_start, *choices):
             seconds *= getattr(choice.lever, "factor", 1.0)
@@ -227,7 +227,7 @@ def test_a_gain_that_a_few_more_pairs_will_show_is_waited_for(time_left: int, pa
     left = iter(range(time_left))
 
     class Noisy:
-        def window(self, choices: Any, *, settle: int, steps: int, resting: bool = False) -> Window:
+        def window(self, choices: Any, *, settle: int, steps: int, suspended: bool = False) -> Window:
             assert (settle, steps) == (0, 1)
             return Window(seconds=(next(seconds),), settle_seconds=(), apply_seconds=0.0, resident_bytes=0)
 
@@ -302,9 +302,9 @@ def test_a_script_that_grows_shorter_is_told_so() -> None:
 
 def test_a_budget_too_short_for_whole_runs_is_refused_with_one_that_would_do(tmp_path: Path) -> None:
     said = (
-        r"train.py has 3 steps: starting it takes 200 ms with the first, and each of the others 3 s; "
+        r"train.py has 3 steps: starting it takes 200 ms including the first, and each of the others 3 s; "
         r"trying one lever takes 6 whole runs, about 37\.2 s, and .* of the budget of 1 min 20 s is left .*; "
-        r"try --budget 4m$"
+        r"try --budget 4m \(in Python: seconds=240\)$"
     )
     with pytest.raises(ScriptError, match=said):
         searched(Pretended(tmp_path, 3, 3.0), Faster(), budget_seconds=80.0)
@@ -322,7 +322,7 @@ def test_steps_for_which_the_time_is_over_after_the_first_are_refused_after_the_
 
 
 def test_memory_of_few_steps_is_not_fitted(tmp_path: Path) -> None:
-    with pytest.raises(ScriptError, match=r"train.py has 5 steps; --fit weighs"):
+    with pytest.raises(ScriptError, match=r"train.py has 5 steps; a memory limit"):
         searched(Pretended(tmp_path, 5), Faster(), fit_bytes=1)
 
 
@@ -330,7 +330,7 @@ def test_what_few_steps_cannot_prove_or_repay_is_not_tried(tmp_path: Path, monke
     monkeypatch.setattr("flatout.levers.first_compilation.headers_are_compiled", lambda: True)
     told = {entry.label: entry.reason for entry in searched(Pretended(tmp_path, 4), Reducing(), Compiling()).not_tried}
     assert told["reducing"] == "reduced is proved by the losses of 4 steps with it, and there are 3"
-    assert told["compiling"] == "compiling usually takes 7.2 s, and all steps of a run with it 30 ms"
+    assert told["compiling"] == "compiling usually takes 7.2 s, and all steps of a run 30 ms"
     state = searched(Pretended(tmp_path, 5, 5.0), Reducing(), Compiling(), budget_seconds=10_000.0)
     assert {trial.label for trial in state.trials} == {"reducing", "compiling"}
 

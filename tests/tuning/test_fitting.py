@@ -85,19 +85,19 @@ def test_the_fastest_that_fits_is_kept() -> None:
     assert process.asked.count("loss+activation_checkpointing") == 0  # it would only save more than recomputing does
     told = {trial.label: (trial.outcome, trial.reason) for trial in found.trials}
     assert told[LOSS.label] == ("dropped", "too large")
-    assert told[BLOCK.label] == ("dropped", f"fits, and is slower than {LOSS.label} + {BF16.label}")
+    assert told[BLOCK.label] == ("dropped", f"fits, but is slower than {LOSS.label} + {BF16.label}")
     assert told[f"{LOSS.label} + {BF16.label}"] == ("kept", "the fastest that fits")
     assert (replace(found, planned_bytes=50 * MIB).holds, found.holds) == (True, False)
 
 
 def test_where_nothing_fits_the_least_is_named() -> None:
-    with pytest.raises(ScriptError, match=r"100 MiB, and 5 MiB are allowed; the least .* is 10 MiB, with .*; make the"):
+    with pytest.raises(ScriptError, match=r"100 MiB, and 5 MiB are allowed; the lowest .* is 10 MiB, with .*; use a"):
         fitted(5)
-    with pytest.raises(ScriptError, match="2 of 7 combinations; give it more time with --budget"):
+    with pytest.raises(ScriptError, match="2 of 7 combinations; allow more time: --budget"):
         fitted(5, turns=2)
-    with pytest.raises(ScriptError, match="it hangs; make the script's batch smaller"):
+    with pytest.raises(ScriptError, match="it hangs; use a smaller batch"):
         fitted(65, Process(loss=TrialError("it hangs")), offered=[(LOSS,)])
-    with pytest.raises(ScriptError, match="nothing that saves memory applies to this script"):
+    with pytest.raises(ScriptError, match="no lever that saves memory applies to this script"):
         fitted(5, offered=[])
 
 
@@ -116,7 +116,7 @@ def test_one_that_fails_or_takes_itself_back_is_passed_over() -> None:
 
 def test_memory_that_cannot_be_told_is_no_memory_that_fits() -> None:
     process: Any = SimpleNamespace(peak=lambda choices: SimpleNamespace(peak_bytes=None, incidents={}))
-    with pytest.raises(ScriptError, match="cannot be told here"):
+    with pytest.raises(ScriptError, match="cannot be measured here"):
         fitted(5, process)
     assert "nothing shows" in fit_lines(Fit(limit_bytes=1, plain_bytes=2))[0]
     assert "NOT within 1 B" in fit_lines(Fit(limit_bytes=1, plain_bytes=2, planned_bytes=2))[0]

@@ -41,7 +41,7 @@ def peak(size: int | None, resident: int = 10, why: str = "") -> Peak:
     [
         (peak(80), peak(40), "cpu", False, "dropped", 'put loss = "chunked" under [plan]'),
         (peak(80), peak(40), "cpu", True, "kept", "asked for"),
-        (peak(80), peak(78), "cpu", True, "dropped", "no memory to speak of"),
+        (peak(80), peak(78), "cpu", True, "dropped", "hardly any memory"),
         (peak(80, resident=900), peak(40), "cpu", False, "kept", "memory is short: 900 B of"),
         (peak(90), peak(40), "cuda:0", False, "kept", "memory is short: 90 B of 100 B"),
         (peak(90), peak(40), "cuda:1", False, "dropped", "[plan]"),

@@ -76,7 +76,7 @@ def test_what_was_kept_before_is_proved_and_becomes_the_plan(monkeypatch: pytest
     assert found.proof is not None
     assert found.speedup is not None
     assert [(one.label, one.reason) for one in found.state.not_tried] == [
-        ("slower 1", "broken off as the search was stopped")
+        ("slower 1", "interrupted when the search was stopped")
     ]
     assert "1 not reached: the search was stopped after" in found.summary()
     assert told.index(STOPPING) < told.index("proof: helps is bit-identical?")

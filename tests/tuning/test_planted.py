@@ -34,7 +34,7 @@ REASONS = [
     ("raises in backward", "failed", "planted failure of a backward pass"),
     ("hangs", "failed", "hangs"),
     ("leaks", "failed", "leaks memory"),
-    ("corrupts gradients", "failed", "numbers: from the same gradients the optimizer's step moves"),
+    ("corrupts gradients", "failed", "numbers: from the same gradients the optimizer's update of"),
     ("helps", "kept", "faster"),
 ]
 

@@ -120,7 +120,7 @@ def test_a_reduced_lever_may_turn_out_better_than_it_claims(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("amplified", [True, False])
-def test_what_goes_astray_is_held_against_a_plain_run_with_noisy_gradients(tmp_path: Path, amplified: bool) -> None:
+def test_what_diverges_is_held_against_a_plain_run_with_noisy_gradients(tmp_path: Path, amplified: bool) -> None:
     candidate = replace(NOISY, losses=(*NOISY.losses[:12], (1.9,), *NOISY.losses[13:]))
     prover = Recorded(tmp_path, {("reduces",): candidate})
     prover.noisy = candidate if amplified else NOISY
@@ -173,7 +173,7 @@ def test_a_script_that_does_not_repeat_itself_is_never_within_rounding(tmp_path:
     assert proof.verdict == "statistical"
     assert not proof.repeatable
     assert proof.resolution is not None
-    assert "would not have been seen" in proof.reason
+    assert "would not have been detected" in proof.reason
     worse = [run(seed=seed, noise=0.15, level=9.0) for seed in range(5, 10)]
     assert Recorded(tmp_path, {(choice.label,): worse}, plain=OTHERS).prove([choice]).verdict == "rejected"
 
@@ -187,7 +187,7 @@ def test_plain_runs_that_were_seen_to_differ_are_not_found_alike_by_a_nudged_one
 
 def test_a_lever_under_which_a_fresh_run_fails(tmp_path: Path) -> None:
     proof = Recorded(tmp_path, {("rounds",): TrialEnded(1, "Traceback\nValueError: no", 3)}).prove([ROUNDS])
-    assert (proof.verdict, proof.reason) == ("rejected", "a fresh run with it failed: ValueError: no")
+    assert (proof.verdict, proof.reason) == ("rejected", "a new run with it failed: ValueError: no")
 
 
 def test_a_run_that_ends_early_is_another_run(tmp_path: Path) -> None:

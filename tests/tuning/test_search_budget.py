@@ -49,7 +49,7 @@ def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
         asked._affordable_steps(0.02)
     assert str(refused.value) == (
         "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 79 steps, "
-        "and nothing of the budget of 10 s is left for that beside the proof; try --budget 40"
+        "and nothing of the budget of 10 s is left for that beside the proof; try --budget 40 (in Python: seconds=40)"
     )
 
 
@@ -57,7 +57,7 @@ def test_long_steps_are_blamed_where_they_are_long(tmp_path: Path) -> None:
     clock = Clock()
     asked = search(tmp_path, clock)
     asked.state.startup_seconds = clock.now = 2.0
-    with pytest.raises(ScriptError, match=r"a step 1 s; .* 4 s of the budget of 10 s is .* give the script smaller"):
+    with pytest.raises(ScriptError, match=r"a step 1 s; .* 4 s of the budget of 10 s is .* make .* steps smaller"):
         asked._affordable_steps(1.0)
 
 
@@ -76,7 +76,9 @@ def test_a_search_leaves_time_for_the_proof_however_short_its_own_is(tmp_path: P
     assert asked._remaining() == pytest.approx(10 - 1.8 - starts * 0.8 - 0.4 * 10)
     asked.state.startup_seconds = asked.state.restart_seconds = 2.0
     asked._keep_back(0.001)
-    with pytest.raises(ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30$"):
+    with pytest.raises(
+        ScriptError, match=r"nothing of the budget of 10 s is left .* try --budget 30 \(in Python: seconds=30\)$"
+    ):
         asked._affordable_steps(0.001)
 
 
@@ -107,7 +109,9 @@ def test_a_search_that_is_stopped_says_so_and_keeps_what_it_has(tmp_path: Path) 
 
 def test_silence_is_told_with_the_budget_that_was_given() -> None:
     error = no_step("train.py", 6.0, None, Deadline(10.0, clock=Clock()))
-    assert str(error).startswith("train.py: no step in 6 s; the budget is 10 s; give it more with --budget")
+    assert str(error).startswith(
+        "train.py: no step in 6 s; the budget is 10 s; allow more time: --budget (in Python: seconds=)"
+    )
 
 
 def test_what_the_time_did_not_suffice_for_is_listed_once(tmp_path: Path) -> None:
@@ -147,7 +151,7 @@ def test_a_silent_trial_ends_soon_after_the_search_was_stopped(tmp_path: Path) -
             trial.window([], settle=0, steps=100)
 
 
-def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> None:
+def test_steps_are_interrupted_soon_after_the_time_is_over(tmp_path: Path) -> None:
     clock = Clock()
     deadline = Deadline(10.0, clock=clock)
     (tmp_path / "train.py").write_text(STEPS)
@@ -156,13 +160,13 @@ def test_steps_are_broken_off_soon_after_the_time_is_over(tmp_path: Path) -> Non
     with TrialProcess(setup) as trial:
         clock.now = 10.4  # what is begun now has some grace
         assert deadline.passed
-        trial.broken_off = True
+        trial.interruptible = True
         trial.start(120)
         clock.now = 10.6
         with pytest.raises(BudgetSpent, match="the budget of 10 s is spent"):
             trial.window([], settle=0, steps=100)
     late = TrialProcess(setup)
-    late.broken_off = True
+    late.interruptible = True
     with pytest.raises(BudgetSpent):
         late.start(120)
 

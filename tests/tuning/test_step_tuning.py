@@ -167,12 +167,12 @@ class Uncopied(nn.Linear):
 @pytest.mark.parametrize(
     ("change", "batches", "said"),
     [
-        ({}, data()[0], "batches is tuple; it is an iterable of batches, .*; for a single one: \\[batch\\]"),
+        ({}, data()[0], "batches is tuple; it is an iterable of batches as .*; for a single one: \\[batch\\]"),
         ({}, data()[0][0], "batches is Tensor"),
         ({}, 3, "batches is int"),
         ({}, [], "there are no batches"),
         ({}, None, "batches is None"),
-        ({"plan": Plan(precision="bf16", micro_batches=2)}, data(), "makes choices already: 'precision'; .*without"),
+        ({"plan": Plan(precision="bf16", micro_batches=2)}, data(), "already sets 'precision'; .*without"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(change: dict[str, Any], batches: Any, said: str) -> None:
@@ -183,7 +183,7 @@ def test_what_cannot_be_tuned_is_refused(change: dict[str, Any], batches: Any, s
 def test_models_that_cannot_be_tried_are_refused() -> None:
     step = training()
     step.model.compile()
-    with pytest.raises(UsageError, match="compiled already"):
+    with pytest.raises(UsageError, match="already compiled"):
         flatout.tune(step, data())
     model = nn.Sequential(Uncopied(8, 4))
     step = flatout.TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), LOSS)

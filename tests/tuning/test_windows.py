@@ -30,7 +30,7 @@ class Pretended:
         self.switching = 0.0
         self.resident, self.draw = 1 << 30, random.Random(0)
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
         on = bool(choices)
         self.order.append(on)
         base = self.candidate if on else 0.01

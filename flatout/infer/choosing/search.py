@@ -21,7 +21,7 @@ from flatout.infer.choosing.in_turns import Turns, in_turns
 from flatout.levers.break_even import Counted
 from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
-from flatout.plan_choices import Exactness, allowed, declared, worst
+from flatout.plan_choices import ChoiceValue, Exactness, allowed, declared, worst
 from flatout.search.deadline import Deadline
 from flatout.search.search import Progress, Proposal, Search
 from flatout.search.trial import Measured, Record
@@ -46,7 +46,7 @@ class Option:
     """One change that may help: the fields of the plan that it sets, and those that it replaces."""
 
     label: str
-    choices: Mapping[str, object]
+    choices: Mapping[str, ChoiceValue]
     replaces: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     """Fields of the plan that make it pointless once they are kept."""

@@ -1,4 +1,4 @@
-"""A trial runs somebody else's script and must leave nothing behind: no file, no process, nothing sent elsewhere.
+"""A trial runs a user's script and must leave nothing behind: no file, no process, nothing sent elsewhere.
 
 Two ways to keep the user's files as they are, the better one first:
 
@@ -6,8 +6,8 @@ Two ways to keep the user's files as they are, the better one first:
               deletes and renames as it likes, sees its own changes, and nothing of them reaches the real files
     guard     where the kernel refuses that: the script may only read, and is stopped before its first write
 
-In both the script has a loopback interface of its own and no other network, unless that is allowed, and what it starts
-ends with it: in a PID namespace, or by a process that looks for it (processes.py).
+In both the script has its own loopback interface and no other network, unless that is allowed, and what it starts ends
+with it: in a PID namespace, or killed by a supervising process (processes.py).
 
 >>> isolation = enter(scratch, on_first_write=report_and_exit)      # in the trial's process, before anything else
 >>> isolation.mode, isolation.reason

@@ -1,4 +1,4 @@
-"""Why a script may fail in a trial that works by itself: it wanted the network, or a port that another trial has."""
+"""Why a script that works by itself may fail in a trial: no network, or a port that another trial uses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NETWORK_ERRORS = ("Connect", "NameResolution", "NewConnection", "MaxRetry", "Ti
 
 
 def explain_failure(error: BaseException | None, isolation: Isolation) -> str:
-    """'' where the failure has nothing to do with how trials are kept apart from the machine."""
+    """'' where the failure has nothing to do with the isolation of trials."""
     chain = list(_chain(error))
     if isolation.network == "loopback" and any(_wants_network(link) for link in chain):
         return (
             "a trial has no network, only a loopback interface of its own; "
-            "if the script needs the network, pass --allow-network"
+            "if the script needs the network, pass --allow-network on the command line"
         )
     if isolation.network == "machine" and any(_wants_port(link) for link in chain):
         return (

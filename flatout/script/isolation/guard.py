@@ -17,14 +17,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flatout.errors import MachineError
 from flatout.replaced import replaced
 
 from .landlock import restrict_writes
 from .scratch import TEMPORARY
-from .writes import Stop, WriteRules, program_rules, stream_check
+from .writes import Arguments, Stop, WriteRules, program_rules, stream_check
 
 _active: WriteRules | None = None  # what guard_torch asks; None before enter_guard and in overlay mode
 _checks = contextlib.ExitStack()  # of torch's writers; held here, as nobody need keep what takes them away
@@ -40,7 +40,7 @@ def enter_guard(
     sys.dont_write_bytecode = True
     writable = [str(scratch), *(str(path) for path in shared)]
     try:
-        # Shared memory is made from C++, where nobody can be asked: what Python opens there is stopped all the same.
+        # Shared memory is created by C++, which cannot be intercepted; what Python opens there is still stopped.
         kernel_trees = [tree for tree in ("/dev", "/proc") if os.path.isdir(tree)]
         details = [restrict_writes([*writable, *kernel_trees]), "mode, owner and times changed from C++ are not seen"]
         programs_allowed = True
@@ -52,7 +52,7 @@ def enter_guard(
     if not programs_allowed:
         _check_workers(rules.stop)
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event: str, arguments: Arguments) -> None:
         check = events.get(event)
         if check is not None:
             check(arguments)
@@ -82,13 +82,13 @@ def _check_workers(stop: Stop) -> None:
     """multiprocessing starts its helpers below Python's audit events; the module attribute is where it looks."""
     import _posixsubprocess
 
-    start = _posixsubprocess.fork_exec
+    start: Callable[..., int] = _posixsubprocess.fork_exec
     check = program_rules(stop)["subprocess.Popen"]
 
     @functools.wraps(start)
-    def checked(arguments: Any, *others: Any) -> int:
+    def checked(arguments: object, *others: object) -> int:
         check(("", arguments))
-        return int(start(arguments, *others))
+        return start(arguments, *others)
 
     _posixsubprocess.fork_exec = checked
 

@@ -1,4 +1,4 @@
-"""Which way a trial is kept from the user's files, and why: `enter` chooses, `probe` tells beforehand.
+"""How a trial is kept from the user's files, and why: `enter` chooses, `probe` finds out in advance.
 
 Put the scratch directory below /tmp or /var/tmp, on a disk, with a short path (a socket's path has at most 107
 characters). Beneath a home directory it works too, but then that home is laid over child by child (see overlay.py).

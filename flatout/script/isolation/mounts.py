@@ -2,7 +2,7 @@
 
 A line reads: id, parent, major:minor, root, path, mount options, optional fields, '-', type, source, super options.
 Mounts form a tree; a mount hides what lies beneath its path, also an earlier mount at the very same path, so only
-a walk from the root tells which of them a path can still reach.
+a walk from the root shows which of them a path can still reach.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _REMEDY = "allow it: sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_
 
 
 def own_mounts() -> bool:
-    """Leave the parent's mount and IPC namespaces; tells whether a user namespace was needed for it."""
+    """Leave the parent's mount and IPC namespaces; returns whether a user namespace was needed."""
     as_user = _unshare_as_root_or_user(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
     try:
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -41,16 +41,16 @@ def own_network() -> None:
         kernel.bring_loopback_up()
     except (OSError, MachineError) as error:
         raise MachineError(
-            f"the kernel refuses a network of its own to a trial ({error})",
+            f"the kernel refuses a network namespace for a trial ({error})",
             limit="a trial must not send anything to other machines",
-            remedy="pass --allow-network if this script may use the network in every trial",
+            remedy="pass --allow-network on the command line if this script may use the network in every trial",
         ) from error
 
 
 def _unshare_as_root_or_user(flags: int) -> bool:
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
     if threads > 1:
-        raise MachineError(f"this process has {threads} threads", limit="a namespace is changed with one")
+        raise MachineError(f"this process has {threads} threads", limit="namespaces can only be changed with one")
     try:
         kernel.unshare(flags)
         return False

@@ -89,7 +89,7 @@ class _Tree:
             self._lay_place(path)
         for path in (self.scratch, *self.shared):
             kernel.bind(path, self._inside(path), recursive=path != self.scratch)
-        # Nobody should stumble over the layers' own directories, where every changed file shows up again.
+        # Hide the layers' own directories, in which every changed file appears again.
         hidden = str(Path(self.scratch, LAYERS))
         kernel.mount(SOURCE, self._inside(hidden), "tmpfs", kernel.MS_RDONLY, "size=4k,mode=0500")
         if self.in_memory:
@@ -139,7 +139,7 @@ class _Tree:
                 kernel.make_read_only(self._inside(entry), kernel.MS_NOSUID | kernel.MS_NODEV)
 
     def _lay_place(self, path: str) -> bool:
-        """A layer on top of a layer, where owners.py asks for one; tells whether there is one now."""
+        """A layer on top of a layer, where owners.py asks for one; returns whether there is one now."""
         place = self.places.get(path)
         nested = place is not None and (place.foreign or os.path.dirname(path) not in self.layered)
         done = path in self.layered or any(is_below(layered, path) for layered in self.layered)
@@ -149,7 +149,7 @@ class _Tree:
         return holder.writable and not mounts.in_kernel_tree(holder) and self._layer(holder, path)
 
     def _layer(self, mount: Mount, directory: str) -> bool:
-        """Tell whether the directory has got a layer; refused where a mount below it is none of ours to lift."""
+        """Returns whether the directory got a layer; it gets none where it holds a mount that cannot be moved."""
         if not os.path.isdir(directory) or (self.as_user and self._holds_mount(directory)):
             return False
         if not self._holds_scratch(directory) and not self.layers.disk_refusal:

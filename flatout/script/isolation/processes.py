@@ -110,7 +110,7 @@ def _end_namespace(tell: int, status: int) -> NoReturn:
     """Init's own end, after that of all others. `status`: the script's, as `waitpid` gives it."""
     if os.getpid() != 1:  # the next line would end everything that the user has
         os._exit(1)
-    with suppress(ProcessLookupError):  # there is nobody else
+    with suppress(ProcessLookupError):  # there is no other process
         os.kill(-1, signal.SIGKILL)
     with suppress(ChildProcessError):
         while True:

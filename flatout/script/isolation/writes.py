@@ -11,11 +11,15 @@ import functools
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from urllib.parse import parse_qs, unquote
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Stop = Callable[[str], NoReturn]
-Check = Callable[[tuple[Any, ...]], None]
+Arguments = tuple[Any, ...]  # each event has its own
+Check = Callable[[Arguments], None]
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_TRUNC | os.O_CREAT
 
@@ -62,7 +66,14 @@ class WriteRules:
             "os.killpg": self._check_signal,
         }
 
-    def check(self, what: str, path: Any, directory: int | None = None, *, entry: bool = False) -> None:
+    def check(
+        self,
+        what: str,
+        path: str | bytes | int | os.PathLike[str] | None,
+        directory: int | None = None,
+        *,
+        entry: bool = False,
+    ) -> None:
         """Stop unless `path` may be changed; `entry`: the name itself, where it is a link."""
         resolved = _resolve(path, directory, entry=entry)
         if resolved is not None and not self._may_write(resolved):
@@ -78,7 +89,7 @@ class WriteRules:
         except OSError:
             return False
 
-    def _check_change(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _check_change(self, event: str, arguments: Arguments) -> None:
         what, places = _CHANGES[event]
         if event == "os.truncate" and isinstance(arguments[0], int):
             return  # that it may be written was decided when it was opened
@@ -86,12 +97,12 @@ class WriteRules:
             number = arguments[directory] if directory is not None and directory < len(arguments) else None
             self.check(what, arguments[position], number, entry=event in _ON_THE_ENTRY)
 
-    def _check_open(self, arguments: tuple[Any, ...]) -> None:
+    def _check_open(self, arguments: Arguments) -> None:
         path, _, flags = arguments
         if isinstance(flags, int) and flags & _WRITING and not isinstance(path, int):
             self.check("open for writing", path)
 
-    def _check_sqlite(self, arguments: tuple[Any, ...]) -> None:
+    def _check_sqlite(self, arguments: Arguments) -> None:
         database = os.fsdecode(arguments[0])
         if database.startswith("file:"):
             name, _, query = database.removeprefix("file:").partition("?")
@@ -102,12 +113,12 @@ class WriteRules:
         if database not in ("", ":memory:"):
             self.check("open database", database)
 
-    def _check_socket(self, what: str, arguments: tuple[Any, ...]) -> None:
+    def _check_socket(self, what: str, arguments: Arguments) -> None:
         address = arguments[1]
         if isinstance(address, str | bytes) and address and os.fsencode(address)[0] != 0:  # not an abstract name
             self.check(what, address)
 
-    def _check_signal(self, arguments: tuple[Any, ...]) -> None:
+    def _check_signal(self, arguments: Arguments) -> None:
         """A trial has a session of its own, to which its workers belong."""
         process, number = arguments
         try:
@@ -118,7 +129,7 @@ class WriteRules:
             self.stop(f"send signal {number} to process {process}")
 
 
-def _resolve(path: Any, directory: int | None, *, entry: bool) -> str | None:
+def _resolve(path: str | bytes | int | os.PathLike[str] | None, directory: int | None, *, entry: bool) -> str | None:
     """The real path without links; None for what is no file by name."""
     if path is None:
         path = "."
@@ -154,7 +165,7 @@ def _path_of_descriptor(number: int) -> str | None:
 def program_rules(stop: Stop) -> dict[str, Check]:
     """Another program writes where no hook of ours can see it."""
 
-    def check(position: int, arguments: tuple[Any, ...]) -> None:
+    def check(position: int, arguments: Arguments) -> None:
         command = arguments[position]
         words = [command] if isinstance(command, str | bytes | os.PathLike) else list(command)
         shown = [os.fsdecode(word) for word in words]
@@ -173,11 +184,11 @@ def _only_looks(words: list[str]) -> bool:
     return os.path.basename(words[0]) in _LOOKING_PROGRAMS or tracks_shared_memory
 
 
-def stream_check(original: Any, position: int, rules: WriteRules) -> Any:
+def stream_check(original: Callable[P, R], position: int, rules: WriteRules) -> Callable[P, R]:
     """`original` with a check of the path it gets at `position` (or as `f`); open files were checked when opened."""
 
     @functools.wraps(original)
-    def checked(*arguments: Any, **named: Any) -> Any:
+    def checked(*arguments: P.args, **named: P.kwargs) -> R:
         target = arguments[position] if len(arguments) > position else named.get("f")
         if isinstance(target, str | bytes | os.PathLike):
             rules.check("save", target)

@@ -1,28 +1,28 @@
-"""One trial: a user's script in a process of its own, kept from the user's files, and the parent that asks it things.
+"""One trial: a user's script in its own process, isolated from the user's files, and the parent that controls it.
 
-`process` is the parent, `child` the process; `fork_server` starts one in a fraction of the time. Settings go over in a
-file, then each message is one JSON line. What the parent may be told, whatever it wants to know:
+`process` is the parent, `child` the process; `fork_server` starts one in a fraction of the time. Settings are passed in
+a file, then each message is one JSON line (`messages`). The parent may receive, whatever it asked for:
 
-    isolated                   how the script is kept from the user's files: always the first
+    isolated                   how the script is isolated from the user's files: always the first
     refused  reason            no line of the script has run: there is no isolation, or no such module
     alone  reason              no line has run: the script needs a process that was not forked
     stopped  reason            the script was about to write, and nothing else protects the user's files here
     fault  reason              an error of ours
-    ended  status, error, note, steps, script_steps      the script is over; before it comes what was found until then
+    ended  status, error, note, steps, script_steps      the script has ended; preceded by what was found until then
 
-A command that holds from the script's first line is one of the settings, and has one answer, of the same name:
+A command that applies from the script's first line is one of the settings, and has one answer, of the same name:
 
     memory  steps                          -> what holds the memory of these steps, and what leaks
     determinism  steps, deterministic      -> digests of the weights after these steps, and the time of one
 
-Without one, the script runs until its first certain step, and then waits for commands (`session`):
+Without one, the script runs until its first recognized step, and then waits for commands (`session`):
 
-    ready  step_kind                       it has got there
-    describe                               -> what was seen of the loop (`Observed`)
-    window  levers, settle, steps, resting -> seconds of each measured step, with exactly these levers on
+    ready  step_kind                       it is there
+    describe                               -> what was observed of the loop (`Observed`)
+    window  levers, settle, steps, suspended -> seconds of each measured step, with exactly these levers on
     breakdown  levers, steps               -> where the time of each step went
     work                                   -> what one step computes (`StepWork`)
-    peak  levers, steps                    -> the most that the tensors of a step hold at once
+    peak  levers, steps                    -> peak memory of a step's tensors
     numerics  levers, request              -> losses, gradients and final weights of the next steps (`NumericsRequest`)
     stop                                   -> the process leaves at once
 """

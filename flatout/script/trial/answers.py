@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from flatout.errors import ScriptError, TrialError
 
 FEWEST_TO_PROVE = 2
-"""Steps with levers on: what a lever spoils in its first (a stale copy, a lost update) shows in a second."""
+"""Steps with levers on: an error of a lever in its first step (a stale copy, a lost update) shows in a second."""
 
 PEAK_STEPS = 2
-"""Followed one after the other for a peak: the last step of an epoch, with a shorter batch, holds less than others."""
+"""Followed for a peak: more than one, as the last step of an epoch may have a smaller batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,35 +24,35 @@ class Window:
     apply_seconds: float
     resident_bytes: int
     rolled_back: dict[str, str] = field(default_factory=dict)
-    """Lever name -> why it was taken back inside the process."""
+    """Lever name -> why it was rolled back in the process."""
     samples: tuple[int | None, ...] = ()
-    """That each step drew from the script's loader; None where nobody counts."""
+    """Samples that each step drew from the script's loader; None: not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The most that a few steps held."""
+    """Peak memory of a few steps."""
 
     peak_bytes: int | None
-    """Of tensors (CPU) or of torch's allocator (CUDA); None: it could not be told."""
+    """Of tensors (CPU) or of torch's allocator (CUDA); None: it could not be measured."""
     resident_bytes: int
-    """The most that the process ever had of the host's memory."""
+    """Peak resident memory of the process on the host."""
     incidents: dict[str, str] = field(default_factory=dict)
-    """Lever name -> what it took back by itself, and why."""
+    """Lever name -> what it reverted by itself, and why."""
 
 
 def most_of(peaks: Sequence[int | None]) -> int | None:
-    """None where one of them could not be told."""
+    """The maximum; None where one of them is unknown."""
     known = [peak for peak in peaks if peak is not None]
     return max(known) if len(known) == len(peaks) else None
 
 
 class TrialEnded(TrialError):
-    """The script came to its end (with `status` and `error`), so the process has no more steps to give.
+    """The script ended (with `status` and `error`), so there are no more steps.
 
-    `steps` counts from the first certain one, after which a trial takes commands; `script_steps`: the script's own, of
-    which some may have passed before it was certain what a step is; None: as many. `note` says what of a trial's
-    surroundings may have made it fail; '' where that is not known.
+    `steps` counts from the first recognized one, after which a trial takes commands; `script_steps`: the script's own,
+    some of which may have passed before that; None: the same. `note` says what about the trial's environment may have
+    made it fail; '' where that is unknown.
     """
 
     def __init__(self, status: int, error: str, steps: int, note: str = "", *, script_steps: int | None = None) -> None:
@@ -62,12 +62,12 @@ class TrialEnded(TrialError):
 
     @property
     def leaves_enough_steps(self) -> bool:
-        """Can the script be tuned by starting it again?"""
+        """Can the script be tuned by restarting it?"""
         return self.status == 0 and self.steps > FEWEST_TO_PROVE
 
     @property
     def headline(self) -> str:
-        """The exception in one line, without the rest of a long message; '' where there was none."""
+        """The exception in one line, without the rest of its message; '' where there was none."""
         lines = [line for line in self.error.strip().splitlines() if line.strip()]
         begins = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         after = lines[begins[-1] + 1 :] if begins else []
@@ -75,11 +75,11 @@ class TrialEnded(TrialError):
 
 
 class TrialStopped(TrialError):
-    """The trial was stopped before the script's first write, because nothing else protects the user's files here."""
+    """The trial was stopped before the script's first write, as nothing else protects the user's files here."""
 
 
 class TrialHangs(TrialError):
-    """Nothing came from the process for so long that it counts as hanging."""
+    """The process was silent for so long that it counts as hanging."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -87,23 +87,23 @@ class TrialHangs(TrialError):
 
 
 class TrialFault(TrialError):
-    """An error of ours in the process, and not the script's."""
+    """An error of ours in the process, not the script's."""
 
 
 class TrialDied(TrialError):
-    """The process is gone, and said nothing. `code`: its exit code, or the number of the signal below 0."""
+    """The process ended without an answer. `code`: its exit code, or minus the signal number."""
 
     def __init__(self, code: int) -> None:
         self.code = code
         super().__init__(
             f"the process died of {self.signal_name}"
             if self.signal_name
-            else f"the process left with code {code} in the middle of a step"
+            else f"the process exited with code {code} in the middle of a step"
         )
 
     @property
     def signal_name(self) -> str:
-        """'SIGKILL (out of memory?)'; '' where it left by itself."""
+        """'SIGKILL (out of memory?)'; '' where it exited by itself."""
         if self.code >= 0:
             return ""
         name = signal.Signals(-self.code).name
@@ -111,34 +111,34 @@ class TrialDied(TrialError):
 
 
 def explain_stop(stop: TrialStopped, name: str, reason: str) -> ScriptError:
-    """What to tell a person whose script may not write in a trial; `reason`: why it cannot be given copies of files."""
+    """Error for a script that may not write in a trial; `reason`: why there is no copy-on-write."""
     limit = "copy-on-write is refused here, so a trial may not go on"
     return ScriptError(f"{name}: {stop}", limit=limit, remedy=reason)
 
 
 def explain_end(end: TrialEnded, name: str) -> ScriptError:
-    """What to tell a person whose script ended before it could be tuned."""
+    """Error for a script that ended before it could be tuned."""
     lines = [line for line in end.error.strip().splitlines() if line.strip()]
     if end.status != 0 and lines:
         trace = "\n" + "\n".join(lines) if len(lines) > 1 else ""
         note = f"\n{end.note}" if end.note else ""
         return ScriptError(f"{name} failed by itself, without any lever: {end.headline}", remedy=trace + note)
     if end.status != 0:
-        return ScriptError(f"{name} left with code {end.status} after {end.steps} steps, without any lever")
+        return ScriptError(f"{name} exited with code {end.status} after {end.steps} steps, without any lever")
     if end.steps == 0:
         return ScriptError(
             f"{name} never trains: it ended without a single step",
-            limit="a step is an optimizer's step, or a backward pass followed by a change of the weights",
-            remedy="if it trains in processes that it starts, Flatout does not follow it there",
+            limit="a step is an optimizer step, or a backward pass followed by a change of the weights",
+            remedy="Flatout does not follow training into processes that the script starts",
         )
-    limit = "it had more in the run before: while it is tuned, their number has to stay the same"
+    limit = "it had more in the run before: the number of steps must stay the same while it is tuned"
     if not end.leaves_enough_steps:
         limit = (
             f"flatout run turns levers on after a script's first step, and a proof needs {FEWEST_TO_PROVE} steps with "
-            "them: one, and another that goes on from what the first has left"
+            "them, the second continuing from the first"
         )
     return ScriptError(
         f"{name} ended after {end.script_steps} step{'s' * (end.script_steps != 1)}",
         limit=limit,
-        remedy="let it make more while it is tuned, with its own options (more epochs, smaller batches)",
+        remedy="let it run more steps while it is tuned, by its own options (more epochs, smaller batches)",
     )

@@ -9,33 +9,34 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flatout.script.determinism_watch import DeterminismWatch
 from flatout.script.memory_watch import MemoryWatch
 from flatout.script.preloaded import Preloaded
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
+from flatout.script.trial.messages import TrialConfig
 from flatout.script.trial.session import Session
 
 
 def main(config_path: str) -> NoReturn:
-    config = json.loads(Path(config_path).read_text())
+    config: TrialConfig = json.loads(Path(config_path).read_text())
     begin(config, config["read_fd"], config["write_fd"])
 
 
-def begin(config: dict[str, Any], read_fd: int, write_fd: int, preloaded: Preloaded | None = None) -> NoReturn:
-    """preloaded: what a process that was forked has in memory; None in a new one."""
+def begin(config: TrialConfig, read_fd: int, write_fd: int, preloaded: Preloaded | None = None) -> NoReturn:
+    """preloaded: the modules in memory of a forked process; None in a new one."""
     child = IsolatedChild(config, write_fd)
     commands = os.fdopen(read_fd, "r")
     child.isolate()
+    command = config["command"]
     observer: Observer
-    match config["command"]:
-        case {"do": "memory", "steps": steps}:
-            observer = MemoryWatch(child, steps=steps)
-        case {"do": "determinism", "steps": steps, "deterministic": deterministic}:
-            observer = DeterminismWatch(child, steps=steps, deterministic=deterministic)
-        case _:
-            observer = Session(child, config, commands.readline)
+    if command is None:
+        observer = Session(child, config, commands.readline)
+    elif command["do"] == "memory":
+        observer = MemoryWatch(child, steps=command["steps"])
+    else:
+        observer = DeterminismWatch(child, steps=command["steps"], deterministic=command["deterministic"])
     if preloaded is not None:
         preloaded.hide(child.target.folder, lambda reason: child.finish({"event": "alone", "reason": reason}))
     child.run(observer)

@@ -1,16 +1,16 @@
 """Trials that need not load torch, because they are forked from a process that has.
 
-    with ForkServer() as server:                            # it loads torch meanwhile
+    with ForkServer() as server:                            # loads torch in the background
         setup = TrialSetup(..., fork_server=server)
 
 Loading torch takes seconds, and a tune starts its script a dozen times. Where a fork is not possible, or the script
-needs a process of its own, `is_ready` says no, and trials start as new processes.
+needs a new process, `is_ready` returns False, and trials start as new processes.
 
-The server is this module, run with a socket to talk over and the number of its parent's process. It has nothing of the
-script. It says once whether it can be forked, then answers one request at a time:
+The server is this module, run with a socket and its parent's process id. It loads nothing of the script. It reports
+once whether it can be forked, then answers one request at a time:
 
-    start  config, folder, with five descriptors  -> the number of a new process, a trial's `child`
-    poll   number                                 -> its exit code, or null while it runs
+    start  config, folder, with five descriptors  -> the id of a new process, a trial's `child`
+    poll   process id                             -> its exit code, or null while it runs
 
 It computes nothing, so torch has no threads that a fork would lose, and it never touches a GPU.
 """
@@ -29,15 +29,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn, TypedDict
 
 from flatout.environment import trial_environment
 from flatout.script.child_command import child_command
 from flatout.script.isolation import kernel
 from flatout.script.preloaded import Groups, Preloaded, load
 from flatout.script.trial import child
+from flatout.script.trial.messages import TrialConfig
 from flatout.torch_private.compiler import DYNAMO
 
 MODULES = ("numpy", "torch", DYNAMO)
@@ -46,12 +47,21 @@ LIBCUDA = re.compile(r"/\S*/libcuda\.so\S*")
 CUDA_ERROR_NOT_INITIALIZED = 3
 MOST_PAGES_SHIFTED = 1 << 14
 _shift: list[mmap.mmap] = []
-"""Held for as long as the process lives; it is never written, so it takes addresses and no memory."""
+"""Held while the process lives; never written, so it takes address space but no memory."""
 MESSAGE_BYTES, STREAMS, DESCRIPTORS = 1 << 16, 3, 5
 """Descriptors: stdin, stdout, stderr, then those for commands and answers."""
 POLL_SECONDS = 0.002
 KILLED = -9
-"""SIGKILL, which Windows does not name."""
+"""SIGKILL, which the signal module lacks on Windows."""
+
+
+class _Told(TypedDict, total=False):
+    """What the server sends: the first two fields once, then the others."""
+
+    obstacle: str
+    time: float
+    number: int
+    answer: int | None
 
 
 class Forked:
@@ -87,9 +97,9 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.load_seconds = 0.0
-        """From its start until it could be forked."""
+        """From its start until it was ready."""
         self.obstacle: str | None = None
-        """Why it is not to be forked; '' if it is, None: it has not said yet."""
+        """Why it cannot be forked; '' if it can; None: not reported yet."""
         self._asked = 0
         self._began = time.perf_counter()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,7 +122,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The parent of all that it starts."""
+        """The parent of everything it starts."""
         return self._process.pid
 
     def is_ready(self) -> bool:
@@ -123,9 +133,9 @@ class ForkServer:
             self.load_seconds = told["time"] - self._began
         return not self.obstacle
 
-    def start(self, config: Path, streams: Sequence[IO[Any]], pipes: Sequence[int]) -> Forked | None:
-        """A trial by this file of settings; None if the server is gone. streams: its stdin, stdout and stderr; pipes:
-        those for commands and answers."""
+    def start(self, config: Path, streams: Sequence[IO[bytes] | IO[str]], pipes: Sequence[int]) -> Forked | None:
+        """Start a trial with this file of settings; None if the server is gone. streams: its stdin, stdout and stderr;
+        pipes: for commands and answers."""
         given = [*(stream.fileno() for stream in streams), *pipes]
         pid = self._answer({"config": str(config), "folder": os.getcwd()}, given)
         if pid is None:
@@ -134,8 +144,8 @@ class ForkServer:
         return Forked(pid, self.exit_code)
 
     def exit_code(self, pid: int) -> int | None:
-        """Of one that it started; None while that runs."""
-        return self._answer({"poll": pid}, otherwise=KILLED)  # the kernel ends with the server all that it has started
+        """Exit code of a process it started; None while that runs."""
+        return self._answer({"poll": pid}, otherwise=KILLED)  # when the server dies, the kernel kills what it started
 
     def close(self) -> None:
         """End it. What it started must have ended."""
@@ -144,21 +154,23 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self, request: dict[str, Any], given: Sequence[int] = (), otherwise: int | None = None) -> int | None:
+    def _answer(
+        self, request: Mapping[str, object], given: Sequence[int] = (), otherwise: int | None = None
+    ) -> int | None:
         self._asked += 1
         try:
             socket.send_fds(self._connection, [json.dumps({**request, "number": self._asked}).encode()], given)
             while (told := self._received()) is not None:
                 if told["number"] == self._asked:  # Ctrl-C may have left an earlier one unread
-                    answer: int | None = told["answer"]
-                    return answer
+                    return told["answer"]
         except OSError:
             pass
         return otherwise
 
-    def _received(self) -> dict[str, Any] | None:
+    def _received(self) -> _Told | None:
         message = self._connection.recv(MESSAGE_BYTES)
-        return json.loads(message) if message else None
+        told: _Told | None = json.loads(message) if message else None
+        return told
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
@@ -183,7 +195,7 @@ def _threads() -> int:
 
 
 def _obstacle(threads: int) -> str:
-    """Why this process must not be forked; '' if it may. threads: those of numpy's BLAS, which survives a fork."""
+    """Why this process must not be forked; '' if it may. threads: of numpy's BLAS, which survives a fork."""
     if _threads() > threads:
         return "importing torch starts threads here"
     if _gpu_was_touched():
@@ -192,8 +204,8 @@ def _obstacle(threads: int) -> str:
 
 
 def _gpu_was_touched() -> bool:
-    """Has this process called cuInit? Torch's CUDA build loads the driver's library with its own; a fork may still
-    start it, as long as the parent has not."""
+    """Has this process called cuInit? Torch's CUDA build loads the driver's library; a fork may still initialize it, as
+    long as the parent has not."""
     found = LIBCUDA.search(Path("/proc/self/maps").read_text(errors="replace"))
     if found is None:
         return False
@@ -228,8 +240,8 @@ def _become_trial(config: str, folder: str, given: list[int], groups: Groups) ->
             os.dup2(stream, number)
             os.close(stream)
         _shift_addresses()
-        gc.collect()  # it copies pages that are shared with the server: now, and not in the script's first steps
-        settings: dict[str, Any] = json.loads(Path(config).read_text())
+        gc.collect()  # it copies pages shared with the server: better now than in the script's first steps
+        settings: TrialConfig = json.loads(Path(config).read_text())
         commands, answers = given[STREAMS:]
         child.begin(settings, commands, answers, Preloaded(groups))
     except BaseException:
@@ -239,8 +251,8 @@ def _become_trial(config: str, folder: str, given: list[int], groups: Groups) ->
 
 
 def _shift_addresses() -> None:
-    """Where memory lies costs a few per cent for a whole run. Each new process has its own place for it, chosen by the
-    kernel; forks would all have one, and comparing several of them would tell nothing of that."""
+    """Memory placement affects speed by a few per cent over a whole run. The kernel randomizes it for each new process;
+    forks would all share one layout, and comparing several of them would not show that variation."""
     pages = int.from_bytes(os.urandom(8), "little") % MOST_PAGES_SHIFTED + 1
     _shift.append(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 

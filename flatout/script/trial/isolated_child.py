@@ -1,11 +1,10 @@
-"""What the process of a trial does whatever it looks for: isolate itself, run the script, answer its parent.
+"""What every trial's process does: isolate itself, run the script, answer its parent.
 
     child = IsolatedChild(config, write_fd)      # ends with its parent, answers in JSON lines
     child.isolate()                              # nothing of the user's is written from here on
     child.run(observer)                          # the script, from its first line to its end
 
-`config`: the settings that the parent wrote: `parent` (its process), `scratch`, `shared`, `isolation`, `allow_network`,
-`target`.
+`config`: the settings that the parent wrote.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from flatout.errors import FlatoutError
 from flatout.script.entry import Target, execute
 from flatout.script.isolation import Isolation, enter, explain_failure, guard_torch, kernel
 from flatout.script.patches import ImportWatch
+from flatout.script.trial.messages import TrialConfig
 
 if TYPE_CHECKING:
     from flatout.script.watch import Watch
@@ -33,11 +34,12 @@ _leave = os._exit
 INTERRUPTED = 128 + signal.SIGINT
 MOST_ERROR_CHARACTERS = 8000
 
-Answer = dict[str, Any]
+Answer = Mapping[str, object]
+"""See `messages`."""
 
 
 class Observer(Protocol):
-    """Looks at the script while it runs."""
+    """Observes the script while it runs."""
 
     watch: Watch
 
@@ -45,7 +47,7 @@ class Observer(Protocol):
         """Called right before the script's first line."""
 
     def ended(self) -> Answer | None:
-        """The script is over: what was found until then, where there is an answer to give."""
+        """Called when the script has ended: what was found until then; None: no answer."""
 
 
 class IsolatedChild:
@@ -53,33 +55,35 @@ class IsolatedChild:
 
     isolation: Isolation
 
-    def __init__(self, config: dict[str, Any], write_fd: int) -> None:
+    def __init__(self, config: TrialConfig, write_fd: int) -> None:
         kernel.die_with_parent(signal.SIGKILL)
         if os.getppid() != config["parent"]:
             _leave(1)  # the parent was killed while this process was being started
         self._config = config
         self._answers = os.fdopen(write_fd, "w")
-        self.target = Target(**{**config["target"], "arguments": tuple(config["target"]["arguments"])})
+        given = config["target"]
+        self.target = Target(path=given["path"], module=given["module"], arguments=tuple(given["arguments"]))
         self._error, self._note = "", ""
-        """The script's own traceback where it failed, and what of its surroundings here may have made it fail."""
+        """The script's own traceback where it failed, and what about the trial may have made it fail."""
 
     def write(self, answer: Answer) -> None:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
     def finish(self, answer: Answer) -> NoReturn:
-        """The last answer; nothing of Python's or the script's own end runs."""
+        """Write the last answer and exit at once, without any exit handlers."""
         _flush()  # whoever gets the answer may read the log
         self.write(answer)
         _leave(0)
 
     def leave(self) -> NoReturn:
-        """Without an answer, because nobody waits for one."""
+        """Exit at once without an answer, as none is expected."""
         _flush()
         _leave(0)
 
     def isolate(self) -> None:
-        """Ends the process where that is refused, and at the script's first write where it may not write at all."""
+        """Ends the process where isolation is refused, and at the script's first write where it may not write at
+        all."""
         try:
             self.isolation = enter(
                 Path(self._config["scratch"]),
@@ -93,22 +97,22 @@ class IsolatedChild:
         self.write({"event": "isolated", **asdict(self.isolation)})
 
     @property
-    def torch_hooks(self) -> list[Callable[[Any], object]]:
-        """What the isolation itself has to do as soon as torch is imported."""
+    def torch_hooks(self) -> list[Callable[[ModuleType], object]]:
+        """What the isolation needs to do as soon as torch is imported."""
         return [guard_torch] if self.isolation.mode == "guard" else []
 
-    def on_torch(self, hooks: Sequence[Callable[[Any], object]]) -> None:
+    def on_torch(self, hooks: Sequence[Callable[[ModuleType], object]]) -> None:
         """Call them, and those of the isolation, as soon as the script has imported torch."""
         called = [*self.torch_hooks, *hooks]
 
-        def torch_imported(torch: Any) -> None:
+        def torch_imported(torch: ModuleType) -> None:
             for hook in called:
                 hook(torch)
 
         ImportWatch({"torch": torch_imported}).install()
 
     def guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """An error of ours in it must not look like the script's."""
+        """Wrap `callback` so that an error of ours does not look like the script's."""
 
         def call() -> None:
             try:
@@ -119,7 +123,7 @@ class IsolatedChild:
         return call
 
     def run(self, observer: Observer) -> NoReturn:
-        """Ends with the script, one that leaves without Python's own end too; its parent has the last word on why."""
+        """Run the script to its end, also where it calls os._exit; never returns."""
         owner = os.getpid()
 
         def left_at_once(status: int) -> NoReturn:
@@ -150,7 +154,7 @@ class IsolatedChild:
             {"event": "ended", **told, "steps": observer.watch.steps, "script_steps": observer.watch.finder.steps}
         )
 
-    def _failed(self, kind: Any, error: Any, trace: Any) -> None:
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._note = explain_failure(error, self.isolation)
         self._error = "".join(traceback.format_exception(kind, error, trace))
         sys.stderr.write(self._error)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 import psutil
 
@@ -36,7 +36,7 @@ from flatout.machine.detect import usable_cores
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
-from flatout.script.numerics import NumericsRequest
+from flatout.script.numerics import NumericsAnswer, NumericsRequest
 from flatout.script.trial.answers import (
     PEAK_STEPS,
     Peak,
@@ -47,6 +47,7 @@ from flatout.script.trial.answers import (
     TrialStopped,
     Window,
 )
+from flatout.script.trial.messages import Command, TrialConfig
 from flatout.search.deadline import BudgetSpent, Deadline
 
 if TYPE_CHECKING:
@@ -54,35 +55,35 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_SECONDS = 1800.0
 FIRST_STEPS_SECONDS = 900.0
-"""Patience with the first steps, when nobody knows how long one takes."""
+"""Timeout of the first steps, while the step time is unknown."""
 HANG_FACTOR = 20.0
 HANG_FLOOR_SECONDS = 30.0
 COMPILE_ALLOWANCE_SECONDS = 900.0
 LONG_START_SECONDS = 1.0
-"""Below that two starts in turn are quick enough."""
+"""Below that, two starts in turn are quick enough."""
 SIDE_BY_SIDE = 1.2
-"""Times the usable cores: two starts that want so much together are still quicker at once than in turn."""
-GLANCE_SECONDS = 0.5
-"""Between two looks whether somebody has stopped the search, while a trial is silent."""
+"""Times the usable cores: two starts that use this much together are still quicker at once than in turn."""
+STOP_POLL_SECONDS = 0.5
+"""Interval for checking whether the user has stopped the search, while a trial is silent."""
 ENDS_OF_INPUT = b"\x04" * 64
-"""Who reads from a trial's terminal is told each time that nothing comes."""
+"""Every read from a trial's terminal gets an end of file."""
 MOST_ERROR_BYTES = 20_000
 END_SECONDS = 10.0
-"""Patience with a trial's own end: the kernel has to take down every process in it."""
+"""Timeout of a trial's end: the kernel has to end every process in it."""
 
 
 @dataclass
 class Starts:
-    """What the quickest start of the plain script took."""
+    """Cost of the quickest start of the plain script."""
 
     seconds: float | None = None
-    """Until its first certain step; None: it was not started yet."""
+    """Until its first step is recognized; None: not started yet."""
     cores: float | None = None
-    """That it kept busy meanwhile; None: unknown."""
+    """Cores it kept busy meanwhile; None: unknown."""
 
     @property
     def fit_side_by_side(self) -> bool:
-        """Is a start long, and two of them no more than the cores can bear?"""
+        """Is a start long, and do two of them fit on the cores?"""
         if self.seconds is None or self.cores is None:
             return False
         return self.seconds >= LONG_START_SECONDS and 2 * self.cores <= SIDE_BY_SIDE * usable_cores()
@@ -94,28 +95,28 @@ class TrialSetup:
 
     target: Target
     work_folder: Path
-    """Where scratch directories, configurations and logs go; real, and removed by its owner."""
+    """For scratch directories, configurations and logs; outside the isolation, removed by its owner."""
     shared: tuple[Path, ...] = ()
-    """What trials may leave behind on purpose, beside compiled kernels in our own cache, so that a run finds them."""
+    """Folders to which trials write for real, besides our cache of compiled kernels."""
     levers: str = "flatout.levers.catalogue:LEVERS"
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False
-    """Trials have only a loopback interface otherwise, each its own."""
+    """Otherwise each trial has only a loopback interface of its own."""
     stdin_file: Path | None = None
     """What each trial reads; None: nothing."""
     inherits_stdin: bool = False
-    """Of a single trial: it reads what is piped into this process."""
+    """For a single trial: it reads what is piped into this process."""
     errors_apart: bool = False
-    """Does stderr go to a log of its own?"""
+    """Write stderr to a separate log?"""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the trials beside our own; such a trial is never forked."""
+    """Extra environment variables of the trials; with any, a trial is never forked."""
     fork_server: ForkServer | None = None
     """Forks trials where it can; None: each is a new process."""
     deadline: Deadline | None = None
-    """Of the tune; what runs beyond it is named in its explanation."""
+    """Of the tune; what overruns it is named in its explanation."""
     hang_floor_seconds: float = HANG_FLOOR_SECONDS
     terminal_size: tuple[int, int] | None = None
-    """(rows, columns) where the script would have a terminal to read from: trials get one, at the end of its input."""
+    """(rows, columns) where the script would read from a terminal: trials get one that is at end of file."""
     starts: Starts = field(default_factory=Starts)
 
     @property
@@ -131,7 +132,7 @@ class TrialSetup:
         return "in fresh processes"
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> TrialProcess:
-        """A process; `choices` hold from its start, windows add to them."""
+        """A process; `choices` are on from its start, windows add to them."""
         return TrialProcess(self, choices, label=label)
 
     @property
@@ -143,14 +144,13 @@ class TrialSetup:
         return replace(self, fork_server=None)
 
     def sharing(self, folder: Path) -> TrialSetup:
-        """The same, with a folder into which trials write what is to stay."""
+        """The same, with a folder to which trials write for real."""
         return replace(self, shared=(*self.shared, folder))
 
     @property
     def starts_overlap(self) -> bool:
-        """Is it quicker to start two trials at once? Imports run side by side, and so does what a script reads before
-        it trains, but first steps that use all cores hinder each other. With the machine's network each needs the
-        script's ports for itself."""
+        """Is it quicker to start two trials at once? Imports and reading data overlap well, but first steps that use
+        all cores slow each other down. With the machine's network, trials would compete for the script's ports."""
         if self.allow_network:
             return False
         forked = self.fork_server is not None and self.fork_server.is_ready()
@@ -158,7 +158,7 @@ class TrialSetup:
 
 
 class Process(Protocol):
-    """As much of `subprocess.Popen` as the parent of a trial uses."""
+    """The part of `subprocess.Popen` that the parent of a trial uses."""
 
     pid: int
 
@@ -170,30 +170,30 @@ class Process(Protocol):
 
 
 class TrialProcess:
-    """One child. Choices given here hold from its start; windows add to them."""
+    """One child. Choices given here are on from its start; windows add to them."""
 
     def __init__(self, setup: TrialSetup, choices: Sequence[Choice] = (), *, label: str = "trial") -> None:
         self.setup, self.choices, self.label = setup, list(choices), label
         self.deadline = setup.deadline
-        self.isolation: dict[str, Any] = {}
+        self.isolation: dict[str, object] = {}
         self.step_kind = ""
         self.startup_seconds: float | None = None
-        """Until the script's first certain step; of a fork with the time in which torch was loaded before."""
+        """Until the script's first recognized step; for a fork, including the time to load torch."""
         self.start_seconds: float | None = None
-        """The same, of a fork without that."""
+        """The same; for a fork, without that."""
         self.waiting_seconds = 0.0
-        """Of that: in which neither the process nor anything it had started was computing."""
+        """The part of it in which neither the process nor anything it started was computing."""
         self.expected_step_seconds: float | None = None
-        """A plain step's length, from which follows when a silent process counts as hanging; None: not known yet."""
+        """Length of a plain step, which determines when a silent process counts as hanging; None: unknown."""
         self.first_steps_seconds = FIRST_STEPS_SECONDS
-        """Patience until that is known."""
-        self.broken_off = False
-        """Whether steps that are under way when the setup's deadline passes end soon afterwards, with BudgetSpent. A
-        start goes on: how long it takes is not known before."""
+        """Timeout until that is known."""
+        self.interruptible = False
+        """Are steps in progress interrupted soon after the deadline, with BudgetSpent? A start goes on: how long it
+        takes is unknown."""
         self._process: Process | None = None
         self._spawned_at = 0.0
         self._loaded_seconds = 0.0
-        """What loading torch took, where that had been done before."""
+        """Time to load torch, where that was done before."""
         self._terminal: int | None = None
         self._buffer = b""
 
@@ -213,12 +213,12 @@ class TrialProcess:
 
     @property
     def errors(self) -> str:
-        """The end of what the script wrote to stderr, where the setup keeps that apart."""
+        """The end of the script's stderr, where the setup logs it separately."""
         return (self._folder / "errors.log").read_bytes()[-MOST_ERROR_BYTES:].decode(errors="replace")
 
     def start(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
-        """Start the script and wait for its first certain step. Raises TrialEnded if there is none."""
-        if self.broken_off and self._has_passed():
+        """Start the script and wait for its first recognized step. Raises TrialEnded if there is none."""
+        if self.interruptible and self._has_passed():
             raise BudgetSpent(self.deadline)
         with self._stage(f"starting {self.setup.target.name}"):
             if self._process is None:
@@ -231,9 +231,9 @@ class TrialProcess:
     def _stage(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.deadline is None else self.deadline.stage(name)
 
-    def watch(self, command: Mapping[str, Any], timeout_seconds: float) -> tuple[dict[str, Any], TrialEnded | None]:
-        """Run the script under one command that holds from its first line; the answer, and the script's end where that
-        came before what was asked for."""
+    def watch(self, command: Command, timeout_seconds: float) -> tuple[Any, TrialEnded | None]:  # JSON
+        """Run the script under one command that applies from its first line; returns the answer, and the script's end
+        where it ended early."""
         until = time.monotonic() + timeout_seconds
         self.spawn(command)
         self.isolation = self._answer(timeout_seconds)
@@ -246,14 +246,14 @@ class TrialProcess:
             return found, end
         raise AssertionError("an answer after the last")
 
-    def spawn(self, command: Mapping[str, Any] | None = None) -> None:
-        """Start the script and wait for nothing, so that several may start at once; `start` must follow, if there is no
-        command that holds from its first line."""
+    def spawn(self, command: Command | None = None) -> None:
+        """Start the script without waiting, so that several may start at once; `start` must follow, unless there is a
+        command that applies from its first line."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.label}-", dir=self.setup.work_folder))
         command_read, self._command_write = os.pipe()
         self._answer_read, answer_write = os.pipe()
         config = self._folder / "config.json"
-        settings = {**self._config(command_read, answer_write), "command": command}
+        settings = self._config(command_read, answer_write, command)
         environment = self._environment()
         server = None if environment else self.setup.fork_server
         self._loaded_seconds, self._process, self._buffer = 0.0, None, b""
@@ -297,19 +297,25 @@ class TrialProcess:
             starts.seconds, starts.cores = self.start_seconds, computing_seconds / self.start_seconds
 
     def _cpu_seconds(self) -> float:
-        """Of the process and all that it has started, until now; also of those that have ended."""
+        """CPU time so far of the process and everything it started, including what has ended."""
         assert self._process is not None
         try:
             first = psutil.Process(self._process.pid)
             return sum(sum(one.cpu_times()[:4]) for one in (first, *first.children(recursive=True)))
-        except psutil.Error:  # it has just ended: the next question will say so
+        except psutil.Error:  # it has just ended: the next command will report it
             return 0.0
 
     def describe(self) -> Observed:
         return Observed.from_json(self._ask({"do": "describe"}, 300.0)["observed"])
 
-    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, resting: bool = False) -> Window:
-        command = {"do": "window", "levers": _json(choices), "settle": settle, "steps": steps, "resting": resting}
+    def window(self, choices: Sequence[Choice], *, settle: int, steps: int, suspended: bool = False) -> Window:
+        command: Command = {
+            "do": "window",
+            "levers": _json(choices),
+            "settle": settle,
+            "steps": steps,
+            "suspended": suspended,
+        }
         answer = self._ask(command, self._patience(settle + steps, choices))
         return Window(
             seconds=tuple(answer["seconds"]),
@@ -321,15 +327,15 @@ class TrialProcess:
         )
 
     def breakdown(self, choices: Sequence[Choice], *, steps: int) -> Observed:
-        command = {"do": "breakdown", "levers": _json(choices), "steps": steps}
+        command: Command = {"do": "breakdown", "levers": _json(choices), "steps": steps}
         return Observed.from_json(self._ask(command, self._patience(steps, choices))["observed"])
 
     def work(self) -> StepWork:
         return StepWork(**self._ask({"do": "work"}, self._patience(60, ()))["work"])
 
     def peak(self, choices: Sequence[Choice], *, steps: int = PEAK_STEPS) -> Peak:
-        """The most of these steps; one that is followed takes several times as long."""
-        command = {"do": "peak", "levers": _json(choices), "steps": steps}
+        """Peak over these steps; a followed step takes several times as long."""
+        command: Command = {"do": "peak", "levers": _json(choices), "steps": steps}
         answer = self._ask(command, self._patience(20 * steps, choices))
         return Peak(
             peak_bytes=answer["peak_bytes"],
@@ -337,13 +343,14 @@ class TrialProcess:
             incidents=dict(answer["incidents"]),
         )
 
-    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> dict[str, Any]:
-        """What `request.steps` steps computed under these levers; fewer, and 'ended', where the script ends first."""
-        command = {"do": "numerics", "levers": _json(choices), "request": asdict(request)}
-        return self._ask(command, self._patience(3 * request.steps, choices))
+    def numerics(self, choices: Sequence[Choice], request: NumericsRequest) -> NumericsAnswer:
+        """What `request.steps` steps computed under these levers; fewer, with 'ended', where the script ends first."""
+        command: Command = {"do": "numerics", "levers": _json(choices), "request": asdict(request)}
+        answer: NumericsAnswer = self._ask(command, self._patience(3 * request.steps, choices))
+        return answer
 
     def close(self) -> None:
-        """End the process with everything it started, and remove its scratch. Its log stays."""
+        """End the process and everything it started, and remove its scratch. Its log stays."""
         if self._process is None:
             return
         _end(self._process)
@@ -362,10 +369,11 @@ class TrialProcess:
             return ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def _config(self, read_fd: int, write_fd: int) -> dict[str, Any]:
+    def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()
+        target = self.setup.target
         return {
-            "target": asdict(self.setup.target),
+            "target": {"path": target.path, "module": target.module, "arguments": list(target.arguments)},
             "scratch": str(self._folder / "scratch"),
             "shared": [str(path) for path in (inductor_folder(), *self.setup.shared)],
             "isolation": self.setup.isolation,
@@ -375,18 +383,19 @@ class TrialProcess:
             "choices": _json(self.choices),
             "read_fd": read_fd,
             "write_fd": write_fd,
+            "command": command,
         }
 
     def _environment(self) -> dict[str, str]:
         of_levers = [choice.lever.environment(choice.value) for choice in self.choices]
         return {name: value for part in (self.setup.environment, *of_levers) for name, value in part.items()}
 
-    def _stdin(self) -> contextlib.AbstractContextManager[Any]:
+    def _stdin(self) -> contextlib.AbstractContextManager[IO[bytes] | IO[str]]:
         if self.setup.inherits_stdin and (piped := _piped_in()) is not None:
             return contextlib.nullcontext(piped)
         if self.setup.terminal_size is None or self.setup.stdin_file is not None:
             return open(self.setup.stdin_file or os.devnull, "rb")
-        # here, because Windows has none of them and can import this file all the same
+        # imported here, as Windows lacks them and must be able to import this file
         import fcntl
         import pty
         import termios
@@ -404,14 +413,14 @@ class TrialProcess:
         allowance = COMPILE_ALLOWANCE_SECONDS if any(choice.lever.compiles for choice in choices) else 0.0
         return max(self.setup.hang_floor_seconds, expected) + allowance
 
-    def _ask(self, command: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # it died: the answer says how
+    def _ask(self, command: Command, timeout_seconds: float) -> Any:  # JSON
+        with contextlib.suppress(BrokenPipeError):  # it died: reading the answer reports how
             os.write(self._command_write, (json.dumps(command) + "\n").encode())
         return self._answer(timeout_seconds)
 
-    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> dict[str, Any]:
-        line = self._read_line(timeout_seconds, broken_off=self.broken_off and not starting)
-        answer: dict[str, Any] = json.loads(line)
+    def _answer(self, timeout_seconds: float, *, starting: bool = False) -> Any:  # JSON
+        line = self._read_line(timeout_seconds, interruptible=self.interruptible and not starting)
+        answer = json.loads(line)
         if answer["event"] == "ended":
             told = answer["status"], answer["error"], answer["steps"], answer.get("note", "")
             raise TrialEnded(*told, script_steps=answer.get("script_steps"))
@@ -423,23 +432,23 @@ class TrialProcess:
             raise TrialStopped(f"stopped before the script's first write: {answer['reason']}")
         return answer
 
-    def _read_line(self, timeout_seconds: float, *, broken_off: bool) -> bytes:
+    def _read_line(self, timeout_seconds: float, *, interruptible: bool) -> bytes:
         end = time.monotonic() + timeout_seconds
         gone = False
         while b"\n" not in self._buffer:
             patience = end - time.monotonic()
-            if self.deadline is not None and broken_off:
+            if self.deadline is not None and interruptible:
                 patience = min(patience, self.deadline.grace_seconds_left)
-            ready, _, _ = select.select([self._answer_read], [], [], min(max(0.0, patience), GLANCE_SECONDS))
+            ready, _, _ = select.select([self._answer_read], [], [], min(max(0.0, patience), STOP_POLL_SECONDS))
             if self.deadline is not None and self.deadline.stopped:
                 raise BudgetSpent(self.deadline)
-            if not ready and broken_off and self._has_passed():
+            if not ready and interruptible and self._has_passed():
                 raise BudgetSpent(self.deadline)
             chunk = os.read(self._answer_read, 1 << 16) if ready else b""
-            if not chunk and (ready or gone):  # gone: others that outlive it may hold the pipe open
+            if not chunk and (ready or gone):  # gone: processes that outlive it may hold the pipe open
                 assert self._process is not None
                 raise TrialDied(self._process.wait())
-            if not ready and patience <= GLANCE_SECONDS:
+            if not ready and patience <= STOP_POLL_SECONDS:
                 raise TrialHangs(timeout_seconds)
             gone = not ready and not self.alive
             self._buffer += chunk
@@ -448,19 +457,19 @@ class TrialProcess:
 
 
 def _end(process: Process) -> None:
-    """Returns when it has ended. It was started in a session of its own, and has split itself (isolation.processes):
-    what the parent sees is the process that waits outside. Told to end, it first ends all the others."""
+    """Returns when it has ended. It runs in its own session, and has split itself (isolation.processes): the parent
+    sees the process that waits outside, which on SIGTERM first ends all the others."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
     with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)  # what a process had started that never got as far as splitting
+        os.killpg(process.pid, signal.SIGKILL)  # children of a process that did not get as far as splitting
     process.wait()
 
 
 def terminal_size() -> tuple[int, int] | None:
-    """(rows, columns) of the terminal that a script would read from, had it been started by itself."""
+    """(rows, columns) of the terminal that the script would read from if started directly."""
     try:
         size = os.get_terminal_size(0)
     except OSError:
@@ -468,8 +477,8 @@ def terminal_size() -> tuple[int, int] | None:
     return size.lines, size.columns
 
 
-def _piped_in() -> IO[Any] | None:
-    """This process's own input; None where that is a terminal, or closed."""
+def _piped_in() -> TextIO | None:
+    """This process's stdin; None where it is a terminal, or closed."""
     try:
         piped = sys.stdin is not None and not sys.stdin.isatty() and sys.stdin.fileno() >= 0
     except (OSError, ValueError):
@@ -477,5 +486,5 @@ def _piped_in() -> IO[Any] | None:
     return sys.stdin if piped else None
 
 
-def _json(choices: Sequence[Choice]) -> list[list[Any]]:
+def _json(choices: Sequence[Choice]) -> list[list[object]]:
     return [choice.to_json() for choice in choices]

@@ -1,8 +1,8 @@
-"""The inside of a trial that is asked things: obey the parent at step boundaries of a running script.
+"""A trial's side of a session: executes the parent's commands at step boundaries of the running script.
 
-The script runs until its first certain step boundary and then waits for commands (which: see the package). Time in
-which the process waits for its parent belongs to no window, so windows of several levers, or of several processes, can
-be interleaved. Between commands nothing of the script runs: its next step starts when asked for.
+The script runs until its first recognized step boundary and then waits for commands (listed in the package). Time spent
+waiting for the parent belongs to no window, so windows of several levers, or of several processes, can be interleaved.
+Between commands the script does not run: its next step starts on command.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from types import ModuleType
 
 from flatout.environment import thread_variables
 from flatout.levers.applied import Applied
@@ -28,13 +28,14 @@ from flatout.script.seeds import TrialSeeds
 from flatout.script.step_memory import StepMemory
 from flatout.script.trial.answers import most_of
 from flatout.script.trial.isolated_child import Answer, IsolatedChild
+from flatout.script.trial.messages import Command, TrialConfig
 from flatout.script.watch import Watch
 
 
 class Session:
-    """Drives one script; `read` blocks for the next command line. Of `config` it takes `levers` and `choices`."""
+    """Drives one script; `read` blocks for the next command line."""
 
-    def __init__(self, child: IsolatedChild, config: dict[str, Any], read: Callable[[], str]) -> None:
+    def __init__(self, child: IsolatedChild, config: TrialConfig, read: Callable[[], str]) -> None:
         self.watch = Watch()
         self.levers = load_levers(config["levers"])
         self.applied = Applied(self.watch.subject)
@@ -46,7 +47,7 @@ class Session:
         self._thread_variables = thread_variables()
         self._recorder: NumericsRecorder | None = None
         self._unseeded: list[str] = []
-        """Places in the script that drew a seed from the system or the clock, and got one of ours instead."""
+        """Places in the script that took a seed from the system or the clock, and got ours instead."""
         self.watch.at_boundary.append(child.guarded(self._boundary))
 
     def install(self) -> None:
@@ -55,13 +56,13 @@ class Session:
         seeds.install()
 
     def ended(self) -> Answer | None:
-        """What was recorded until then; a window under way is answered by the end alone."""
+        """What was recorded until then; an unfinished window has no answer but the end."""
         if self._recorder is None or self._task is None or not self._recorder.steps:
             return None
         return {"event": "numerics", "ended": True, **self._recorder.finish(), **self._state()}
 
-    def _torch_imported(self, torch: Any) -> None:
-        """Turn on what must be on before the first loader makes its iterator."""
+    def _torch_imported(self, torch: ModuleType) -> None:
+        """Turn on what must be on before the first loader creates its iterator."""
         by_variable = thread_variables() != self._thread_variables
         self._threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
         self.applied.set(self._start_choices)
@@ -79,11 +80,11 @@ class Session:
             self._task = self._command()
 
     def _command(self) -> Callable[[], bool] | None:
-        """Read and start a command; returns what to do at each following boundary (True when done), or None."""
+        """Read and start a command; returns a function to call at each boundary until it returns True, or None."""
         line = self._read()
-        command = json.loads(line) if line else {"do": "stop"}
-        self.watch.wake()
-        start = {
+        command: Command = json.loads(line) if line else {"do": "stop"}
+        self.watch.resume()
+        start: Callable[[Command], Callable[[], bool] | None] = {
             "describe": self._describe,
             "window": self._window,
             "breakdown": self._breakdown,
@@ -94,21 +95,21 @@ class Session:
         }[command["do"]]
         return start(command)
 
-    def _choices(self, command: dict[str, Any]) -> list[Choice]:
+    def _choices(self, command: Command) -> list[Choice]:
         return self._start_choices + choices_from_json(command.get("levers", ()), self.levers)
 
-    def _describe(self, command: dict[str, Any]) -> None:
+    def _describe(self, command: Command) -> None:
         observed = observe(self.watch, threads_at_start=self._threads_at_start, rows=())
         self._write({"event": "described", "observed": observed.to_json()})
 
-    def _window(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _window(self, command: Command) -> Callable[[], bool]:
         assert self._device is not None
         device, settle, steps = self._device, command["settle"], command["steps"]
         before = time.perf_counter()
         self.applied.set(self._choices(command))
         apply_seconds = time.perf_counter() - before
-        if command.get("resting"):
-            self.watch.rest()
+        if command.get("suspended"):
+            self.watch.suspend()
         device.synchronize()
         marks, drawn = [device.mark()], [self.watch.subject.samples_drawn]
 
@@ -133,7 +134,7 @@ class Session:
 
         return boundary
 
-    def _breakdown(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _breakdown(self, command: Command) -> Callable[[], bool]:
         self.applied.set(self._choices(command))
         self.watch.open_window()
 
@@ -158,7 +159,7 @@ class Session:
 
         return boundary
 
-    def _work(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _work(self, command: Command) -> Callable[[], bool]:
         from flatout.script.step_work import follow_step
 
         self.applied.set(self._start_choices)
@@ -170,8 +171,8 @@ class Session:
 
         return boundary
 
-    def _peak(self, command: dict[str, Any]) -> Callable[[], bool]:
-        """Of the steps after the first under these levers, which may still hold what the one before it made."""
+    def _peak(self, command: Command) -> Callable[[], bool]:
+        """Skips the first step under these levers, which may still hold memory of the step before."""
         assert self._device is not None
         device, subject = self._device, self.watch.subject
         self.applied.set(self._choices(command))
@@ -194,13 +195,14 @@ class Session:
 
         return boundary
 
-    def _numerics(self, command: dict[str, Any]) -> Callable[[], bool]:
+    def _numerics(self, command: Command) -> Callable[[], bool]:
         self.applied.set(self._choices(command))
-        recorder = NumericsRecorder(self.watch, NumericsRequest.from_json(command["request"]))
+        request = NumericsRequest.from_json(command["request"])
+        recorder = NumericsRecorder(self.watch, request)
 
         def boundary() -> bool:
             recorder.step_ended()
-            if recorder.steps < command["request"]["steps"]:
+            if recorder.steps < request.steps:
                 return False
             self._write({"event": "numerics", "ended": False, **recorder.finish(), **self._state()})
             self._recorder = None
@@ -209,7 +211,7 @@ class Session:
         self._recorder = recorder
         return boundary
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {
             "resident_bytes": resident_bytes(),
             "peak_resident_bytes": peak_resident_bytes(),
@@ -233,4 +235,5 @@ def load_levers(source: str) -> Sequence[Lever]:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    return getattr(module, name)
+    levers: Sequence[Lever] = getattr(module, name)
+    return levers

@@ -1,0 +1,78 @@
+"""The JSON messages between the parent of a trial and its process; see the package."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+
+class TargetSettings(TypedDict):
+    """A Target."""
+
+    path: str | None
+    module: str | None
+    arguments: list[str]
+
+
+class Command(TypedDict, total=False):
+    """One command; each uses some of these fields."""
+
+    do: str
+    levers: list[list[object]]
+    """[name, value] of each choice."""
+    settle: int
+    steps: int
+    suspended: bool
+    deterministic: bool
+    request: dict[str, object]
+    """A NumericsRequest."""
+
+
+class TrialConfig(TypedDict):
+    """The settings of one process, in a file written by its parent."""
+
+    target: TargetSettings
+    scratch: str
+    shared: list[str]
+    isolation: Literal["auto", "overlay", "guard"]
+    allow_network: bool
+    parent: int
+    """Its process id."""
+    levers: str
+    """Where they are declared: 'package.module:NAME'."""
+    choices: list[list[object]]
+    """Those that are on from the start."""
+    read_fd: int
+    """Of the commands."""
+    write_fd: int
+    """Of the answers."""
+    command: Command | None
+    """One that applies from the script's first line."""
+
+
+class DeterminismAnswer(TypedDict):
+    """Digests of the weights after some steps."""
+
+    event: Literal["determinism"]
+    ended: bool
+    steps: int
+    step_seconds: float | None
+    weights: list[tuple[str, str]]
+    """(name, digest)"""
+
+
+class MemoryAnswer(TypedDict, total=False):
+    """What holds the memory of some steps; of a script that never imported torch only the first three."""
+
+    event: Literal["memory"]
+    ended: bool
+    peak_resident_bytes: int
+    step_kind: str | None
+    steps: int
+    compiled: bool
+    left_uncompiled: bool
+    resident_bytes: list[int]
+    use: dict[str, object]
+    """A MemoryUse."""
+    judged_steps: int
+    leaks: list[dict[str, Any]]  # the fields of a Leak
+    collected: list[str]
