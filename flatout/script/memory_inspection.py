@@ -6,12 +6,10 @@ import gc
 import linecache
 import os
 import sys
-import sysconfig
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,9 +22,9 @@ from flatout.memory.leaks import Growth, Leak, grows_steadily, growths
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, identity
 from flatout.memory.use import use_of
+from flatout.tracebacks import is_users_file
 
 _JOINS = ("cat", "stack", "pad", "resize")
-_NOT_THE_USERS = (str(Path(__file__).parents[1]) + "/", sysconfig.get_paths()["stdlib"] + "/")
 
 
 @dataclass
@@ -70,7 +68,7 @@ class Inspection:
         self._tensors = live_tensors()
         self._graphs = graphs_of(self._tensors, numbers[0]) if numbers else []
         ours = [self._tensors, self._graphs, *self._graphs, *(vars(graph) for graph in self._graphs), vars(self)]
-        self._search = HolderSearch(self.is_users_file, self._frames, ours)
+        self._search = HolderSearch(is_users_file, self._frames, ours)
         self._by_storage: dict[int, list[Tensor]] = {}
         self._by_gradient: dict[int, list[Tensor]] = {}
         self._sort_tensors()
@@ -79,10 +77,6 @@ class Inspection:
         self._suspect_graphs()
         self._find_lines()
         self._release()
-
-    @staticmethod
-    def is_users_file(file: str) -> bool:
-        return bool(file) and not file.startswith(("<", *_NOT_THE_USERS)) and "-packages/" not in file
 
     def sizes(self) -> list[Callable[[], int]]:
         """How large each suspect's holder is, to be asked again and again."""
@@ -181,7 +175,7 @@ class Inspection:
     # lines
 
     def _find_lines(self) -> None:
-        files = [file for one in list(sys.modules.values()) if self.is_users_file(file := _file(one))]
+        files = [file for one in list(sys.modules.values()) if is_users_file(file := _file(one))]
         for suspect in self.suspects:
             found = suspect.found
             if found is None:

@@ -18,6 +18,7 @@ from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
 from flatout.script.trial.isolated_child import Answer, IsolatedChild
 from flatout.script.watch import Watch
+from flatout.tracebacks import is_users_file
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 2
@@ -96,7 +97,7 @@ class MemoryWatch:
         self._tracker.step = len(self._marks)
         if len(self._marks) == self._wanted:
             self._inspect(frame)
-            self._trace = GrowthTrace(self._inspection.sizes(), self._inspection.is_users_file)
+            self._trace = GrowthTrace(self._inspection.sizes(), is_users_file)
             if not self._inspection.suspects:
                 self._finish()
             else:

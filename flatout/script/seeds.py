@@ -19,6 +19,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from flatout.script.patches import ImportWatch
+from flatout.tracebacks import is_users_file
 
 OURS = str(Path(__file__).resolve().parents[1])
 UNSEEDED = 20_261_121
@@ -109,10 +110,6 @@ def _caller() -> str | None:
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
-    if frame is None or _in_library(frame.f_code.co_filename):
+    if frame is None or not is_users_file(frame.f_code.co_filename):
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _in_library(file: str) -> bool:
-    return "site-packages" in file or file.startswith(("<", os.path.dirname(os.__file__)))
