@@ -6,15 +6,25 @@ there.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import TracebackType
 
-_PACKAGE = str(Path(__file__).resolve().parent) + "/"
+_PACKAGE = str(Path(__file__).parent) + "/"
+"""As frames name it: links in the path are not resolved there either."""
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
+_INSTALLED = "-packages/"
+"""Of site-packages and dist-packages."""
 _IMPORT_MACHINERY = "<frozen importlib."
 _DISPATCH = "__torch_dispatch__"
 _AROUND_DISPATCH = ("/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _OPERATION = "/torch/_ops.py"
 """torch's own frames that are there only because we follow its operations."""
+
+
+def is_users_file(file: str) -> bool:
+    """Is this source file the user's: not Flatout's, no library's, and no code made at run time?"""
+    return bool(file) and not file.startswith(("<", _PACKAGE, _STANDARD_LIBRARY)) and _INSTALLED not in file
 
 
 def leave_no_frame(error: BaseException) -> None:

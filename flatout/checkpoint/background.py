@@ -1,4 +1,4 @@
-"""Saving beside training: a copy of the tensors on the host, and one thread that writes it."""
+"""Saving during training: a copy of the tensors on the host, and one thread that writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.checkpoint.storages import Slot
 class HostCopies:
     """Copies of tensors on the host, in the same buffers each time: new memory costs more than the copy itself.
 
-    Buffers for CUDA tensors are page-locked, so that all copies are under way at once and at the bus's full rate.
+    Buffers for CUDA tensors are page-locked, so that all copies run at once, at the full rate of the bus.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class HostCopies:
 
     def take(self, tensors: Mapping[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         """Copies that later changes of the tensors do not reach; the copies of the call before are overwritten."""
-        # what fits no more goes first: never more than one copy in memory
+        # what no longer fits is freed first: never more than one copy in memory
         self._buffers = {slot: one for slot, one in self._buffers.items() if _fits(one, tensors.get(slot))}
         devices = set()
         for slot, tensor in tensors.items():
@@ -50,9 +50,9 @@ def _fits(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:
 
 
 class BackgroundWork:
-    """One piece of work at a time on a thread of its own; what it raises is raised by the next `wait`.
+    """One task at a time on its own thread; the next `wait` raises what it raised.
 
-    The thread is no daemon: the interpreter lets it finish before it exits.
+    It is not a daemon thread: the interpreter waits for it before it exits.
     """
 
     def __init__(self) -> None:
@@ -80,5 +80,5 @@ class BackgroundWork:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # a thread has nobody to raise to: `wait` does it
+        except BaseException as error:  # a thread has no caller to raise to: `wait` does it
             self._failure = error

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -19,32 +19,59 @@ from flatout.checkpoint.rank_generators import states_of_ranks
 from flatout.errors import UsageError
 from flatout.plan import Plan
 
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved and restored: a module, an optimizer, a scheduler, anything with these two methods."""
+
+    def state_dict(self) -> object:
+        """Its state: nested dicts, lists and tuples of tensors, arrays, numbers and texts."""
+
+    @property
+    def load_state_dict(self) -> Callable[..., object]:
+        """A method that takes what `state_dict` returned."""
+
+
+Live: TypeAlias = "Stateful | Sequence[Live] | Mapping[str, Live]"
+"""One such object, or a list or dict of them."""
+
+
+class Step(Protocol):
+    """A TrainStep, as far as `capture` needs it."""
+
+    plan: Plan
+
+    def sections(self) -> Mapping[str, object]: ...
+
+    def check_finite(self) -> bool: ...
+
+
 SECTIONS = ("model", "optimizer", "scheduler", "scaler", "step", "data", "plan", "extra", "objects", "generators")
 
 
 def capture(
-    step: Any = None,
-    data: Any = None,
+    step: Step | None = None,
+    data: Live | None = None,
     *,
-    model: Any = None,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
+    model: Live | None = None,
+    optimizer: Live | None = None,
+    scheduler: Live | None = None,
+    scaler: Live | None = None,
     plan: Plan | None = None,
-    extra: Any = None,
-    **objects: Any,
-) -> dict[str, Any]:
+    extra: object = None,
+    **objects: Live | None,
+) -> dict[str, object]:
     """The state of a run, with that of every random number generator, on every rank.
 
     capture(step, train, ema=averaged)    # a TrainStep with all that it trains, its data, and further objects
 
-    `step`, a TrainStep, stands for its model, optimizer, schedule, plan and what it remembers itself (steps taken, loss
-    scaling); a run that is restored from it goes on to the bit. Without one give what there is by name.
+    `step`, a TrainStep, stands for its model, optimizer, schedule, plan and its own state (steps taken, loss scaling);
+    a run that is restored from it continues bit for bit. Without one give what there is by name.
 
     Where torch.distributed runs, call it on all ranks, equally often: each gives its random states, and rank 0, whose
-    state is the one to save, waits for them. If one does not come within 300 s, rank 0 raises UsageError naming it.
+    state is the one to save, waits for them. If one does not arrive within 300 s, rank 0 raises UsageError naming it.
 
-    Each of model, optimizer, scheduler, scaler, data (where the run stands in its data) and of `objects` is an object
+    Each of model, optimizer, scheduler, scaler, data (the position in the data) and of `objects` is an object
     with state_dict(), or a list or dict of such. `extra` is any nested value of the user's. Tensors are the live ones,
     not copies: save the state before the next step (moments held in 8 bits are given as fp32 copies).
 
@@ -55,7 +82,7 @@ def capture(
     if step is not None:
         step.check_finite()
         plan = plan or step.plan
-    state = {name: _each(one, name, _state_of) for name, one in live.items()}
+    state = {name: _each(one, name) for name, one in live.items()}
     if plan is not None:
         state["plan"] = as_plan(plan).to_toml()
     if extra is not None:
@@ -64,13 +91,15 @@ def capture(
     return state
 
 
-def live_sections(step: Any, data: Any, given: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Section -> the live objects, of what `capture` and `restore` are given. UsageError where they contradict."""
+def live_sections(
+    step: object, data: object, given: Mapping[str, object], objects: Mapping[str, object]
+) -> dict[str, object]:
+    """Section -> the live objects, of what `capture` and `restore` are given. UsageError where they conflict."""
     found = {} if step is None else _of_step(step)
     for name, one in given.items():
         if one is not None and name in found:
             limit = "the step holds its own"
-            raise UsageError(f"{name} is given beside step", limit=limit, remedy=f"leave {name} out")
+            raise UsageError(f"{name} is given as well as step", limit=limit, remedy=f"leave {name} out")
         if one is not None:
             found[name] = one
     if data is not None:
@@ -81,35 +110,38 @@ def live_sections(step: Any, data: Any, given: Mapping[str, Any], objects: Mappi
     return found | ({"objects": named} if named else {})
 
 
-def _of_step(step: Any) -> dict[str, Any]:
-    if isinstance(step, type) or not callable(getattr(step, "sections", None)):
-        remedy = "give a model as model=..., what counts steps as extra=..."
+def _of_step(step: object) -> dict[str, object]:
+    sections = getattr(step, "sections", None)
+    if isinstance(step, type) or not callable(sections):
+        remedy = "give a model as model=..., a number of steps as extra=..."
         raise wrong("step", step, "it is a TrainStep", remedy)
-    return dict(step.sections())
+    return dict(sections())
 
 
 def _check_name(name: str) -> None:
-    """A slip in the name of a section would be an object of that name, and missed only when it is restored."""
+    """A typo in the name of a section would be an object of that name, noticed only when it is restored."""
     close = difflib.get_close_matches(name, SECTIONS, 1, cutoff=0.8)
     if close:
         remedy = f"did you mean {close[0]}? Several models or optimizers are given as a list or dict"
         raise UsageError(f"there is no section {name!r}", limit=f"there are {', '.join(SECTIONS[:6])}", remedy=remedy)
 
 
-def _each(live: Any, path: str, take: Callable[[Any, str], Any]) -> Any:
+def _each(live: object, path: str) -> object:
+    """The states of one object, or of a list or dict of them."""
     if isinstance(live, list | tuple):
-        return [_each(one, f"{path}[{index}]", take) for index, one in enumerate(live)]
+        return [_each(one, f"{path}[{index}]") for index, one in enumerate(live)]
     if isinstance(live, Mapping):
-        return {key: _each(one, f"{path}[{key!r}]", take) for key, one in live.items()}
-    return take(live, path)
+        return {key: _each(one, f"{path}[{key!r}]") for key, one in live.items()}
+    return _state_of(live, path)
 
 
-def _state_of(live: Any, path: str) -> Any:
-    if not callable(getattr(live, "state_dict", None)):
+def _state_of(live: object, path: str) -> object:
+    state_dict = getattr(live, "state_dict", None)
+    if not callable(state_dict):
         raise wrong(path, live, "it has state_dict() and load_state_dict()", "store plain values in extra=")
     if isinstance(live, torch.nn.Module):
         plain = plain_names(live)
         return {plain(name): value for name, value in live.state_dict().items()}
     if isinstance(live, torch.optim.Optimizer):
         return plain_state(live)
-    return live.state_dict()
+    return state_dict()

@@ -10,7 +10,7 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """Empty (and false) if everything fitted."""
+    """Empty (and false) if everything fits."""
 
     missing: tuple[str, ...] = ()
     """Here, not in the checkpoint: left as it was."""
@@ -25,7 +25,7 @@ class Differences:
         return bool(self.missing or self.unexpected or self.shapes or self.dtypes)
 
     def text(self) -> str:
-        """One line; of long lists the first few names and a count."""
+        """One line; long lists are cut to the first few names and a count."""
         parts = [
             ("missing", self.missing),
             ("unexpected", self.unexpected),

@@ -1,8 +1,8 @@
-"""Folders that appear whole or not at all: written beside, flushed to the disk, renamed; every failure cleaned up.
+"""Folders that appear whole or not at all: written under another name, flushed to the disk, renamed.
 
 A rename is atomic, but may reach the disk before the data that it names: so the files, their folder and, after the
-rename, the folder above are each flushed with fsync. A folder in the making is held by a lock; one whose lock is free
-was left by a process that died, and is swept by the next.
+rename, the folder above are each flushed with fsync. An unfinished folder is held by a lock; one whose lock is free
+was left by a process that died, and the next save deletes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatout.file_locks import lock_now
 from flatout.units import format_bytes
 
 UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
-"""Prefixes of folders in the making, and of folders on their way out."""
+"""Prefixes of unfinished folders, and of folders being deleted."""
 LOCK = "lock"
 CHUNK_BYTES = 8 * 1024**2
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -89,7 +89,7 @@ def whole_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Out of sight in one rename, then deleted: a crash half-way leaves no half folder. Raises OSError."""
+    """Renamed in one step, then deleted: a crash half-way leaves no partial folder under its name. Raises OSError."""
     discarded = folder.with_name(f"{DISCARDED}{folder.name}-{uuid.uuid4().hex[:12]}")
     os.rename(folder, discarded)
     shutil.rmtree(discarded)
@@ -117,7 +117,7 @@ def _entries(parent: Path) -> list[Path]:
 def _hold(place: Path) -> int:
     """A descriptor that keeps the folder's lock until it is closed, or its process dies."""
     descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody can tell, and nobody sweeps
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is taken for abandoned there
         lock_now(descriptor)
     return descriptor
 
@@ -138,13 +138,16 @@ def _is_abandoned(place: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # Windows opens no folders
+    if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no fsync of folders
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network file systems cannot fsync folders
             raise
     finally:
         os.close(descriptor)
@@ -158,7 +161,7 @@ def check_space(folder: Path, need_bytes: int, what: str) -> None:
 
 
 def write_error(error: OSError, folder: Path, need_bytes: int, what: str) -> FlatoutError:
-    """What to tell the user when `what` (a subject: 'the checkpoint of step 5') could not be written."""
+    """The error for when `what` (a subject: 'the checkpoint of step 5') could not be written."""
     if error.errno in _FULL:
         return _no_space(folder, need_bytes, _free_bytes(folder), what)
     if error.errno in _FORBIDDEN:
@@ -168,7 +171,7 @@ def write_error(error: OSError, folder: Path, need_bytes: int, what: str) -> Fla
     return MachineError(
         f"{what} could not be written to {folder}: {error.strerror or error}",
         limit="the checkpoints before it are untouched",
-        remedy="see to the disk, or name another folder",
+        remedy="check the disk, or name another folder",
     )
 
 

@@ -1,7 +1,7 @@
 """A folder of checkpoints: save, find, load the newest that is whole, keep the last and the best.
 
-Each lies in a folder named after the order of saving and the step, 000012-step-600. The order decides which is the
-newest: a run that goes back to step 100 and saves at 110 has not lost to the 600 of before.
+Each is a folder named after the order of saving and the step, 000012-step-600. The order decides which is the
+newest: where a run goes back to step 100 and saves at 110, that is newer than its 600 of before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -33,7 +33,7 @@ from flatout.errors import UsageError
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _HEADER_BYTES, _MARGIN_BYTES = 512, 64 * 1024
-"""Room for a tensor's entry in its file's header, and for the manifest and the file system's own."""
+"""Room for a tensor's entry in its file's header, and for the manifest and the file system's overhead."""
 
 
 class Checkpoints:
@@ -62,7 +62,7 @@ class Checkpoints:
         self._asynchronous, self._rank = asynchronous, rank
         self._copies, self._background = HostCopies(), BackgroundWork()
         self._swept = False
-        # a failure that nobody waited for is at least shown when the interpreter exits
+        # a failure that no call of `wait` raised is at least shown when the interpreter exits
         self._at_exit = weakref.finalize(self, self._background.wait)
 
     @property
@@ -70,8 +70,8 @@ class Checkpoints:
         """Is the lowest metric the best one, or the highest?"""
         return self._keeping.lowest_is_best
 
-    def save(self, state: Mapping[str, Any], *, step: int, metric: float | None = None) -> None:
-        """Put the state on the disk, whole or not at all, then delete what is kept no more.
+    def save(self, state: Mapping[str, object], *, step: int, metric: float | None = None) -> None:
+        """Write the state to the disk, whole or not at all, then delete what is no longer kept.
 
         Raises UsageError if the state holds what cannot be stored (before anything is written) or the folder cannot
         be written, MachineError if the disk is full or fails; the checkpoints before are untouched. With
@@ -90,7 +90,7 @@ class Checkpoints:
         check_space(self.folder, need_bytes, _called(step))
         tensors = self._copies.take(parts.tensors) if self._asynchronous else parts.tensors
         content = functools.partial(fill, structure=structure, tensors=tensors, step=step, metric=metric)
-        # without self: what is in flight does not keep a folder alive that nobody holds
+        # without self: a save in flight does not keep alive a Checkpoints that nothing else holds
         write = functools.partial(_write, self.folder, step, content, need_bytes, self._keeping)
         if self._asynchronous:
             self._background.start(write)
@@ -121,11 +121,11 @@ class Checkpoints:
     def load(self) -> Loaded | None:
         """The newest that is whole, every byte verified; None if nothing was ever saved.
 
-        What is passed over is in its `notes` and warned of. Raises UsageError if there are checkpoints and none is
-        whole, or if the newest is of a newer Flatout: to start anew would throw away what is there.
+        What is skipped is listed in its `notes` and warned of. Raises UsageError if there are checkpoints and none is
+        whole, or if the newest is of a newer Flatout: starting over would throw away what is there.
         """
         self._background.join()
-        notes = [f"{one.name} is a save that was cut short" for one in abandoned_folders(self.folder)]
+        notes = [f"{one.name} is an interrupted save" for one in abandoned_folders(self.folder)]
         entries = _entries(self.folder)
         loaded = None
         for entry in reversed(entries):
@@ -136,9 +136,9 @@ class Checkpoints:
             except UsageError as error:
                 if _is_newer(entry):
                     raise
-                notes.append(f"{entry.folder.name} was passed over: {error.what}")
+                notes.append(f"{entry.folder.name} was skipped: {error.what}")
         if loaded is None and entries:
-            remedy = "restore one from a backup, or name another folder to start anew"
+            remedy = "restore one from a backup, or name another folder to start over"
             raise UsageError(f"no checkpoint in {self.folder} is whole: {'; '.join(notes)}", remedy=remedy)
         for note in notes:
             outcome = "nothing was saved before" if loaded is None else f"step {loaded.step} is loaded"
@@ -146,7 +146,7 @@ class Checkpoints:
         return loaded
 
     def wait(self) -> None:
-        """Until nothing is in flight. Raises what the save in the background met."""
+        """Until nothing is in flight. Raises the error of the save in the background."""
         self._background.wait()
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ def _write(folder: Path, step: int, fill_in: Callable[[Path], None], need_bytes:
 
 
 def _prune(folder: Path, keeping: _Keeping) -> None:
-    """Called when the newest has just been written and flushed, so that one whole checkpoint stays whatever else."""
+    """Called when the newest has just been written and flushed, so that one whole checkpoint always stays."""
     entries = [entry for entry in _entries(folder) if not _is_newer(entry)]
     kept = {entry.folder for entry in [one for one in entries if _opened(one)][-keeping.last :]}
     kept |= {entry.folder for entry, _ in _ranked(entries, keeping.lowest_is_best)[: keeping.best]}
@@ -261,7 +261,7 @@ def _checked_step(step: int) -> int:
     return whole
 
 
-def _checked_metric(metric: Any) -> float | None:
+def _checked_metric(metric: float | None) -> float | None:
     try:
         return None if metric is None else float(metric)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,6 +1,6 @@
 """manifest.json: what a checkpoint holds, with the checksum of every file and, last, of the manifest itself.
 
-Its last line is the checksum of the text before it, so any changed byte shows. A later schema keeps this frame: then
+Its last line is the checksum of the text before it, so any changed byte shows. A later schema keeps this frame, so that
 an old Flatout can tell 'newer' from 'damaged'.
 """
 
@@ -10,15 +10,15 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from flatout import __version__
+from flatout.decoding import decode
 from flatout.errors import UsageError
 
 SCHEMA = 1
-"""Raised when a reader of the old checkpoints would misread the new ones."""
+"""Incremented when an older reader would misread the new checkpoints."""
 NAME = "manifest.json"
 
 
@@ -55,30 +55,48 @@ class Manifest:
         return f'{body} "sha256": "{_checksum(body)}"\n}}\n'
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """What every schema begins with."""
+
+    document: str
+    schema: int
+    version: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """The rest, in this schema."""
+
+    step: int
+    metric: float | str | None
+    versions: Mapping[str, str]
+    files: Mapping[str, StoredFile]
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, its own checksum verified. Raises UsageError if it is missing, damaged or of a newer schema."""
-    document = _read(folder)
-    header = document["flatout"]
-    if header["schema"] > SCHEMA:
-        raise newer_schema(folder, header["schema"], header.get("version"))
+    header, document = _read(folder)
+    if header.schema > SCHEMA:
+        raise newer_schema(folder, header.schema, header.version)
     try:
+        found = decode(_Contents, {one.name: document[one.name] for one in fields(_Contents)})
         return Manifest(
-            step=document["step"],
-            metric=None if document["metric"] is None else float(document["metric"]),
-            versions=document["versions"],
-            files={_file_name(name): StoredFile(**one) for name, one in document["files"].items()},
+            step=found.step,
+            metric=None if found.metric is None else float(found.metric),
+            versions=found.versions,
+            files={_file_name(name): one for name, one in found.files.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(folder / NAME, f"it lacks what a manifest says ({error!r})") from error
+        raise damaged(folder / NAME, f"it is not complete ({error!r})") from error
 
 
 def schema_of(folder: Path) -> int | None:
     """The schema of an undamaged manifest, however new; None if it is damaged."""
     try:
-        schema: int = _read(folder)["flatout"]["schema"]
+        return _read(folder)[0].schema
     except UsageError:
         return None
-    return schema
 
 
 def damaged(path: Path, why: str) -> UsageError:
@@ -94,7 +112,7 @@ def newer_schema(folder: Path, schema: int, version: object) -> UsageError:
     )
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> tuple[_Header, Mapping[str, object]]:
     """The document, of any schema, if its checksum is right."""
     path = folder / NAME
     try:
@@ -108,11 +126,13 @@ def _read(folder: Path) -> dict[str, Any]:
         raise damaged(path, "its checksum is not that of its content")
     try:
         document = json.loads(text)
-        if document["flatout"]["document"] == "checkpoint" and isinstance(document["flatout"]["schema"], int):
-            return dict(document)
+        begins = {"version": None, **document["flatout"]}
+        header = decode(_Header, {one.name: begins[one.name] for one in fields(_Header)})
     except (ValueError, KeyError, TypeError) as error:
-        raise damaged(path, f"it is no manifest ({error!r})") from error
-    raise damaged(path, "it is no manifest of a checkpoint")
+        raise damaged(path, f"it is not a manifest ({error!r})") from error
+    if header.document != "checkpoint":
+        raise damaged(path, "it is not the manifest of a checkpoint")
+    return header, document
 
 
 def _checksum(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Names of parameters as the model's author wrote them: without what compiling or wrapping puts in front.
+"""Names of parameters as the model's author wrote them: without the prefixes of compiling and wrapping.
 
 torch.compile adds `_orig_mod.` where a module was compiled, DistributedDataParallel adds `module.` in front of all. A
 module of the user's that is called `module` keeps its name: only a wrapper's own child is left out.
@@ -7,7 +7,6 @@ module of the user's that is called `module` keeps its name: only a wrapper's ow
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from typing import Any
 
 import torch
 
@@ -37,8 +36,8 @@ def _wrapped_child(module: torch.nn.Module) -> str | None:
     return ORIGINAL_MODULE if ORIGINAL_MODULE in module._modules else None
 
 
-def without_wrappers(saved: Mapping[str, Any], here: Set[str]) -> dict[str, Any]:
-    """A saved state_dict, perhaps not of our making, under plain names; `here` are the model's own plain names."""
+def without_wrappers(saved: Mapping[str, object], here: Set[str]) -> dict[str, object]:
+    """A saved state_dict, perhaps not saved by Flatout, under plain names; `here` are the model's own plain names."""
     plain = {
         ".".join(part for part in name.split(".") if part != ORIGINAL_MODULE): value for name, value in saved.items()
     }

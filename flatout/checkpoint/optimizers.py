@@ -1,9 +1,9 @@
-"""An optimizer's state: compared with the optimizer before it is loaded, and loaded without torch's liberties."""
+"""An optimizer's state: compared with the optimizer before it is loaded, and loaded without torch's conversions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,6 +11,8 @@ from flatout.checkpoint.differences import Findings
 from flatout.errors import UsageError
 from flatout.levers.low_bit import without_codes
 
+Saved: TypeAlias = Mapping[str, Any]  # as torch has it: every optimizer keeps what it likes
+"""An optimizer's state_dict: param_groups, and the state of each parameter by number."""
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, not what: the optimizer here keeps its own."""
 _LIKE_PARAMETER = frozenset(
@@ -21,15 +23,17 @@ _SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max
 """What learning rate schedulers put into the groups."""
 
 
-def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """state_dict without codes: whoever resumes may hold the moments in 8 bits, or not."""
+def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """state_dict without codes: the run that resumes may hold the moments in 8 bits, or not."""
     return without_codes(optimizer.state_dict())
 
 
-def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: Any, found: Findings) -> None:
-    """Note what differs. Raises UsageError if the saved state is none of an optimizer over as many parameters."""
+def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: object, found: Findings) -> Saved:
+    """Note what differs; returns the saved state. Raises UsageError if it is not one of as many parameters."""
     groups = optimizer.param_groups
     try:
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"it is a {type(saved).__name__}")
         counts = [len(group["params"]) for group in saved["param_groups"]]
         states = dict(saved["state"])
     except (KeyError, TypeError) as error:
@@ -41,18 +45,19 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer, saved: Any, fou
         raise UsageError(what, limit=limit, remedy="build it over the same parameters in the same groups")
     for index, (group, there) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         lacking = [key for key in optimizer.defaults if key not in there]
-        foreign = [key for key in there if key not in group and key not in _SCHEDULERS]
-        if lacking and foreign:  # either alone is another version of torch, both are another optimizer
+        unknown = [key for key in there if key not in group and key not in _SCHEDULERS]
+        if lacking and unknown:  # either alone is another version of torch, both are another optimizer
             found.missing += [f"{path}: group {index}: {key}" for key in lacking]
-            found.unexpected += [f"{path}: group {index}: {key}" for key in foreign]
+            found.unexpected += [f"{path}: group {index}: {key}" for key in unknown]
     for number, (identity, parameter) in enumerate(_parameters(optimizer, saved)):
         for key, value in states.get(identity, {}).items():
             if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
                 shapes = f"{list(value.shape)} saved, {list(parameter.shape)} here"
                 found.shapes.append(f"{path}: {key} of parameter {number} ({shapes})")
+    return saved
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, exact_dtypes: bool) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtypes: bool) -> None:
     """load_state_dict, but from copies, with the optimizer's own implementation, and with the dtypes that were saved.
 
     torch converts state to its parameter's dtype: fp32 moments of bf16 weights would lose their last bits.
@@ -69,17 +74,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *
     optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
     if exact_dtypes:
         for identity, parameter in _parameters(optimizer, saved):
-            _keep_dtypes(optimizer.state.get(parameter, {}), states.get(identity, {}))
+            there = states.get(identity)
+            if isinstance(there, Mapping):
+                _keep_dtypes(optimizer.state.get(parameter, {}), there)
 
 
-def _keep_dtypes(here: dict[str, Any], there: Mapping[str, Any]) -> None:
+def _keep_dtypes(here: dict[str, object], there: Mapping[str, object]) -> None:
     for key, value in there.items():
         own = here.get(key)
         if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and key != "step":
             here[key] = own if own.dtype == value.dtype else value.to(own.device)
 
 
-def _option(key: str, value: Any, group: Mapping[str, Any], devices: set[torch.device]) -> Any:
+def _option(key: str, value: object, group: Mapping[str, object], devices: set[torch.device]) -> object:
     own = group.get(key)
     if key in IMPLEMENTATION and key in group:
         return own
@@ -88,14 +95,14 @@ def _option(key: str, value: Any, group: Mapping[str, Any], devices: set[torch.d
     return _own(value, devices)
 
 
-def _own(value: Any, devices: set[torch.device]) -> Any:
+def _own(value: object, devices: set[torch.device]) -> object:
     """A tensor that the optimizer may change: a copy, unless going to its parameter's device makes one anyway."""
     if isinstance(value, torch.Tensor) and (value.device in devices or value.ndim == 0):
         return value.clone(memory_format=torch.preserve_format)
     return value
 
 
-def _parameters(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+def _parameters(optimizer: torch.optim.Optimizer, saved: Saved) -> list[tuple[object, torch.Tensor]]:
     """(the number it was saved under, parameter), in order."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,12 +1,12 @@
 """Random states of several ranks: each has its own dropout, so a checkpoint holds the states of all.
 
 Rank 0 collects them through the store by which the ranks found one another: not through a collective, which would mix
-with those of the training, and which ends, where a rank is missing, in a hang. The others put theirs there and go on.
+with those of the training, and would hang where a rank is missing. The others put theirs into the store and continue.
 
 {"python": ..., "torch": ..., "numpy": ..., "cuda": [...],      rank 0's; all there is in a run of one rank
  "other_ranks": [{...}, {...}]}                                 those of ranks 1, 2, ...
 
-Elsewhere than on rank 0 what is captured holds that rank's states alone, and says so: {..., "rank": 1}.
+What another rank than 0 captures holds the states of that rank only, and says so: {..., "rank": 1}.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
 
 from flatout.checkpoint.structure import join, split
+from flatout.decoding import decode
 from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, seed_generators
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 WAIT_SECONDS = 300.0
 """For the other ranks; less than the 10 minutes after which NCCL would end a rank that went on without this one."""
@@ -36,7 +41,7 @@ def rank_and_ranks() -> tuple[int, int]:
     return 0, 1
 
 
-def states_of_ranks() -> dict[str, Any]:
+def states_of_ranks() -> dict[str, object]:
     """This rank's states and, on rank 0, all others'. Every rank calls it, equally often. Raises UsageError."""
     rank, ranks = rank_and_ranks()
     states = generator_states()
@@ -45,34 +50,44 @@ def states_of_ranks() -> dict[str, Any]:
     store = _store()
     number = store.add(f"flatout/captures/{rank}", 1)
     if rank:
-        store.set(_key(number, rank), _packed(states))
+        store.set(_key(number, rank), _packed(states).decode())
         return states | {"rank": rank}
     return states | {"other_ranks": [_received(store, number, other) for other in range(1, ranks)]}
 
 
-def states_here(saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """(the states that this rank goes on from, what to say if the run had another number of ranks).
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """What saved states hold besides those of the first rank."""
 
-    A rank that has none in there gets such as follow from a seed: the SHA-256 of those that come first in there and
-    of the rank. So it differs from all others, and is the same whenever that checkpoint is taken up.
+    rank: int = 0
+    other_ranks: tuple[Mapping[str, object], ...] = ()
+
+
+def states_here(saved: Mapping[str, object]) -> tuple[Mapping[str, object], str | None]:
+    """(the states that this rank continues from, a warning if the run had another number of ranks).
+
+    A rank whose states were not saved gets states from a seed: the SHA-256 of the first rank's states and its own
+    number. So it differs from all others, and is the same whenever that checkpoint is restored.
     """
     rank, ranks = rank_and_ranks()
-    first = {name: value for name, value in saved.items() if name not in ("other_ranks", "rank")}
-    by_rank = {saved.get("rank", 0): first, **dict(enumerate(saved.get("other_ranks", []), 1))}
+    names = [one.name for one in fields(_Ranks)]
+    several = decode(_Ranks, {name: saved[name] for name in names if name in saved})
+    first: Mapping[str, object] = {name: value for name, value in saved.items() if name not in names}
+    by_rank = {several.rank: first, **dict(enumerate(several.other_ranks, 1))}
     note = None
     if 0 not in by_rank and rank not in by_rank:
-        note = f"the random states are those of rank {saved['rank']} alone, not of rank {rank}, which gets new ones"
+        note = f"the random states are those of rank {several.rank} alone, not of rank {rank}, which gets new ones"
     elif rank == 0 and ranks != len(by_rank):
         note = f"ranks whose random states were saved: {len(by_rank)}; ranks here: {ranks}; "
-        note += "the further ones get new states" if ranks > len(by_rank) else "the rest is not taken up"
+        note += "the additional ones get new states" if ranks > len(by_rank) else "the rest is not used"
     here = by_rank[rank] if rank in by_rank else _derived(first, rank)
-    return here, note and f"{note}; the run goes on, but not bit for bit as it would have"
+    return here, note and f"{note}; the run continues, but not bit for bit as it would have"
 
 
-def _derived(states: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _derived(states: Mapping[str, object], rank: int) -> dict[str, object]:
     digest = hashlib.sha256(_packed(states) + b"rank %d" % rank).digest()
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.init()  # a device that wakes up later would begin from the seed that all ranks have
+        torch.cuda.init()  # a device initialised later would begin from the seed that all ranks have
     with generators_kept():
         seed_generators(int.from_bytes(digest[:8]) >> 1)
         return generator_states()
@@ -82,13 +97,13 @@ def _key(number: int, rank: int) -> str:
     return f"flatout/generators/{number}/{rank}"
 
 
-def _received(store: Any, number: int, rank: int) -> dict[str, Any]:
+def _received(store: Store, number: int, rank: int) -> dict[str, object]:
     key = _key(number, rank)
     try:
         store.wait([key], timedelta(seconds=WAIT_SECONDS))
     except distributed.DistNetworkError:  # the process that held the store is gone
         raise
-    except RuntimeError as error:  # each kind of store says in its own way that the time is over
+    except RuntimeError as error:  # each kind of store has its own text for a timeout
         raise UsageError(
             f"capture() was called on rank 0 and, within {WAIT_SECONDS:.0f} s, not on rank {rank}",
             limit="a checkpoint holds the random states of every rank",
@@ -99,24 +114,25 @@ def _received(store: Any, number: int, rank: int) -> dict[str, Any]:
     return _unpacked(packed)
 
 
-def _store() -> Any:
+def _store() -> Store:
     from flatout.torch_private.ranks import default_store
 
     return default_store()
 
 
-def _packed(states: Mapping[str, Any]) -> bytes:
-    """As the files have it, JSON and bytes: nothing that could run code goes from rank to rank either."""
+def _packed(states: Mapping[str, object]) -> bytes:
+    """As in the files, JSON and bytes: nothing that could run code goes from rank to rank either."""
     parts = split({"generators": dict(states)})
     tensors = {name: base64.b64encode(one.numpy().tobytes()).decode() for (_, name), one in parts.tensors.items()}
     return json.dumps([parts.structure, tensors]).encode()
 
 
-def _unpacked(content: bytes) -> dict[str, Any]:
+def _unpacked(content: bytes) -> dict[str, object]:
     structure, tensors = json.loads(content)
     stored = {
         ("state", name): torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         for name, text in tensors.items()
     }
-    states: dict[str, Any] = join(structure, stored)["generators"]
+    states = join(structure, stored)["generators"]
+    assert isinstance(states, dict), "what _packed was given"
     return states

@@ -1,4 +1,4 @@
-"""From a state back to live objects: everything is compared first, then put back; what fails half-way is undone."""
+"""From a state back to live objects: everything is compared first, then loaded; a failure half-way is undone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import copy
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from flatout.arguments import as_path, wrong
 from flatout.checkpoint import manifest
-from flatout.checkpoint.capturing import live_sections
+from flatout.checkpoint.capturing import Live, Stateful, Step, live_sections
 from flatout.checkpoint.differences import Differences, Findings
 from flatout.checkpoint.folder import Checkpoints
 from flatout.checkpoint.model_names import plain_names, without_wrappers
@@ -31,26 +30,26 @@ from flatout.torch_private.attributes import LAYOUT_VERSIONS
 
 @dataclass(frozen=True, kw_only=True)
 class _Loading:
-    """One object's state, compared and ready to be put back."""
+    """One object's state, compared and ready to be loaded."""
 
     path: str
     load: Callable[[], None]
     before: Callable[[], Callable[[], None]]
-    """Remembers how the object is now, and returns what brings that back."""
+    """Remembers how the object is now, and returns a function that restores that."""
 
 
 def restore(
-    source: Mapping[str, Any] | Checkpoint | Loaded | str | os.PathLike[str],
-    step: Any = None,
-    data: Any = None,
+    source: Mapping[str, object] | Checkpoint | Loaded | str | os.PathLike[str],
+    step: Step | None = None,
+    data: Live | None = None,
     *,
-    model: Any = None,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
+    model: Live | None = None,
+    optimizer: Live | None = None,
+    scheduler: Live | None = None,
+    scaler: Live | None = None,
     generators: bool = True,
     strict: bool = True,
-    **objects: Any,
+    **objects: Live | None,
 ) -> Differences:
     """Put the objects given, and all random number generators, back to what `source` holds; returns what differed.
 
@@ -60,15 +59,15 @@ def restore(
     and dicts included; with a `step` the run must have all that the checkpoint has. Tensors go to the device of their
     parameter; an optimizer keeps its own way of computing (fused, foreach, capturable). Objects are loaded from copies,
     so the state can be restored again. `generators=False` leaves the random numbers alone, as for an evaluation.
-    Each rank of torch.distributed goes on from its own random states. Where there were fewer ranks, the further ones
-    are seeded from rank 0's states and their number; another number of ranks is warned of, once, by rank 0.
-    Raises UsageError that lists what is missing, unexpected, or of another shape or dtype, before anything is
+    Each rank of torch.distributed continues from its own random states. Where there were fewer ranks, the additional
+    ones are seeded from rank 0's states and their number; rank 0 warns, once, of another number of ranks.
+    Raises UsageError listing what is missing, unexpected, or of another shape or dtype, before anything is
     changed. With strict=False what fits is loaded, converted to the dtype here, and the rest is left as it is.
     """
     state, found = _state_in(source), Findings()
     given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
     live_by_section = live_sections(step, data, given, objects)
-    if step is not None:  # a training that goes on needs all that it had
+    if step is not None:  # a training that continues needs all that it had
         found.unexpected += [
             name for name in ("scheduler", "data", "objects") if name in state.keys() - live_by_section
         ]
@@ -91,8 +90,8 @@ def restore(
     return differences
 
 
-def _state_in(source: Any) -> Mapping[str, Any]:
-    """The state itself. UsageError for what holds none, and for an empty folder."""
+def _state_in(source: object) -> Mapping[str, object]:
+    """The state itself. UsageError for anything that has none, and for an empty folder."""
     if isinstance(source, str | os.PathLike):
         source = newest_in(as_path(source, "source"))
     if isinstance(source, Checkpoint):
@@ -133,26 +132,30 @@ def _load_all(loadings: list[_Loading]) -> None:
             on_failure.callback(loading.before())
             try:
                 loading.load()
-            except Exception as error:  # of the user's own load_state_dict: say where, and pass it on
+            except Exception as error:  # of the user's own load_state_dict: add where, and raise it again
                 error.add_note(f"while restoring {loading.path}; what was restored before it has been undone")
                 raise
         on_failure.pop_all()
 
 
-def _pairs(section: str, live: Any, state: Mapping[str, Any], found: Findings) -> Iterator[tuple[str, Any, Any]]:
-    """(path, object, its saved state) for each object of a section; those that have no partner are noted."""
+def _pairs(
+    section: str, live: object, state: Mapping[str, object], found: Findings
+) -> Iterator[tuple[str, object, object]]:
+    """(path, object, its saved state) for each object of a section; those without a counterpart are noted."""
     if section in state:
         yield from _matched(section, live, state[section], found)
     else:
         found.missing.append(f"{section} (the checkpoint holds {', '.join(state)})")
 
 
-def _matched(path: str, live: Any, saved: Any, found: Findings) -> Iterator[tuple[str, Any, Any]]:
+def _matched(path: str, live: object, saved: object, found: Findings) -> Iterator[tuple[str, object, object]]:
     if not isinstance(live, list | tuple | Mapping):
         yield path, live, saved
         return
-    here = dict(live) if isinstance(live, Mapping) else dict(enumerate(live))
-    there = dict(saved) if isinstance(saved, Mapping) else dict(enumerate(saved))
+    if not isinstance(saved, list | tuple | Mapping):
+        what = f"{path} is saved as a {type(saved).__name__}, not as several objects"
+        raise UsageError(what, remedy="pass what was saved")
+    here, there = _by_key(live), _by_key(saved)
     found.missing += [f"{path}[{key!r}]" for key in here if key not in there]
     found.unexpected += [f"{path}[{key!r}]" for key in there if key not in here]
     for key in here:
@@ -160,31 +163,42 @@ def _matched(path: str, live: Any, saved: Any, found: Findings) -> Iterator[tupl
             yield from _matched(f"{path}[{key!r}]", here[key], there[key], found)
 
 
-def _compare(path: str, live: Any, saved: Any, found: Findings, strict: bool) -> _Loading:
-    if not callable(getattr(live, "load_state_dict", None)):
+def _by_key(several: Sequence[object] | Mapping[object, object]) -> dict[object, object]:
+    return dict(several) if isinstance(several, Mapping) else dict(enumerate(several))
+
+
+def _compare(path: str, live: object, saved: object, found: Findings, strict: bool) -> _Loading:
+    if not isinstance(live, Stateful) or not callable(live.load_state_dict):
         raise wrong(path, live, "it has state_dict() and load_state_dict()")
     if isinstance(live, torch.nn.Module):
         return _compare_model(path, live, saved, found)
     if isinstance(live, torch.optim.Optimizer):
-        check_optimizer(path, live, saved, found)
+        optimizer, whole = live, check_optimizer(path, live, saved, found)
         return _Loading(
             path=path,
-            load=lambda: load_optimizer(live, saved, exact_dtypes=strict),
+            load=lambda: load_optimizer(optimizer, whole, exact_dtypes=strict),
             before=lambda: _reload(live, live.state_dict()),  # loading replaces its tensors: the old ones are intact
         )
     return _Loading(
         path=path,
-        load=lambda: live.load_state_dict(copy.deepcopy(saved)),
+        load=lambda: _load(live, copy.deepcopy(saved)),
         before=lambda: _reload(live, copy.deepcopy(live.state_dict())),
     )
 
 
-def _reload(live: Any, before: Any) -> Callable[[], None]:
-    return lambda: live.load_state_dict(before)
+def _load(live: Stateful, state: object) -> None:
+    live.load_state_dict(state)
 
 
-def _generators(saved: Mapping[str, Any], loadings: list[_Loading]) -> str | None:
-    """Adds this rank's states to what is loaded; returns what to say of them."""
+def _reload(live: Stateful, before: object) -> Callable[[], None]:
+    return lambda: _load(live, before)
+
+
+def _generators(saved: object, loadings: list[_Loading]) -> str | None:
+    """Adds this rank's states to what is loaded; returns a warning about them, if any."""
+    if not isinstance(saved, Mapping):
+        what = f"the states of the random number generators are a {type(saved).__name__}"
+        raise UsageError(what, remedy="pass generators=False to leave the generators as they are")
     check_generators(saved)
     states, note = states_here(saved)
     check_generators(states)
@@ -197,7 +211,7 @@ def _generators(saved: Mapping[str, Any], loadings: list[_Loading]) -> str | Non
     return note
 
 
-def _compare_model(path: str, model: torch.nn.Module, saved: Any, found: Findings) -> _Loading:
+def _compare_model(path: str, model: torch.nn.Module, saved: object, found: Findings) -> _Loading:
     if not isinstance(saved, Mapping):
         raise UsageError(f"{path} is saved as a {type(saved).__name__}, not as one model", remedy="pass what was saved")
     plain, own = plain_names(model), model.state_dict()
@@ -205,7 +219,7 @@ def _compare_model(path: str, model: torch.nn.Module, saved: Any, found: Finding
     there = without_wrappers(saved, here.keys())
     found.missing += [f"{path}: {name}" for name in here if name not in there]
     found.unexpected += [f"{path}: {name}" for name in there if name not in here]
-    fitting: OrderedDict[str, Any] = OrderedDict()
+    fitting: OrderedDict[str, object] = OrderedDict()
     for name, value in there.items():
         if name in here and _fits(f"{path}: {name}", own[here[name]], value, found):
             fitting[here[name]] = value
@@ -218,11 +232,11 @@ def _compare_model(path: str, model: torch.nn.Module, saved: Any, found: Finding
     )
 
 
-def _load_model(model: torch.nn.Module, fitting: Mapping[str, Any]) -> None:
+def _load_model(model: torch.nn.Module, fitting: Mapping[str, object]) -> None:
     model.load_state_dict(fitting, strict=False)
 
 
-def _fits(name: str, here: Any, there: Any, found: Findings) -> bool:
+def _fits(name: str, here: object, there: object, found: Findings) -> bool:
     """True if the saved value can be loaded; notes how it differs."""
     if not isinstance(here, torch.Tensor) or is_lazy(here):
         return True

@@ -32,12 +32,12 @@ from flatout.plan import Plan
 STRUCTURE = "state.json"
 TENSORS = ".safetensors"
 _MALFORMED = (ValueError, TypeError, AttributeError, RuntimeError)
-"""What Python and torch raise for a structure that nobody saved."""
+"""What Python and torch raise for a structure that Flatout did not save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on the disk whose manifest is whole and whose files have the right sizes; nothing else is read."""
+    """A checkpoint on the disk whose manifest is intact and whose files have the right sizes; nothing else is read."""
 
     folder: Path
     step: int
@@ -52,7 +52,7 @@ class Checkpoint:
         """Of the files that hold the state."""
         return sum(one.size_bytes for one in self.files.values())
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> dict[str, Any]:  # as torch's state_dict(): a user knows the types in it
         """The state, every byte verified, tensors on the CPU. Raises UsageError naming the file that is damaged."""
         for name, expected in self.files.items():
             _verify(self.folder / name, expected)
@@ -72,9 +72,9 @@ class Loaded:
     """A checkpoint and the state that it holds."""
 
     checkpoint: Checkpoint
-    state: dict[str, Any]
+    state: dict[str, Any]  # as Checkpoint.load() gives it
     notes: tuple[str, ...] = ()
-    """What was passed over to get here: damaged checkpoints, saves that were cut short."""
+    """What was skipped: damaged checkpoints, interrupted saves."""
 
     @property
     def step(self) -> int:
@@ -88,7 +88,7 @@ class Loaded:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """The checkpoint in this folder. Raises UsageError if it is none, damaged, or of a newer Flatout."""
+    """The checkpoint in this folder. Raises UsageError if it is not one, damaged, or of a newer Flatout."""
     folder = Path(folder)
     held = read_manifest(folder)
     for name, expected in held.files.items():
@@ -96,7 +96,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder=folder, step=held.step, metric=held.metric, versions=held.versions, files=held.files)
 
 
-def structure_text(structure: Mapping[str, Any]) -> bytes:
+def structure_text(structure: Mapping[str, object]) -> bytes:
     """The content of state.json."""
     return json.dumps(structure, allow_nan=False, separators=(",", ":")).encode("ascii")
 

@@ -1,7 +1,7 @@
 """Tensors <-> what a file of plain dense tensors can hold: shared memory once, other layouts and dtypes as bytes.
 
-Tied weights are several tensors on one piece of memory. Views of the same bytes are stored once and each reference
-says how it looks at them. Almost every tensor is alone and dense: its reference is a name and nothing else, so that
+Tied weights are several tensors on one piece of memory. Views of the same bytes are stored once, and each reference
+describes its view. Almost every tensor is alone and dense: its reference is a name and nothing else, so that
 the file reads like any other safetensors file.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -35,21 +35,32 @@ NATIVE = {
 """dtype -> its name in a safetensors header. Every other dtype is stored as bytes, with its name in the reference."""
 
 Slot = tuple[str, str]
-"""Where a stored tensor lies: (file without suffix, name in it)."""
+"""Where a tensor is stored: (file without suffix, name in it)."""
+
+
+class Reference(TypedDict, total=False):
+    """What stands for a tensor in the JSON: its slot, and how it views what is stored there where that is not plain."""
+
+    file: str
+    name: str
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    offset_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A tensor met in a state, the slot it would like, and its reference, which `place` fills in."""
+    """A tensor found in a state, the slot it prefers, and its reference, which `place` fills in."""
 
     tensor: torch.Tensor
     slot: Slot
-    reference: dict[str, Any]
+    reference: Reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Look:
-    """How a tensor looks at its storage; equal looks at one storage are tied tensors."""
+    """How a tensor views its storage; equal views of one storage are tied tensors."""
 
     start_bytes: int
     end_bytes: int
@@ -72,16 +83,17 @@ def place(found: Sequence[Found]) -> dict[Slot, torch.Tensor]:
         alone = looks.pop() if len(looks) == 1 else None
         if alone is not None and first.dtype in NATIVE and first.numel() * first.element_size() <= alone.size_bytes:
             stored[slot] = first
-            reference = _named(slot) | ({} if _plain_order(alone) else {"stride": list(alone.stride)})
             for one in group:
-                one.reference.update(reference)
+                one.reference.update(_named(slot))
+                if not _plain_order(alone):
+                    one.reference["stride"] = list(alone.stride)
         else:
             stored[slot] = _place_bytes(group, slot)
     return stored
 
 
 def _place_bytes(group: Sequence[Found], slot: Slot) -> torch.Tensor:
-    """What these tensors share, as one of them if it covers it all, else as bytes; each reference says how it looks."""
+    """What these tensors share, as one of them if it covers all, else as bytes; each reference describes its view."""
     looks = [_look(one.tensor) for one in group]
     start, end = min(look.start_bytes for look in looks), max(look.end_bytes for look in looks)
     whole = next((one.tensor for one in group if _covers(one.tensor, start, end)), None)
@@ -89,8 +101,15 @@ def _place_bytes(group: Sequence[Found], slot: Slot) -> torch.Tensor:
         start -= start % max(look.dtype.itemsize for look in looks)  # aligned for each
         whole = _bytes_of(group[0].tensor, start, end - start)
     for one, look in zip(group, looks, strict=True):
-        how = {"dtype": str(look.dtype).removeprefix("torch."), "shape": list(look.shape), "stride": list(look.stride)}
-        one.reference.update(_named(slot) | how | {"offset_bytes": look.start_bytes - start})
+        one.reference.update(
+            {
+                **_named(slot),
+                "dtype": str(look.dtype).removeprefix("torch."),
+                "shape": list(look.shape),
+                "stride": list(look.stride),
+                "offset_bytes": look.start_bytes - start,
+            }
+        )
     return whole
 
 
@@ -100,7 +119,7 @@ def _covers(tensor: torch.Tensor, start_bytes: int, end_bytes: int) -> bool:
     return same and tensor.dtype in NATIVE and tensor.is_contiguous()
 
 
-def view(stored: Mapping[Slot, torch.Tensor], reference: Mapping[str, Any]) -> torch.Tensor:
+def view(stored: Mapping[Slot, torch.Tensor], reference: Reference) -> torch.Tensor:
     """The tensor that a reference stands for. Raises KeyError or ValueError if it points outside what is stored."""
     tensor = stored[reference["file"], reference["name"]]
     if "dtype" in reference:
@@ -110,11 +129,11 @@ def view(stored: Mapping[Slot, torch.Tensor], reference: Mapping[str, Any]) -> t
     return tensor
 
 
-def _look_at(tensor: torch.Tensor, reference: Mapping[str, Any]) -> torch.Tensor:
+def _look_at(tensor: torch.Tensor, reference: Reference) -> torch.Tensor:
     dtype, shape, stride = getattr(torch, reference["dtype"]), reference["shape"], reference["stride"]
     offset, last = divmod(reference["offset_bytes"], dtype.itemsize)
     if last or offset < 0 or (offset + _extent(shape, stride)) * dtype.itemsize > tensor.nbytes:
-        raise ValueError(f"{reference['name']} looks outside its {tensor.nbytes} bytes")
+        raise ValueError(f"{reference['name']} reaches outside its {tensor.nbytes} bytes")
     return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), offset, shape, stride)
 
 
@@ -130,7 +149,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapping(found: Sequence[Found]) -> Iterable[list[Found]]:
-    """The tensors in groups whose bytes overlap, in the order in which their first was met."""
+    """The tensors in groups whose bytes overlap, in the order of the first of each."""
     order = {id(one): index for index, one in enumerate(found)}
     storages: dict[tuple[torch.device, int], list[Found]] = defaultdict(list)
     groups: list[list[Found]] = []
@@ -185,7 +204,7 @@ def _plain_order(look: _Look) -> bool:
     return usual or not dense or 0 in look.shape
 
 
-def _named(slot: Slot) -> dict[str, Any]:
+def _named(slot: Slot) -> Reference:
     return {"file": slot[0], "name": slot[1]}
 
 

@@ -1,6 +1,6 @@
 """Nested values <-> JSON and tensors: whatever a state_dict holds comes back as it was, type for type.
 
-None, booleans, whole numbers, finite floats, texts and lists stand for themselves; everything else is an object with
+None, booleans, whole numbers, finite floats, texts and lists are stored as they are; everything else is an object with
 one key that names its kind, {"tuple": [...]}. Nothing that could run code is ever written or read.
 
 >>> split({"extra": {0: (1.5, float("inf"))}}).structure
@@ -12,23 +12,26 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from flatout.checkpoint.storages import Found, Slot, place, view
+from flatout.checkpoint.storages import Found, Reference, Slot, place, view
 from flatout.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DEPTH_LIMIT = 100
 """Levels of nesting; a value that holds itself is caught by it too."""
 OWN_FILES = ("model", "optimizer")
-"""Sections whose tensors have a file of their own, under the names that other tools know them by."""
+"""Sections whose tensors have a file of their own, under the names that other tools expect."""
 
-Path = tuple[Any, ...]
+Path = tuple[object, ...]
 _WHOLE_NUMBER_BITS = 64  # JSON readers agree up to here; Python refuses to print very long ones
 
 
@@ -36,12 +39,12 @@ _WHOLE_NUMBER_BITS = 64  # JSON readers agree up to here; Python refuses to prin
 class Split:
     """A state in two: JSON, and the tensors it refers to (live memory, not copied)."""
 
-    structure: dict[str, Any]
+    structure: dict[str, object]
     tensors: dict[Slot, torch.Tensor]
 
 
-def split(state: Mapping[str, Any]) -> Split:
-    """Take a state apart. Raises UsageError with path and type of the first value that cannot be stored."""
+def split(state: Mapping[str, object]) -> Split:
+    """Split a state. Raises UsageError with path and type of the first value that cannot be stored."""
     if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
         what = f"the state is a {type(state).__name__}"
         raise UsageError(what, limit="it must be a dict with texts as keys", remedy="make it with capture(...)")
@@ -50,7 +53,7 @@ def split(state: Mapping[str, Any]) -> Split:
     return Split(structure=structure, tensors=place(encoder.found))
 
 
-def join(structure: Mapping[str, Any], tensors: Mapping[Slot, torch.Tensor]) -> dict[str, Any]:
+def join(structure: Mapping[str, object], tensors: Mapping[Slot, torch.Tensor]) -> dict[str, object]:
     """Put a state together again. Raises ValueError, KeyError or TypeError if the two do not belong together."""
     decoder = _Decoder(tensors)
     return {key: decoder.value(node) for key, node in structure.items()}
@@ -64,7 +67,7 @@ def spell(path: Path) -> str:
 class _Encoder:
     def __init__(self) -> None:
         self.found: list[Found] = []
-        self._kinds: dict[type, Callable[[Any, Path], Any]] = {
+        self._kinds: dict[type, Callable[..., object]] = {
             **dict.fromkeys((type(None), bool, str), lambda value, path: value),
             int: lambda value, path: value if value.bit_length() <= _WHOLE_NUMBER_BITS else {"int": hex(value)},
             float: lambda value, path: value if math.isfinite(value) else {"float": repr(value)},
@@ -81,7 +84,7 @@ class _Encoder:
             np.ndarray: self._array,
         }
 
-    def node(self, value: Any, path: Path) -> Any:
+    def node(self, value: object, path: Path) -> object:
         if len(path) > DEPTH_LIMIT:
             raise _refusal(path[:5], f"is nested deeper than {DEPTH_LIMIT} levels, or holds itself")
         encode = self._kinds.get(type(value))
@@ -92,38 +95,38 @@ class _Encoder:
             raise _refusal(path, f"is of type {kind}")
         return encode(value, path)
 
-    def _tagged(self, name: str, encode: Callable[[Any, Path], Any], value: Any, path: Path) -> dict[str, Any]:
+    def _tagged(self, name: str, encode: Callable[..., object], value: object, path: Path) -> dict[str, object]:
         return {name: encode(value, path)}
 
-    def _all(self, values: Any, path: Path) -> list[Any]:
+    def _all(self, values: Iterable[object], path: Path) -> list[object]:
         return [self.node(value, (*path, index)) for index, value in enumerate(values)]
 
-    def _dict(self, values: dict[Any, Any], path: Path) -> dict[str, Any]:
+    def _dict(self, values: dict[object, object], path: Path) -> dict[str, object]:
         if all(type(key) is str for key in values):
             return {"dict": {key: self.node(value, (*path, key)) for key, value in values.items()}}
         return {"items": self._items(values, path)}
 
-    def _items(self, values: Mapping[Any, Any], path: Path) -> list[Any]:
+    def _items(self, values: Mapping[object, object], path: Path) -> list[object]:
         return [[self.node(key, (*path, key)), self.node(value, (*path, key))] for key, value in values.items()]
 
-    def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, object]:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise _refusal(path, f"is a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
         if tensor.is_meta:
             raise _refusal(path, "is on the meta device: it has no values")
-        reference: dict[str, Any] = {}
+        reference: Reference = {}
         values = tensor.detach()  # an imaginary part or a conjugate is a view with a flag: its bytes are not its values
         values = values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values
         self.found.append(Found(tensor=values, slot=_slot(path), reference=reference))
         return {"tensor": reference}
 
-    def _array(self, array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
+    def _array(self, array: NDArray[np.generic], path: Path) -> dict[str, object]:
         _check_numpy(array.dtype, path)
         content = bytearray(array.tobytes())
         stored = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
         return {"array": [array.dtype.str, list(array.shape), self._tensor(stored, path)]}
 
-    def _scalar(self, value: np.generic, path: Path) -> dict[str, Any]:
+    def _scalar(self, value: np.generic, path: Path) -> dict[str, object]:
         _check_numpy(value.dtype, path)
         return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
 
@@ -132,10 +135,10 @@ class _Decoder:
     def __init__(self, tensors: Mapping[Slot, torch.Tensor]) -> None:
         self._tensors = tensors
         self._seen: dict[str, torch.Tensor] = {}
-        self._kinds: dict[str, Callable[[Any], Any]] = {
+        self._kinds: dict[str, Callable[..., object]] = {
             "int": lambda text: int(text, 16),
             "float": float,
-            "complex": lambda parts: complex(*self._all(parts)),
+            "complex": self._complex,
             "bytes": lambda text: base64.b64decode(text, validate=True),
             "dict": lambda values: {key: self.value(value) for key, value in values.items()},
             **{name: partial(self._made, kind, self._all) for name, kind in _SEQUENCES.items()},
@@ -148,7 +151,7 @@ class _Decoder:
             "scalar": lambda parts: np.frombuffer(base64.b64decode(parts[1]), np.dtype(parts[0]))[0],
         }
 
-    def value(self, node: Any) -> Any:
+    def value(self, node: object) -> object:
         if isinstance(node, list):
             return self._all(node)
         if isinstance(node, dict):
@@ -156,24 +159,33 @@ class _Decoder:
             return self._kinds[kind](content)
         return node
 
-    def _made(self, kind: Callable[[Any], Any], decode: Callable[[Any], Any], content: Any) -> Any:
+    def _made(self, kind: Callable[..., object], decode: Callable[..., object], content: object) -> object:
         return kind(decode(content))
 
-    def _all(self, nodes: list[Any]) -> list[Any]:
+    def _complex(self, parts: list[object]) -> complex:
+        real, imaginary = self._all(parts)
+        if not isinstance(real, float) or not isinstance(imaginary, float):
+            raise TypeError(f"a complex number is stored as {parts}")
+        return complex(real, imaginary)
+
+    def _all(self, nodes: list[object]) -> list[object]:
         return [self.value(node) for node in nodes]
 
-    def _items(self, items: list[Any]) -> dict[Any, Any]:
+    def _items(self, items: list[tuple[object, object]]) -> dict[object, object]:
         return {self.value(key): self.value(value) for key, value in items}
 
-    def _tensor(self, reference: dict[str, Any]) -> torch.Tensor:
+    def _tensor(self, reference: Reference) -> torch.Tensor:
         key = repr(reference)  # tied tensors come back as one
         if key not in self._seen:
             self._seen[key] = view(self._tensors, reference)
         return self._seen[key]
 
-    def _array(self, parts: list[Any]) -> np.ndarray[Any, Any]:
+    def _array(self, parts: tuple[str, list[int], object]) -> NDArray[np.generic]:
         dtype, shape, node = parts
-        return np.frombuffer(self.value(node).numpy().tobytes(), np.dtype(dtype)).reshape(shape).copy()
+        stored = self.value(node)
+        if not isinstance(stored, torch.Tensor):
+            raise TypeError(f"an array is stored as a {type(stored).__name__}")
+        return np.frombuffer(stored.numpy().tobytes(), np.dtype(dtype)).reshape(shape).copy()
 
 
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -185,7 +197,7 @@ def _slot(path: Path) -> Slot:
     return file, ".".join(str(key) for key in inside)
 
 
-def _check_numpy(dtype: np.dtype[Any], path: Path) -> None:
+def _check_numpy(dtype: np.dtype[np.generic], path: Path) -> None:
     if dtype.hasobject or dtype.names:
         raise _refusal(path, f"is of numpy's dtype {dtype}")
 

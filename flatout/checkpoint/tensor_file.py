@@ -1,7 +1,7 @@
 """One safetensors file: written in a single pass that also hashes it, read by the safetensors library.
 
-The library's writer would need the file read again for its checksum, or the whole of it in memory; and a full disk
-would surface as a text. The format is a length, a JSON header and the bytes.
+The library's own writer would require reading the file again for its checksum, or holding all of it in memory; and it
+reports a full disk only as text. The format is a length, a JSON header and the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flatout.checkpoint.storages import NATIVE, flat_bytes
 
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Each tensor is brought to the host in its turn, so that one at a time is in memory twice. Raises OSError."""
+    """Tensors are copied to the host one by one, so that only one at a time is in memory twice. Raises OSError."""
     # wide elements first, so that each is aligned; the format allows no gaps
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     file.write(_header(dict(ordered)))

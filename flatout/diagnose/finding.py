@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from flatout.decoding import decode
 
 Severity = Literal["note", "warning", "unusable"]
 
@@ -26,9 +27,9 @@ class Finding:
     cost_bytes: int | None = None
     cost_share: float | None = None  # of the step, or of the memory
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        return cls(**data)
+    def from_json(cls, data: object) -> Finding:
+        return decode(cls, data)

@@ -1,4 +1,4 @@
-"""What a watched run shows that its owner should know: each check looks at the facts and gives a Finding or None."""
+"""What a watched run shows that its owner should know: each check takes the facts and returns a Finding or None."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GROWTH_LIMIT_BYTES_PER_HOUR = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the checks look at."""
+    """The input of the checks."""
 
     observed: Observed | None
     steps: int
     planned: bool
     growth: Growth | None
     nearly_out: tuple[int, int, int] | None = None
-    """(step, available bytes, bytes in all) when hardly any of the host's memory was left."""
+    """(step, available bytes, total bytes) when hardly any of the host's memory was left."""
     command: str
     """The script and its arguments, as a shell would read them."""
     rolled_back: tuple[tuple[str, str], ...] = ()
@@ -73,8 +73,8 @@ def _memory_nearly_out(facts: RunFacts) -> Finding | None:
         name="memory-nearly-out",
         severity="warning",
         title=f"at step {step:,} hardly any memory was left",
-        evidence=f"{format_bytes(available)} of {format_bytes(total)} that this process may use; at its end the kernel "
-        "kills the process without a message",
+        evidence=f"{format_bytes(available)} of {format_bytes(total)} that this process may use; when it runs out, "
+        "the kernel kills the process without a message",
         remedy="see who holds it with flatout memory; fewer loader workers and a smaller batch take less",
         next_command=f"flatout memory {facts.command}",
     )
@@ -123,7 +123,7 @@ def _epoch_starts(facts: RunFacts) -> Finding | None:
         cost_share=share,
         remedy=f"DataLoader(..., persistent_workers=True) keeps its {epochs.workers} "
         f"worker{'s' if epochs.workers > 1 else ''} between epochs "
-        "(random numbers drawn in workers then go on instead of being seeded anew)",
+        "(random numbers drawn in workers then continue instead of being seeded again)",
     )
 
 

@@ -26,12 +26,12 @@ from flatout.timing import Load
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """All that is known when a script has ended."""
+    """What is known when a script has ended."""
 
     name: str
     arguments: tuple[str, ...]
     status: int | None
-    """The script's exit code; None if it ended in a way that was not seen."""
+    """The script's exit code; None if it is not known how it ended."""
     wall_seconds: float
     cpu_seconds: float
     peak_resident_bytes: int
@@ -46,9 +46,9 @@ class RunSummary:
     plan_notes: tuple[str, ...]
     findings: tuple[Finding, ...]
     load: Load | None = None
-    """Who kept the processor busy while steps were made; None: too short to tell."""
+    """What kept the processor busy during the steps; None: too short to measure."""
     death: MemoryDeath | None = None
-    """Where the script died of memory."""
+    """Where the script ran out of memory."""
     began: float | None = None
     """When the script was started, on the clock of time.perf_counter()."""
 
@@ -71,7 +71,7 @@ def summarise(
 ) -> RunSummary:
     """What is known now, while the script runs or when it has ended.
 
-    notes: what was said of the plan before the script started. machine: None: it is asked for now.
+    notes: what was said of the plan before the script started. machine: None: detected now.
     """
     record, watch, applied = runner.record, runner.watch, runner.applied
     wall, machine = time.perf_counter() - began, machine or detect()
@@ -116,7 +116,7 @@ def summarise(
 
 
 def _death(target: Target, runner: Runner) -> MemoryDeath | None:
-    """What is known where the script died of memory; None otherwise."""
+    """What is known where the script ran out of memory; None otherwise."""
     error = getattr(sys, "last_value", None)
     if not isinstance(error, Exception) or "torch" not in sys.modules:
         return None

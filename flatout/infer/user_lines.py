@@ -10,21 +10,18 @@
 from __future__ import annotations
 
 import linecache
-import sysconfig
 from pathlib import Path
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-_OURS_YET_A_MODEL = _PACKAGE + "models/"
-"""To an exporter, our own models are the user's code."""
-_LIBRARIES = tuple({str(Path(folder)) + "/" for folder in sysconfig.get_paths().values()})
+from flatout.tracebacks import is_users_file
+
+_MODELS = str(Path(__file__).parents[1] / "models") + "/"
+"""To an exporter, our own models are like a user's."""
 
 
 def is_users(file: str) -> bool:
-    """Whether this source file is the user's: not a library's, not Flatout's, not generated at run time."""
-    if file.startswith("<") or "/site-packages/" in file or "/dist-packages/" in file:
-        return False
-    path = str(Path(file).absolute())
-    return path.startswith(_OURS_YET_A_MODEL) or not path.startswith((_PACKAGE, *_LIBRARIES))
+    """Is this source file the user's, or that of one of our models?"""
+    path = file if file.startswith("<") else str(Path(file).absolute())
+    return path.startswith(_MODELS) or is_users_file(path)
 
 
 def user_line(error: BaseException) -> str | None:

@@ -1,7 +1,7 @@
-"""The ceilings of moving data: memory, the way to the GPU and back, and the rate at which work can be launched.
+"""The ceilings of moving data: memory, transfers to the GPU and back, and the rate at which work can be launched.
 
-Memory is passed over once by an array far larger than every cache; a copy counts what it reads and what it writes.
-From pinned host memory a GPU copies by itself; pageable memory goes through a buffer of the driver's first.
+An array far larger than every cache is read once; a copy counts what it reads and what it writes.
+From pinned host memory a GPU copies by itself; pageable memory goes through a staging buffer of the driver's first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_GPU = "no GPU that torch can use"
 
 
 def array_bytes(device: str, available_bytes: int | None) -> int:
-    """Large enough to defeat caches, small enough to fit beside what is there."""
+    """Large enough to defeat caches, small enough to fit into what is free."""
     wanted = _CUDA_ARRAY_BYTES if device == "cuda" else _CPU_ARRAY_BYTES
     return wanted if available_bytes is None else max(16 * MIB, min(wanted, available_bytes // 8))
 

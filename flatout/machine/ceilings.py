@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from flatout.decoding import decode
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
@@ -22,12 +24,12 @@ class Peak:
     unit: str  # "FLOP/s", "B/s", ...
     how: str  # "2048 x 2048 x 2048", "256 MiB read once"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Peak:
-        return cls(**data)
+    def from_json(cls, data: object) -> Peak:
+        return decode(cls, data)
 
 
 _RATES = (
@@ -77,21 +79,23 @@ class Ceilings:
         gemm = {**self.gemm_flops_per_second}
         for dtype, peak in other.gemm_flops_per_second.items():
             gemm[dtype] = _higher(gemm.get(dtype), peak) or peak
-        rates: dict[str, Any] = {name: _higher(own, getattr(other, name)) for name, own in self.rates().items()}
+        theirs = other.rates()
+        rates = {name: _higher(own, theirs[name]) for name, own in self.rates().items()}
         found = {*rates, *(f"gemm {dtype}" for dtype in gemm)} - {name for name, peak in rates.items() if peak is None}
         reasons = {name: reason for name, reason in self.reasons.items() if name not in found}
-        return replace(self, gemm_flops_per_second=gemm, **rates, reasons=reasons)
+        return replace(self, gemm_flops_per_second=gemm, reasons=reasons).with_rates(rates)
 
-    def to_json(self) -> dict[str, Any]:
+    def with_rates(self, rates: Mapping[str, Peak | None]) -> Ceilings:
+        """With these rates, by field name."""
+        changes: dict[str, Any] = {**rates}  # mypy cannot see that these are the names of rates only
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Ceilings:
-        values: dict[str, Any] = dict(data)
-        values |= {key: Peak.from_json(data[key]) if data[key] else None for key in _RATES}
-        gemm = data["gemm_flops_per_second"]
-        values["gemm_flops_per_second"] = {dtype: Peak.from_json(peak) for dtype, peak in gemm.items()}
-        return cls(**values)
+    def from_json(cls, data: object) -> Ceilings:
+        return decode(cls, data)
 
 
 def _higher(a: Peak | None, b: Peak | None) -> Peak | None:

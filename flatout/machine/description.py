@@ -1,6 +1,6 @@
-"""What a machine is, as a value: read once by `detect`, passed to whoever decides, written into every document.
+"""What a machine is, as a value: read once by `detect`, passed to all that depends on it, written to every document.
 
-`fingerprint` tells whether two figures may be compared: it is the same after a reboot or an upgrade of torch, and
+`fingerprint` says whether two figures may be compared: it is the same after a reboot or an upgrade of torch, and
 another one when the processor, the cores or the memory that may be used, or the visible GPUs differ.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
+from flatout.decoding import decode
 from flatout.machine.ceilings import Ceilings
 
 GIB = 1024**3
@@ -22,21 +22,17 @@ class Cpu:
 
     name: str
     model_id: str  # vendor-family-model-stepping: clouds hide the name, never this
-    physical_cores: int | None  # None: the system does not tell
+    physical_cores: int | None  # None: the system does not report it
     logical_cores: int
     available_cores: int  # what affinity and cgroup leave: the number of threads that makes sense
     limited_by: str | None = None  # why available_cores is below logical_cores
     features: tuple[str, ...] = ()  # those that matter for matrix products: avx512_bf16, amx_bf16, ...
     fast_dtypes: tuple[str, ...] = ("fp32",)  # those with instructions of their own
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cpu:
-        return cls(**{**data, "features": tuple(data["features"]), "fast_dtypes": tuple(data["fast_dtypes"])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess:
-    """Somebody else's process on a GPU."""
+    """A process other than this one on a GPU."""
 
     pid: int
     name: str | None  # None: it belongs to another user or container
@@ -45,7 +41,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU that this process may use. What the driver does not tell is None."""
+    """One GPU that this process may use. What the driver does not report is None."""
 
     name: str
     index: int  # as the driver counts
@@ -57,16 +53,6 @@ class Gpu:
     driver: str | None = None
     fast_dtypes: tuple[str, ...] = ()
     processes: tuple[GpuProcess, ...] = ()
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Gpu:
-        capability = data["compute_capability"]
-        changed = {
-            "compute_capability": None if capability is None else (capability[0], capability[1]),
-            "fast_dtypes": tuple(data["fast_dtypes"]),
-            "processes": tuple(GpuProcess(**process) for process in data["processes"]),
-        }
-        return cls(**{**data, **changed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +72,7 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Everything that Flatout knows of the machine. Memory figures heed the cgroup."""
+    """Everything that Flatout knows of the machine. Memory figures respect the limits of the cgroup."""
 
     fingerprint: str
     cpu: Cpu
@@ -125,20 +111,13 @@ class Machine:
     def with_ceilings(self, ceilings: Ceilings | None) -> Machine:
         return replace(self, ceilings=ceilings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Machine:
-        plain = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        changed = {
-            "cpu": Cpu.from_json(data["cpu"]),
-            "devices": tuple(Gpu.from_json(gpu) for gpu in data["devices"]),
-            "hidden_devices": tuple(data["hidden_devices"]),
-            "versions": Versions(**data["versions"]),
-            "ceilings": None if data["ceilings"] is None else Ceilings.from_json(data["ceilings"]),
-        }
-        return cls(**{**plain, **changed})
+    def from_json(cls, data: Mapping[str, object]) -> Machine:
+        """Keys that are no fields are left out: a document may say more of the machine than this."""
+        return decode(cls, {one.name: data[one.name] for one in fields(cls) if one.name in data})
 
 
 def major(version: str | None) -> int | None:
@@ -148,7 +127,7 @@ def major(version: str | None) -> int | None:
 
 
 def fingerprint_of(cpu: Cpu, memory_total_bytes: int, devices: tuple[Gpu, ...]) -> str:
-    """Twelve hexadecimal digits. Memory is rounded to GiB: kernels keep a little more or less for themselves."""
+    """Twelve hexadecimal digits. Memory is rounded to GiB: a kernel reserves a little more or less for itself."""
     parts = [cpu.name, cpu.model_id, str(cpu.available_cores), str(round(memory_total_bytes / GIB))]
     parts += [f"{gpu.name}/{round((gpu.memory_total_bytes or 0) / GIB)}" for gpu in devices]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

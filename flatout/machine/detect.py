@@ -1,7 +1,7 @@
 """Find out what this machine is, by reading only: no CUDA context, no import of torch, nothing written, nothing raised.
 
-torch's versions are read from its files, because whoever imports torch first decides how it is set up, and that is the
-user's script.
+torch's versions are read from its files, because the first import of torch decides how it is set up, and that is up to
+the user's script.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def parse_cpuinfo(text: str) -> dict[str, str]:
 
 
 def cpu_fast_dtypes(features: Iterable[str]) -> tuple[str, ...]:
-    """fp32, and each dtype that has instructions of its own."""
+    """fp32, and each dtype that has its own instructions."""
     have = set(features)
     return ("fp32", *(dtype for dtype, any_of in _FAST_BY_FEATURE.items() if have & any_of))
 
@@ -120,7 +120,7 @@ def usable_cores() -> int:
 
 
 def _allowed_cores(logical: int) -> int:
-    """By affinity; macOS and Windows do not tell it."""
+    """By affinity; macOS and Windows do not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
 
 
@@ -130,7 +130,7 @@ def available_memory_bytes() -> int:
 
 
 def memory_left() -> tuple[int, int]:
-    """(bytes that this process may still take, bytes that there are for it in all)."""
+    """(bytes that this process may still take, bytes that it may have in total)."""
     total, available, _ = _memory(read_cgroup())
     return available, total
 
@@ -145,7 +145,7 @@ def _memory(cgroup: Cgroup) -> tuple[int, int, str | None]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """(bytes in all, bytes available), by no library: this is asked while somebody else's script runs."""
+    """(bytes in total, bytes available), without a library: this is read while the user's script runs."""
     if not os.path.exists("/proc/meminfo"):  # macOS, Windows
         memory = psutil.virtual_memory()
         return memory.total, memory.available

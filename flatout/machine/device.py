@@ -1,6 +1,6 @@
 """The device seam: everything that differs between a CPU, a GPU, a scripted one and a recorded one.
 
-An accelerator works behind the program, so time is read from marks that the device itself passes: `mark()` costs no
+An accelerator works asynchronously, so time is read from marks that the device itself passes: `mark()` costs no
 wait, and `elapsed_seconds` waits only for its two marks. On the CPU a mark is a reading of the clock. FakeDevice runs
 on a clock that the test moves; ReplayedDevice gives the answers that a real device once gave.
 
@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from flatout.decoding import decode
 from flatout.errors import MachineError, UsageError
-from flatout.machine.description import Machine
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Mark:
     """A point in a device's work: host seconds, or the device's own event."""
 
     seconds: float | None = None
-    event: Any = None
+    event: torch.cuda.Event | None = None
 
 
 class Device(Protocol):
@@ -48,13 +50,13 @@ class Device(Protocol):
         """Wait until all work that was queued is done."""
 
     def mark(self) -> Mark:
-        """A mark behind the work queued so far; no wait."""
+        """A mark after the work queued so far; does not wait."""
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
         """The device's own time between two marks; waits for the later one."""
 
     def captures(self) -> bool:
-        """Is work only recorded now, for a CUDA graph? Nothing runs then, and to wait would break the recording off."""
+        """Is a CUDA graph being captured? Then nothing runs yet, and waiting would end the capture with an error."""
 
     def memory_allocated_bytes(self) -> int | None:
         """Held now by tensors (CUDA) or resident in the process (CPU); None: unknown."""
@@ -66,12 +68,7 @@ class Device(Protocol):
         """Start a new peak, where the device can."""
 
 
-def device_for(machine: Machine) -> Device:
-    """The device on which work should run on this machine: its first usable GPU, else the CPU."""
-    return CudaDevice(0) if machine.usable_gpus else CpuDevice()
-
-
-def placement(name: str) -> Any:
+def placement(name: str) -> torch.device:
     """The torch.device of this name, where tensors are to be put. Raises MachineError where there is no such GPU.
 
     This is where a run that moves a script to the GPU first touches CUDA.
@@ -81,23 +78,28 @@ def placement(name: str) -> Any:
     return torch.device(CudaDevice(0).name if name == "cuda" else name)
 
 
-def device_name(device: Any) -> str:
-    """A torch.device as ceilings are kept by: 'cpu', 'cuda:0'; CUDA without a number is the current device."""
-    if device.type != "cuda":
-        return str(device.type)
+def device_name(device: torch.device) -> str:
+    """The name under which ceilings are kept: 'cpu', 'cuda:0'; CUDA without a number is the current device."""
+    return f"cuda:{device_index(device)}" if device.type == "cuda" else device.type
+
+
+def device_index(device: torch.device) -> int:
+    """The number of a CUDA device; of one without a number, that of the current device, which starts CUDA."""
+    if device.index is not None:
+        return device.index
     import torch
 
-    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+    return torch.cuda.current_device()
 
 
 class CpuDevice:
-    """The processor: work is done when the call returns, so a mark is the clock."""
+    """The processor: work is done when the call returns, so a mark is a reading of the clock."""
 
     kind = "cpu"
     name = "cpu"
 
     def synchronize(self) -> None:
-        """Nothing runs behind the program."""
+        """Nothing runs asynchronously."""
 
     def mark(self) -> Mark:
         return Mark(seconds=time.perf_counter())
@@ -114,7 +116,7 @@ class CpuDevice:
         return int(psutil.Process().memory_info().rss)
 
     def memory_peak_bytes(self) -> int | None:
-        """The kernel's high-water mark of resident memory; None where /proc does not tell."""
+        """The kernel's high-water mark of resident memory; None without /proc."""
         try:
             status = Path("/proc/self/status").read_text()
         except OSError:
@@ -123,7 +125,7 @@ class CpuDevice:
         return int(peaks[0]) * 1024 if peaks else None
 
     def reset_peak(self) -> None:
-        """Ask the kernel to start its high-water mark anew; where it refuses, the peak stays the process's own."""
+        """Reset the kernel's high-water mark; where it refuses, the peak remains that since the process started."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
@@ -131,7 +133,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """One CUDA GPU, timed by its own events. The first question starts CUDA in this process."""
+    """One CUDA GPU, timed by its own events. The first query starts CUDA in this process."""
 
     kind = "cuda"
 
@@ -160,6 +162,8 @@ class CudaDevice:
         return Mark(event=event)
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
+        assert start.event is not None, "a mark of another device"
+        assert end.event is not None, "a mark of another device"
         end.event.synchronize()
         return float(start.event.elapsed_time(end.event)) / 1000  # CUDA counts milliseconds
 
@@ -188,7 +192,7 @@ class FakeDevice:
         self._allocated_bytes = self._peak_bytes = 0
 
     def work(self, seconds: float) -> None:
-        """Queue that much work; the host goes on at once."""
+        """Queue that much work; the host continues at once."""
         self._queued_seconds += seconds
 
     def allocate(self, count_bytes: int) -> None:
@@ -223,13 +227,28 @@ class FakeDevice:
         self._peak_bytes = self._allocated_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    question: str
+    answer: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Log:
+    """What a RecordingDevice recorded."""
+
+    kind: str
+    name: str
+    answers: tuple[_Answer, ...]
+
+
 class RecordingDevice:
     """Passes every question on to a real device and keeps the answers, for a ReplayedDevice."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.kind, self.name = device.kind, device.name
-        self._answers: list[dict[str, Any]] = []
+        self._answers: list[_Answer] = []
 
     def synchronize(self) -> None:
         self._device.synchronize()
@@ -238,34 +257,41 @@ class RecordingDevice:
         return self._device.mark()
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        return float(self._keep("elapsed_seconds", self._device.elapsed_seconds(start, end)))
+        seconds = self._device.elapsed_seconds(start, end)
+        self._keep("elapsed_seconds", seconds)
+        return seconds
 
     def captures(self) -> bool:
         return self._device.captures()
 
     def memory_allocated_bytes(self) -> int | None:
-        return self._keep("memory_allocated_bytes", self._device.memory_allocated_bytes())
+        held = self._device.memory_allocated_bytes()
+        self._keep("memory_allocated_bytes", held)
+        return held
 
     def memory_peak_bytes(self) -> int | None:
-        return self._keep("memory_peak_bytes", self._device.memory_peak_bytes())
+        peak = self._device.memory_peak_bytes()
+        self._keep("memory_peak_bytes", peak)
+        return peak
 
     def reset_peak(self) -> None:
         self._device.reset_peak()
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "name": self.name, "answers": self._answers}
+    def to_json(self) -> dict[str, object]:
+        return asdict(_Log(kind=self.kind, name=self.name, answers=tuple(self._answers)))
 
-    def _keep(self, question: str, answer: Any) -> Any:
-        self._answers.append({"question": question, "answer": answer})
-        return answer
+    def _keep(self, question: str, answer: float | None) -> None:
+        self._answers.append(_Answer(question=question, answer=answer))
 
 
 class ReplayedDevice:
     """Gives the recorded answers in their order; a question that was not asked then is an error, not a guess."""
 
-    def __init__(self, log: Mapping[str, Any]) -> None:
-        self.kind, self.name = str(log["kind"]), str(log["name"])
-        self._answers: Sequence[Mapping[str, Any]] = log["answers"]
+    def __init__(self, log: object) -> None:
+        """log: what RecordingDevice.to_json gave. Raises TypeError for anything else."""
+        recorded = decode(_Log, log)
+        self.kind, self.name = recorded.kind, recorded.name
+        self._answers = recorded.answers
         self._next = 0
 
     @classmethod
@@ -279,23 +305,29 @@ class ReplayedDevice:
         return Mark()
 
     def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        return float(self._answer("elapsed_seconds"))
+        seconds = self._answer("elapsed_seconds")
+        assert seconds is not None, "elapsed time is always known"
+        return float(seconds)
 
     def captures(self) -> bool:
         return False
 
     def memory_allocated_bytes(self) -> int | None:
-        return self._answer("memory_allocated_bytes")
+        return self._bytes("memory_allocated_bytes")
 
     def memory_peak_bytes(self) -> int | None:
-        return self._answer("memory_peak_bytes")
+        return self._bytes("memory_peak_bytes")
 
     def reset_peak(self) -> None:
         """Peaks are in the log."""
 
-    def _answer(self, question: str) -> Any:
-        recorded = self._answers[self._next]["question"] if self._next < len(self._answers) else "the end of the log"
+    def _bytes(self, question: str) -> int | None:
+        held = self._answer(question)
+        return None if held is None else int(held)
+
+    def _answer(self, question: str) -> float | None:
+        recorded = self._answers[self._next].question if self._next < len(self._answers) else "the end of the log"
         if recorded != question:
             raise UsageError(f"asked for {question}", limit=f"the log has {recorded}", remedy="record it again")
         self._next += 1
-        return self._answers[self._next - 1]["answer"]
+        return self._answers[self._next - 1].answer

@@ -1,7 +1,7 @@
 """The disk's ceiling: a file of our own is written, dropped from the page cache and read, and removed again.
 
 Whether the disk is a real one or a network's or a hypervisor's cache, no program can see: the rate is that of the
-file system on which Flatout's cache lies.
+file system that holds Flatout's cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The arithmetic ceiling: square matrix products, which are limited by nothing else.
 
 Too small a product waits for memory and launches; so sizes grow until the next would take too long, and the best
-counts. Every dtype starts small: without instructions of its own it may be 1000x slower than with them, and then the
+counts. Every dtype starts small: without its own instructions it may be 1000x slower than with them, and then the
 small size is all that is tried.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from flatout.machine.ceilings import Peak
 from flatout.machine.probe import peak_of, timed
@@ -35,7 +34,7 @@ def gemm_peak(dtype: str, device: str, seconds: float) -> tuple[Peak | None, str
             break
         try:
             found = _time_product(size, dtype, device, seconds / 4)
-        except RuntimeError as error:  # torch's one answer for 'not on this device' and 'not enough memory'
+        except RuntimeError as error:  # torch raises it for 'not on this device' and 'not enough memory' alike
             return best, "" if best else str(error).splitlines()[0]
         peak = peak_of(found, work, "OP/s" if dtype == "int8" else "FLOP/s", f"{size} x {size} x {size}")
         last_rate = peak.high
@@ -48,7 +47,7 @@ def _time_product(size: int, dtype: str, device: str, seconds: float) -> Measure
         return timed(_product(size, dtype, device), device, seconds)
 
 
-def _product(size: int, dtype: str, device: str) -> Callable[[], Any]:
+def _product(size: int, dtype: str, device: str) -> Callable[[], object]:
     import torch
 
     from flatout.torch_private.tensors import int_mm
@@ -70,7 +69,7 @@ def _product(size: int, dtype: str, device: str) -> Callable[[], Any]:
 
 @contextmanager
 def _float32_precision(precision: str) -> Iterator[None]:
-    """How the GPU multiplies fp32, for the time of the probe."""
+    """How the GPU multiplies fp32, during the probe."""
     import torch
 
     matmul = torch.backends.cuda.matmul

@@ -1,14 +1,14 @@
 """The measured ceilings, kept in one file a machine, device and torch version.
 
-`flatout run` reads them at every start, so what measures them stands apart and is not imported here.
+`flatout run` reads them at every start, so the code that measures them is elsewhere and not imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flatout import environment
 from flatout.errors import MachineError
@@ -28,8 +28,8 @@ def load_ceilings(machine: Machine, device: str | None = None) -> Ceilings | Non
     """
     device = device or machine.device_name
     try:
-        document = _read(_cache_file(machine, device))
-        if document.pop("schema") > SCHEMA:
+        schema, document = _read(_cache_file(machine, device))
+        if schema > SCHEMA:
             return None
         found = Ceilings.from_json(document)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, not JSON, or of another shape
@@ -38,9 +38,9 @@ def load_ceilings(machine: Machine, device: str | None = None) -> Ceilings | Non
 
 
 def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
-    """Keep them for the next time; a reader sees the old file or the new one, never half of one.
+    """Keep them for next time; a reader sees the old file or the new one, never half of one.
 
-    Those of a busy minute, or of fewer threads, are too low: they only raise what was kept before.
+    Ceilings measured on a busy machine, or with fewer threads, are too low: they only raise what was kept before.
     """
     path, before = _cache_file(machine, ceilings.device), load_ceilings(machine, ceilings.device)
     _refuse_newer(path)
@@ -58,14 +58,15 @@ def save_ceilings(machine: Machine, ceilings: Ceilings) -> Path:
     return path
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The first files of schema 1 do not say so."""
-    return {"schema": 1, **json.loads(path.read_text())}
+def _read(path: Path) -> tuple[int, Mapping[str, object]]:
+    """(schema, ceilings); the first files of schema 1 do not name it. Raises what a damaged file does."""
+    document = {"schema": 1, **json.loads(path.read_text())}
+    return int(document.pop("schema")), document
 
 
 def _refuse_newer(path: Path) -> None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        if (schema := _read(path)["schema"]) > SCHEMA:
+        if (schema := _read(path)[0]) > SCHEMA:
             raise MachineError(
                 f"the ceilings are not kept: {path} was written by a newer Flatout (schema {schema}; "
                 f"this one reads {SCHEMA})",

@@ -1,14 +1,13 @@
 """The ceilings of this machine, measured.
 
-Each is the rate that an ideal piece of work reaches when only that resource limits it (see the probes beside this
-file). Real work is then stated as a share of it: 21 % of the ceiling says more than 2.1 TFLOP/s.
+Each is the rate that an ideal piece of work reaches when only that resource limits it (see the probes in this
+folder). Real work is then stated as a share of it: 21 % of the ceiling says more than 2.1 TFLOP/s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 from flatout import environment
 from flatout.errors import MachineError
@@ -47,12 +46,10 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
         else:
             found[name] = peak
     gemm = {dtype: peak for dtype in dtypes if (peak := found.pop(f"gemm {dtype}", None))}
-    rates: dict[str, Any] = dict(found)
     load = watch.read()
-    return Ceilings(
+    ceilings = Ceilings(
         device=machine.device_name,
         gemm_flops_per_second=gemm,
-        **rates,
         reasons=reasons,
         quick=quick,
         threads=torch.get_num_threads(),
@@ -60,6 +57,7 @@ def measure_ceilings(machine: Machine, *, quick: bool = False, progress: Progres
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         torch_version=str(torch.__version__),
     )
+    return ceilings.with_rates(found)
 
 
 def _gemm_probe(dtype: str, device: str, seconds: float) -> Probe:

@@ -1,15 +1,15 @@
-"""The NVIDIA driver's own account of its GPUs, through NVML: it creates no CUDA context and wakes nothing.
+"""What the NVIDIA driver reports of its GPUs, through NVML, which creates no CUDA context.
 
 Asking torch instead would start CUDA in this process: it costs memory on the GPU, and forked workers could then no
-longer use it. Every question may be refused (a virtual GPU, MIG, another container's process): then the answer is None.
+longer use it. Every query may be refused (a virtual GPU, MIG, another container's process): then the answer is None.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import ParamSpec, Protocol, TypeVar
 
 import psutil
 import pynvml
@@ -29,6 +29,16 @@ _CORES_PER_MULTIPROCESSOR = {
     (12, 0): 128,
 }
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Process(Protocol):
+    """A process as NVML lists it."""
+
+    pid: int
+    usedGpuMemory: int | None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
@@ -41,7 +51,7 @@ class Driver:
 
 
 def read_driver() -> Driver:
-    """Ask NVML; without a driver that is an answer, not an error."""
+    """Query NVML; a missing driver is a result, not an error."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError_LibraryNotFound:
@@ -63,9 +73,9 @@ def read_driver() -> Driver:
     )
 
 
-def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
+def _ask(query: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     try:
-        return question(*arguments)
+        return query(*args, **kwargs)
     except pynvml.NVMLError:
         return None
 
@@ -78,7 +88,7 @@ def _read_gpu(index: int, driver: str | None) -> Gpu | None:
     capability = None if capability is None else (int(capability[0]), int(capability[1]))
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     return Gpu(
-        name=_ask(pynvml.nvmlDeviceGetName, handle) or "an NVIDIA GPU that does not tell its name",
+        name=_ask(pynvml.nvmlDeviceGetName, handle) or "unnamed NVIDIA GPU",
         index=index,
         uuid=_ask(pynvml.nvmlDeviceGetUUID, handle),
         compute_capability=capability,
@@ -97,7 +107,7 @@ def _multiprocessors(cores: int | None, capability: tuple[int, int] | None) -> i
 
 
 def fast_dtypes(capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """What the matrix units of that generation take: fp16 and int8 since Volta/Turing, bf16 and TF32 since Ampere,
+    """What the matrix units of that generation support: fp16 and int8 since Volta/Turing, bf16 and TF32 since Ampere,
     fp8 since Ada and Hopper."""
     if capability is None:
         return ()
@@ -105,7 +115,7 @@ def fast_dtypes(capability: tuple[int, int] | None) -> tuple[str, ...]:
     return tuple(dtype for dtype, first in since.items() if capability >= first)
 
 
-def _others(listed: Any) -> tuple[GpuProcess, ...]:
+def _others(listed: Iterable[_Process]) -> tuple[GpuProcess, ...]:
     """Processes that are not this one."""
     return tuple(
         GpuProcess(pid=process.pid, name=_process_name(process.pid), memory_bytes=process.usedGpuMemory)

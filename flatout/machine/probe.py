@@ -11,7 +11,7 @@ from flatout.statistics import quantile
 from flatout.timing import Measurement, measure
 
 # On a GPU so many calls are queued before the wait: a wait of 10 µs would spoil work of 100 µs. Calls of such a length
-# are not: the wait is nothing beside them, and eight of them may take longer than the probe is given.
+# are not: the wait is nothing compared with them, and eight of them may take longer than the probe is given.
 _CUDA_QUEUE = 8
 _LONG_CALL_SECONDS = 0.02
 
@@ -50,7 +50,7 @@ def _second_call_seconds(function: Callable[[], object], synchronize: Callable[[
 def peak_of(found: Measurement, work: float, unit: str, how: str) -> Peak:
     """Work per second, as the fastest quarter of the samples reached it.
 
-    Disturbance only ever slows: the median of a busy minute lies below what the machine can do, and the very best
+    Disturbance only ever slows: the median on a busy machine is below what the machine can do, and the very best
     sample is luck. The spread goes from the rate that the slowest quarter missed to the best.
     """
     return Peak(

@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import time
-from typing import Any
+from typing import Protocol
 
 try:
     import resource
@@ -26,30 +26,38 @@ TIMES = 3
 def resident_bytes() -> int:
     """Resident memory of this process now."""
     if not sys.platform.startswith("linux"):
-        return int(_memory_info().rss)
+        return _memory_info().rss
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_resident_bytes() -> int:
-    """The most that this process ever had."""
+    """The most that was ever resident of this process."""
     if resource is None:
-        return int(_memory_info().peak_wset)
+        return _memory_info().peak_wset
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def minor_faults() -> int:
     """Of this process so far, all threads together."""
     if resource is None:
-        return int(_memory_info().num_page_faults)
+        return _memory_info().num_page_faults
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _memory_info() -> Any:
-    """What the system tells elsewhere than on Linux; its fields differ from system to system."""
+class _MemoryInfo(Protocol):
+    """What psutil reports; the last two fields are those of Windows."""
+
+    rss: int
+    peak_wset: int
+    num_page_faults: int
+
+
+def _memory_info() -> _MemoryInfo:
     import psutil
 
-    return psutil.Process().memory_info()
+    found: _MemoryInfo = psutil.Process().memory_info()
+    return found
 
 
 @functools.cache

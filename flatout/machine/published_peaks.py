@@ -1,11 +1,11 @@
-"""What the makers of GPUs publish: a ceiling where none was measured, named as such, never a stand-in for another.
+"""Peaks that GPU vendors publish: a ceiling where none was measured, labelled as such, never another GPU's.
 
 Convention: **dense** products (data sheets like to print the figure with 2:4 sparsity, twice as high), matrix units,
-accumulation in fp32 where the maker states several, boost clock. Memory: the peak of the bus. Every figure names its
+accumulation in fp32 where the vendor states several, boost clock. Memory: the peak of the bus. Every figure names its
 document; what has none is left out. The figures are in gpu_catalogue.toml, their documents in gpu_documents.toml.
 
-A machine's own GPU is looked up by the exact name that its driver gives, because a laptop's "4090" is another chip; a
-person names a product more freely:
+A machine's own GPU is looked up by the exact name that its driver gives, because a laptop's "4090" is another chip;
+users may name a product more loosely:
 
 >>> catalogue_entry("rtx4090").flops_per_second["bf16"] / 1e12
 165.2
@@ -17,10 +17,10 @@ import difflib
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
 
+from flatout.decoding import decode
 from flatout.errors import UsageError
 
 PCIE_LANE_BYTES_PER_SECOND = {"3.0": 8e9 / 8 * 128 / 130, "4.0": 16e9 / 8 * 128 / 130, "5.0": 32e9 / 8 * 128 / 130}
@@ -64,6 +64,39 @@ class GpuEntry:
     convention: str = CONVENTION
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Documented:
+    """An entry of gpu_documents.toml."""
+
+    document: str
+    url: str
+    seen: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    """An entry of gpu_catalogue.toml, in the units of data sheets."""
+
+    name: str
+    driver_name: str | None = None
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    memory_gib: int
+    memory_gigabytes_per_second: float
+    pcie: str | None = None
+    tera: Mapping[str, float]
+    source: str
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Catalogue:
+    """gpu_catalogue.toml."""
+
+    sources_of_all: Mapping[str, str]
+    gpus: Mapping[str, _Fields]
+
+
 _FIGURES = ("compute_capability", "multiprocessors", "memory_bytes", "memory_bytes_per_second")
 
 
@@ -73,7 +106,7 @@ def catalogue() -> tuple[GpuEntry, ...]:
 
 
 def catalogue_entry(name: str) -> GpuEntry:
-    """The product of that catalogue key or driver's name; case, spaces, dashes and the maker's name do not matter.
+    """The product of that catalogue key or driver's name; case, spaces, dashes and the vendor's name do not matter.
 
     >>> catalogue_entry("NVIDIA GeForce RTX 4090") is catalogue_entry("RTX 4090") is catalogue_entry("rtx-4090")
     True
@@ -110,8 +143,8 @@ def _simplified(name: str) -> str:
     'rtx4090'
     """
     letters = "".join(letter for letter in name.casefold() if letter.isalnum())
-    for maker in ("nvidia", "geforce", "tesla"):  # in the order in which a driver puts them
-        letters = letters.removeprefix(maker)
+    for word in ("nvidia", "geforce", "tesla"):  # in the order in which a driver puts them
+        letters = letters.removeprefix(word)
     return letters
 
 
@@ -125,40 +158,37 @@ def _names() -> dict[str, GpuEntry]:
 @functools.cache
 def _entries() -> dict[str, GpuEntry]:
     """By key. Read when first asked for, so that importing this reads nothing."""
-    documents = {key: _document(fields) for key, fields in _read("gpu_documents.toml").items()}
-    data = _read("gpu_catalogue.toml")
-    return {key: _entry(key, fields, data["sources_of_all"], documents) for key, fields in data["gpus"].items()}
+    documents = {key: _document(one) for key, one in _read("gpu_documents.toml").items()}
+    catalogue = decode(_Catalogue, _read("gpu_catalogue.toml"))
+    return {key: _entry(key, one, catalogue.sources_of_all, documents) for key, one in catalogue.gpus.items()}
 
 
-def _read(file_name: str) -> dict[str, Any]:
+def _read(file_name: str) -> Mapping[str, object]:
     return tomllib.loads(resources.files("flatout.machine").joinpath(file_name).read_text(encoding="utf-8"))
 
 
-def _document(fields: Mapping[str, str]) -> Document:
-    return Document(title=fields["document"], url=fields["url"], seen=fields["seen"])
+def _document(data: object) -> Document:
+    found = decode(_Documented, data)
+    return Document(title=found.document, url=found.url, seen=found.seen)
 
 
-def _entry(
-    key: str, fields: Mapping[str, Any], sources_of_all: Mapping[str, str], documents: Mapping[str, Document]
-) -> GpuEntry:
-    figures = (*_FIGURES, *fields["tera"])
-    sources: dict[str, str] = dict.fromkeys(figures, fields["source"])
-    sources |= {**sources_of_all, **fields.get("sources", {})}
+def _entry(key: str, fields: _Fields, sources_of_all: Mapping[str, str], documents: Mapping[str, Document]) -> GpuEntry:
+    figures = (*_FIGURES, *fields.tera)
+    sources = {**dict.fromkeys(figures, fields.source), **sources_of_all, **fields.sources}
     link = sources.pop("pcie")
-    if "pcie" in fields:
+    if fields.pcie is not None:
         sources["host_bytes_per_second"] = link
-    major, minor = fields["compute_capability"]
     return GpuEntry(
         key=key,
-        name=fields["name"],
-        driver_name=fields.get("driver_name"),
-        compute_capability=(major, minor),
-        multiprocessors=fields["multiprocessors"],
-        memory_bytes=fields["memory_gib"] * 2**30,
-        memory_bytes_per_second=fields["memory_gigabytes_per_second"] * 1e9,
-        flops_per_second={dtype: value * 1e12 for dtype, value in fields["tera"].items()},
-        host_bytes_per_second=_pcie_bytes_per_second(fields["pcie"]) if "pcie" in fields else None,
-        source=documents[fields["source"]].title,
+        name=fields.name,
+        driver_name=fields.driver_name,
+        compute_capability=fields.compute_capability,
+        multiprocessors=fields.multiprocessors,
+        memory_bytes=fields.memory_gib * 2**30,
+        memory_bytes_per_second=fields.memory_gigabytes_per_second * 1e9,
+        flops_per_second={dtype: value * 1e12 for dtype, value in fields.tera.items()},
+        host_bytes_per_second=None if fields.pcie is None else _pcie_bytes_per_second(fields.pcie),
+        source=documents[fields.source].title,
         sources={figure: documents[source] for figure, source in sources.items()},
     )
 

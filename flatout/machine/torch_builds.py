@@ -13,12 +13,13 @@ import functools
 import platform
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from flatout.decoding import decode
 from flatout.errors import UsageError
 from flatout.machine.description import Gpu, Machine
 
@@ -43,8 +44,27 @@ class InstallAdvice:
     """Why this build; where there are no lines: why it is unknown."""
     sources: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Release:
+    """One version of torch, and what goes with it."""
+
+    cuda: tuple[str, ...]
+    torchvision: str
+    torchaudio: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """torch_builds.toml."""
+
+    sources: Mapping[str, str]
+    torch: Mapping[str, _Release]
+    capabilities: Mapping[str, tuple[str, str]]
+    drivers: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +83,15 @@ def install_advice(machine: Machine, installer: str, torch: str | None = None) -
         raise UsageError(f"--install is {installer!r}", limit="it is one of pip, conda")
     kind: Installer = "conda" if installer == "conda" else "pip"
     version = (torch or machine.versions.torch or DEFAULT_TORCH).partition("+")[0]
-    found = _table()["torch"].get(version)
+    found = _table().torch.get(version)
     if found is None:
-        known = ", ".join(_table()["torch"])
+        known = ", ".join(_table().torch)
         reason = f"the table of builds does not have torch {version} (it has {known}); see https://pytorch.org"
         return InstallAdvice(installer=kind, torch=version, build=None, lines=(), reason=reason)
-    build = _build(machine, version, found["cuda"])
+    build = _build(machine, version, found.cuda)
     if not build.known:
         return InstallAdvice(installer=kind, torch=version, build=None, lines=(), reason=build.reason)
-    packages = f"torch=={version} torchvision=={found['torchvision']} torchaudio=={found['torchaudio']}"
+    packages = f"torch=={version} torchvision=={found.torchvision} torchaudio=={found.torchaudio}"
     index = f" --index-url {WHEELS}{build.name}" if build.name else ""
     pip = f"pip install {packages}{index}"
     used = ["torch", "torchvision", "torchaudio", *(["driver"] if (build.name or "").startswith("cu") else [])]
@@ -81,32 +101,32 @@ def install_advice(machine: Machine, installer: str, torch: str | None = None) -
         build=build.name,
         lines=(pip,) if kind == "pip" else _with_conda(pip),
         reason=build.reason,
-        sources=tuple(_table()["sources"][name] for name in [*used, *(["conda"] if kind == "conda" else [])]),
+        sources=tuple(_table().sources[name] for name in [*used, *(["conda"] if kind == "conda" else [])]),
     )
 
 
 def wheel_index(machine: Machine) -> str | None:
     """The index of the wheels that fit, for the torch that is installed or the default one; None: unknown."""
     version = (machine.versions.torch or DEFAULT_TORCH).partition("+")[0]
-    found = _table()["torch"].get(version) or _table()["torch"][DEFAULT_TORCH]
-    build = _build(machine, version, found["cuda"])
+    found = _table().torch.get(version) or _table().torch[DEFAULT_TORCH]
+    build = _build(machine, version, found.cuda)
     return f"{WHEELS}{build.name}" if build.known and build.name else None
 
 
 def _with_conda(pip: str) -> tuple[str, ...]:
-    """An environment of conda's, filled by pip: PyTorch publishes wheels alone."""
+    """A conda environment filled by pip: PyTorch publishes only wheels."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     environment = "conda create --name flatout --channel conda-forge --override-channels"
     return (f"{environment} python={python} pip", f"conda run --name flatout {pip}")
 
 
-def _build(machine: Machine, version: str, built: list[str]) -> _Build:
+def _build(machine: Machine, version: str, built: Sequence[str]) -> _Build:
     system, processor = platform.system(), platform.machine().lower()
     if system == "Darwin":
         return _Build(name=None, reason="on macOS there is one build, for the CPU and Apple's GPU")
     if system not in ("Linux", "Windows") or processor not in ("x86_64", "amd64"):
         return _Build(
-            name=None, known=False, reason=f"the table has builds for x86-64; here is {system} on {processor}"
+            name=None, known=False, reason=f"the table has builds for x86-64; this is {system} on {processor}"
         )
     if machine.devices:
         return _cuda_build(machine, machine.devices, version, built)
@@ -117,8 +137,8 @@ def _build(machine: Machine, version: str, built: list[str]) -> _Build:
     return _Build(name="cpu", reason=f"no NVIDIA GPU ({machine.no_devices_reason})")
 
 
-def _cuda_build(machine: Machine, gpus: tuple[Gpu, ...], version: str, built: list[str]) -> _Build:
-    """The newest CUDA that the driver serves; of the driver's major version an older minor one serves newer builds."""
+def _cuda_build(machine: Machine, gpus: tuple[Gpu, ...], version: str, built: Sequence[str]) -> _Build:
+    """The newest CUDA that the driver supports; within a major version an older driver runs newer builds too."""
     versions = machine.versions
     served = _numbers(versions.driver_cuda)
     if served is None:
@@ -143,15 +163,15 @@ def _cuda_build(machine: Machine, gpus: tuple[Gpu, ...], version: str, built: li
 
 
 def _holds_code(cuda: str, gpu: Gpu) -> bool:
-    """Whether the build can run on it. Of a GPU that does not tell what it is, nothing speaks against it."""
+    """Whether the build can run on it; assumed for a GPU of unknown compute capability."""
     if gpu.compute_capability is None:
         return True
-    first, last = _table()["capabilities"][cuda]
+    first, last = _table().capabilities[cuda]
     return _pair(first) <= gpu.compute_capability and gpu.compute_capability[0] <= _pair(last)[0]
 
 
 def _driver_is_enough(machine: Machine, cuda: tuple[int, int]) -> bool:
-    driver, least = machine.versions.driver, _table()["drivers"].get(str(cuda[0]))
+    driver, least = machine.versions.driver, _table().drivers.get(str(cuda[0]))
     head = (driver or "").partition(".")[0]
     return least is not None and head.isdecimal() and int(head) >= least
 
@@ -163,10 +183,11 @@ def _numbers(version: str | None) -> tuple[int, int] | None:
 
 def _pair(version: str) -> tuple[int, int]:
     found = _numbers(version)
-    assert found is not None, "the table's own"
+    assert found is not None, "the table has major and minor numbers"
     return found
 
 
 @functools.cache
-def _table() -> Mapping[str, Any]:
-    return tomllib.loads(resources.files("flatout.machine").joinpath("torch_builds.toml").read_text(encoding="utf-8"))
+def _table() -> _Table:
+    text = resources.files("flatout.machine").joinpath("torch_builds.toml").read_text(encoding="utf-8")
+    return decode(_Table, tomllib.loads(text))

@@ -1,7 +1,7 @@
 """Which GPU a script sees: the one that was asked for, or none.
 
 A script that asks for "cuda" gets its first GPU; which one that is, or whether there is any, is decided before CUDA
-starts. So neither the script nor a trial of it has to be told.
+starts. So neither the script nor its trials need to know.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flatout.machine.detect import detect
 def show_only(device: str | None) -> None:
     """Let this process, and those that it starts, see one GPU ('cuda:1', or 'cuda' for the first) or none ('cpu').
 
-    None leaves all of them. Numbers are those of `flatout check`. Raises UsageError where there is no such device, with
-    those that there are.
+    None leaves all of them. Numbers are those of `flatout check`. Raises UsageError, listing the devices
+    that are available, where there is no such device.
     """
     if device is not None:
         environment.show_cuda_devices(visible_setting(device, "--device"))
@@ -32,13 +32,15 @@ def visible_setting(device: str, name: str = "device") -> str:
     index = int(number[1] or 0) if number else len(machine.usable_gpus)
     if index >= len(machine.usable_gpus):
         remedy = "see what is here with: flatout check" if number else "name one of these"
-        raise UsageError(f"{name} is {device!r}", limit=_those_here(machine), remedy=remedy)
-    told, gpu = environment.visible_cuda_devices(), machine.usable_gpus[index]
-    return gpu.uuid or str(gpu.index) if told is None else told.split(",")[index].strip()
+        raise UsageError(f"{name} is {device!r}", limit=_available(machine), remedy=remedy)
+    setting, gpu = environment.visible_cuda_devices(), machine.usable_gpus[index]
+    return gpu.uuid or str(gpu.index) if setting is None else setting.split(",")[index].strip()
 
 
-def _those_here(machine: Machine) -> str:
+def _available(machine: Machine) -> str:
     gpus = [f"cuda:{number} ({gpu.name})" for number, gpu in enumerate(machine.usable_gpus)]
     if gpus:
-        return f"here are cpu, {', '.join(gpus)}"
-    return f"here is only cpu: {machine.no_devices_reason or 'torch is a build for the CPU, or for a newer driver'}"
+        return f"available are cpu, {', '.join(gpus)}"
+    return (
+        f"only cpu is available: {machine.no_devices_reason or 'torch is a build for the CPU, or for a newer driver'}"
+    )

@@ -1,4 +1,4 @@
-"""This machine together with its ceilings, measuring them first where nobody has."""
+"""This machine together with its ceilings, which are measured first if they are not known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.machine.measured_peaks import measure_ceilings
 
 
 def machine_with_ceilings(progress: Callable[[str], None]) -> Machine:
-    """The machine, its ceilings measured quickly (a few seconds) if none are known, or only those of a busy minute."""
+    """The machine, its ceilings measured quickly (a few seconds) if none are known, or only contended ones."""
     machine = detect()
     if machine.ceilings is not None and not machine.ceilings.contended:
         return machine
@@ -23,5 +23,5 @@ def machine_with_ceilings(progress: Callable[[str], None]) -> Machine:
         return machine
     with contextlib.suppress(MachineError):
         save_ceilings(machine, ceilings)
-        ceilings = load_ceilings(machine) or ceilings  # with what an earlier minute reached
+        ceilings = load_ceilings(machine) or ceilings  # with what was reached before
     return machine.with_ceilings(ceilings)

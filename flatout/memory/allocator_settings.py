@@ -2,7 +2,7 @@
 
 Only what moves device memory is kept. Keys that concern pinned host memory, locks or graph capture are accepted and
 have no effect here. Two are refused: `backend:cudaMallocAsync` is another allocator altogether, and
-`throw_on_cudamalloc_oom:True` fails by the driver's count of free memory, before anything cached is given back.
+`throw_on_cudamalloc_oom:True` fails by the driver's count of free memory, before anything cached is released.
 
 >>> AllocatorSettings.from_text("expandable_segments:True,max_split_size_mb:128").max_split_bytes
 134217728
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from flatout.errors import UsageError
 
@@ -36,9 +36,21 @@ _KEYS = (
 )
 
 
+class _Settings(TypedDict, total=False):
+    """What a text sets of the fields of AllocatorSettings."""
+
+    expandable_segments: bool
+    large_segment_bytes: int
+    max_split_bytes: int
+    max_non_split_rounding_bytes: int
+    roundup_power2_divisions: tuple[int, ...]
+    garbage_collection_threshold: float
+    memory_fraction: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """How the caching allocator rounds, splits and gives back. The defaults are torch's."""
+    """How the caching allocator rounds, splits and releases memory. The defaults are torch's."""
 
     expandable_segments: bool = False
     large_segment_bytes: int = 20 * MIB  # what a request from 1 to 10 MiB reserves, and the page of a large segment
@@ -66,15 +78,15 @@ class AllocatorSettings:
                 raise _unusable("roundup_power2_divisions", divisions, "a number of divisions is a power of two or 0")
         if not 0 <= self.garbage_collection_threshold < 1:
             raise _unusable(
-                "garbage_collection_threshold", self.garbage_collection_threshold, "it lies between 0 and 1"
+                "garbage_collection_threshold", self.garbage_collection_threshold, "it must be between 0 and 1"
             )
         if not 0 <= self.memory_fraction <= 1:
-            raise _unusable("per_process_memory_fraction", self.memory_fraction, "it lies between 0 and 1")
+            raise _unusable("per_process_memory_fraction", self.memory_fraction, "it must be between 0 and 1")
 
     @classmethod
     def from_text(cls, text: str) -> AllocatorSettings:
         """Parse what PYTORCH_CUDA_ALLOC_CONF holds: `key:value,key:value`; an empty text gives the defaults."""
-        settings: dict[str, Any] = {}
+        settings: _Settings = {}
         for key, value in _pairs(text):
             match key:
                 case "expandable_segments":
@@ -98,7 +110,7 @@ class AllocatorSettings:
                     if _truth(key, value):
                         raise _unusable(key, value, "only torch's usual retries are simulated", "leave it out")
                 case _ if key not in _WITHOUT_EFFECT and not key.startswith("pinned_"):
-                    raise UsageError(f"{key!r} is no setting of the allocator", limit=f"it knows {_KEYS}")
+                    raise UsageError(f"{key!r} is not a setting of the allocator", limit=f"its settings are {_KEYS}")
         return cls(**settings)
 
     def rounded_bytes(self, size_bytes: int) -> int:
@@ -135,7 +147,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 def _divisions(value: str) -> tuple[int, ...]:
     """`8`: the same for all sizes. `[256:1,512:2,>:4]`: by the size in MiB, a power of two, where an interval begins.
 
-    What lies below the first goes with it; what lies between two that are not neighbours is not rounded.
+    Sizes below the first interval count as its own; those between two that are not neighbours are not rounded.
     """
     key = "roundup_power2_divisions"
     if not value.startswith("["):
@@ -183,11 +195,11 @@ def _fraction(key: str, value: str, *, above_zero: bool) -> float:
     except ValueError:
         raise _unusable(key, value, "it must be a number") from None
     if above_zero and not number > 0:
-        raise _unusable(key, value, "it lies between 0 and 1")
+        raise _unusable(key, value, "it must be between 0 and 1")
     return number
 
 
 def _truth(key: str, value: str) -> bool:
     if value not in ("True", "False"):
-        raise _unusable(key, value, "it is True or False, spelled so")
+        raise _unusable(key, value, "it must be spelled True or False")
     return value == "True"

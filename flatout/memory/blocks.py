@@ -1,4 +1,4 @@
-"""Stretches of device memory: blocks, which know their neighbours, and pools, which know what of them is free."""
+"""Device memory: blocks, which know their neighbours, and pools, which know the free ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 
 class BlockView(NamedTuple):
-    """One block as it lies in memory. A block that is not mapped is an address without memory behind it."""
+    """One block as it is in memory. A block that is not mapped is an address without memory behind it."""
 
     address: int
     size_bytes: int
@@ -39,7 +39,7 @@ class Pool:
 
 
 class Block:
-    """A stretch of a segment that begins at `origin`, linked to its neighbours in the same segment. Sizes in bytes."""
+    """A part of the segment that begins at `origin`, linked to its neighbours in the same segment. Sizes in bytes."""
 
     __slots__ = (
         "address",
@@ -58,7 +58,7 @@ class Block:
         self.address, self.size, self.pool, self.origin, self.mapped = address, size, pool, origin, mapped
         self.allocated = False
         self.requested = 0
-        self.born = 0  # how many searches the large pools had seen when it became free
+        self.born = 0  # how many searches of large pools there had been when it became free
         self.previous: Block | None = None
         self.following: Block | None = None
 
@@ -88,7 +88,7 @@ class Block:
         ]
 
     def absorb(self, neighbour: Block) -> None:
-        """Join a neighbour to this block, which is in no list of the pool."""
+        """Merge a neighbour into this block, which is in no list of the pool."""
         self.pool.remove(neighbour)
         self.size += neighbour.size
         if neighbour is self.previous:

@@ -1,22 +1,22 @@
 """What a GPU would show as allocated and reserved, computed without one: torch's CUDA caching allocator, simulated.
 
 Torch asks the driver for segments, cuts blocks out of them and keeps freed blocks for the next request. So a GPU shows
-the reserved bytes, not the allocated ones, and runs out when no free block and no new segment fits, be there ever so
-many free bytes in between. The rules, as in torch 2.13 (c10/cuda/CUDACachingAllocator.cpp):
+the reserved bytes, not the allocated ones, and runs out of memory when no free block and no new segment fits, however
+many bytes are free in between. The rules, as in torch 2.13 (c10/cuda/CUDACachingAllocator.cpp):
 
 - A request is rounded up to 512 bytes, or by `roundup_power2_divisions`. Up to 1 MiB it is small. Small and large
   blocks come from separate pools, and every stream has its own.
-- The smallest free block that fits is taken, of equals the one at the lowest address. What is left over is cut off
+- The smallest free block that fits is taken, of equals the one at the lowest address. The rest is split off
   where it is at least 512 bytes (small) or more than 1 MiB (large, below `max_split_bytes`).
 - Else a new segment: 2 MiB for small ones, 20 MiB for less than 10 MiB, else the request rounded up to 2 MiB. With
   expandable segments instead: one range of addresses per pool, in which pages of 2 MiB (small) or 20 MiB are mapped.
-- A freed block joins its free neighbours. Only a segment that is free as a whole can go back to the driver (of an
-  expandable one, every page); that happens when a request does not fit, and then it is tried once more.
+- A freed block is merged with its free neighbours. Only a segment that is free as a whole can be released to the driver
+  (of an expandable one, every page); that happens when a request does not fit, which is then tried once more.
 
 The tests replay runs of torch 2.13's own library above a stand-in for the CUDA runtime, recorded event by event, and
-compare every figure. What it cannot know is what a device decides: which address a segment gets (here they ascend,
-which matters only between blocks of equal size), and when a tensor used on other streams (`record_stream`) is done. The
-CUDA context's own memory is no part of it: take it off the capacity.
+compare every figure. It cannot know what a device decides: which address a segment gets (here they ascend, which
+matters only between blocks of equal size), and when a tensor used on other streams (`record_stream`) is free. The
+CUDA context's own memory is not included: subtract it from the capacity.
 
 >>> allocator = CachingAllocator(capacity_bytes=8 * 1024**3)
 >>> weights = allocator.allocate(3_000_000)
@@ -45,7 +45,7 @@ _UNLIMITED_BYTES = 1 << 60  # torch refuses a request of this size before it loo
 
 
 class SimulatedOutOfMemory(FlatoutError):
-    """The simulated device has no room for a request, even after all cached segments went back."""
+    """The simulated device has no room for a request, even after all cached segments were released."""
 
     def __init__(
         self, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int | None
@@ -66,8 +66,8 @@ class AllocatorStatistics:
     """The figures of torch.cuda.memory_stats(), under torch's names; a peak is the highest since the last reset."""
 
     allocated_bytes: int  # in blocks that are in use, rounding included
-    reserved_bytes: int  # in segments: what the device shows as taken, but for the context
-    requested_bytes: int  # what was asked for, before rounding
+    reserved_bytes: int  # in segments: what the device shows as used, but for the context
+    requested_bytes: int  # as requested, before rounding
     inactive_split_bytes: int  # free, but stuck in a segment that is in use; expandable segments are not counted
     active: int  # blocks in use
     inactive_split: int
@@ -79,7 +79,7 @@ class AllocatorStatistics:
     peak_active: int
     peak_inactive_split: int
     peak_segments: int
-    num_alloc_retries: int  # how often all cached segments were given back to make room
+    num_alloc_retries: int  # how often all cached segments were released to make room
     num_ooms: int
     num_device_alloc: int  # calls to the driver for memory, each of which may stall the device
     num_device_free: int
@@ -93,7 +93,7 @@ class AllocatorStatistics:
 class CachingAllocator:
     """A device's memory as torch manages it. Sizes in bytes; streams are any numbers, 0 the default one.
 
-    `capacity_bytes` is what the driver can give this process (None: no end); `device_bytes` is all of the device's
+    `capacity_bytes` is what the driver can give this process (None: no limit); `device_bytes` is all of the device's
     memory, of which `memory_fraction` is a fraction (None: the capacity).
     """
 
@@ -173,7 +173,7 @@ class CachingAllocator:
         return handle
 
     def free(self, handle: int) -> None:
-        """Give a block back to its pool, joined with its free neighbours. The device keeps showing it as taken."""
+        """Return a block to its pool, merged with its free neighbours. The device keeps showing it as used."""
         try:
             block = self._live.pop(handle)
         except KeyError:
@@ -198,7 +198,7 @@ class CachingAllocator:
         self._count_inactive(gained, gained_bytes)
 
     def empty_cache(self) -> None:
-        """Give every segment that is free as a whole back to the driver; of an expandable one, every free page."""
+        """Release every segment that is free as a whole to the driver; of an expandable one, every free page."""
         for pools in (self._large_pools, self._small_pools):
             for pool in pools.values():
                 for _, _, block in list(pool.free):
@@ -235,7 +235,7 @@ class CachingAllocator:
         return self.statistics().fragmentation
 
     def reset_peaks(self) -> None:
-        """Let every peak start again from the present value, as torch.cuda.reset_peak_memory_stats() does."""
+        """Start every peak again from the current value, as torch.cuda.reset_peak_memory_stats() does."""
         self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
         self._peak_requested, self._peak_active = self._requested, self._active
         self._peak_inactive, self._peak_inactive_bytes = self._inactive, self._inactive_bytes
@@ -272,7 +272,7 @@ class CachingAllocator:
         if index == len(free):
             return None
         if self._expandable:
-            # A block before unmapped pages counts with them: the room to grow is spent last.
+            # A block before unmapped pages counts with them: the room to grow is used last.
             while index + 1 < len(free) and free[index + 1][2].grown_size < free[index][2].grown_size:
                 index += 1
         block = free[index][2]
@@ -285,7 +285,7 @@ class CachingAllocator:
         return block
 
     def _new(self, pool: Pool, size: int, requested: int) -> Block:
-        """A block from the driver, if need be after giving back what lies unused."""
+        """A block from the driver, if necessary after releasing what is unused."""
         if requested >= _UNLIMITED_BYTES:
             raise self._out_of_memory(requested)
         if pool.small:
@@ -338,7 +338,7 @@ class CachingAllocator:
     # Blocks among their neighbours
 
     def _cut(self, block: Block, size: int) -> Block:
-        """Cut the front off a free block, which goes back to the pool with the rest."""
+        """Split the front off a free block, whose rest returns to the pool."""
         if not self._expandable:
             if block.is_split:
                 self._inactive_bytes -= size
@@ -363,17 +363,17 @@ class CachingAllocator:
         if self._inactive_bytes > self._peak_inactive_bytes:
             self._peak_inactive_bytes = self._inactive_bytes
 
-    # Giving segments back
+    # Releasing segments
 
     def _release(self, block: Block) -> None:
-        assert not block.is_split, "only a whole segment can be given back"
+        assert not block.is_split, "only a whole segment can be released"
         block.pool.remove(block)
         self._reserved -= block.size
         self._segments -= 1
         self._device_frees += 1
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back as few unsplittable blocks as make room for the request; True if that may suffice."""
+        """Release as few unsplittable blocks as make room for the request; True if that may suffice."""
         if self.settings.max_split_bytes is None or self._expandable:
             return False
         wanted = max(size, self._max_split)
@@ -388,7 +388,7 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Give back the large segments that waited longest for reuse, above the threshold of the allowed memory."""
+        """Release the large segments that have been free longest, above the threshold of the allowed memory."""
         excess = self._reserved - int(self.settings.garbage_collection_threshold * self._allowed)
         if excess <= 0 or self._expandable:
             return
@@ -398,14 +398,14 @@ class CachingAllocator:
         while whole and excess > 0:
             ages = [self._large_searches - block.born for block in whole]
             mean = sum(ages) / len(ages)
-            # All that are older than the mean go, even beyond the excess, so that this does not happen often.
+            # All that are older than the mean are released, even beyond the excess, so that this does not happen often.
             for block, age in zip(whole, ages, strict=True):
                 if age >= mean:
                     excess -= block.size
                     self._release(block)
             whole = [block for block, age in zip(whole, ages, strict=True) if age < mean]
 
-    # Expandable segments: addresses are reserved once, memory is mapped behind them page by page
+    # Expandable segments: addresses are reserved once, memory is mapped to them page by page
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
         block = self._room_to_grow(pool, size)
@@ -420,7 +420,7 @@ class CachingAllocator:
         return block
 
     def _room_to_grow(self, pool: Pool, size: int) -> Block | None:
-        """The block at the lowest address from which free and unmapped ones have room; else that of a new range."""
+        """The block at the lowest address from which free and unmapped blocks have room; else that of a new range."""
         for _, unmapped in pool.unmapped:
             before = unmapped.previous
             start = before if before is not None and not before.allocated else unmapped
@@ -441,7 +441,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Put pages behind the front of an unmapped block and join it to free neighbours; False if none are left."""
+        """Map pages to the front of an unmapped block and merge it with free neighbours; False if none are left."""
         pool = block.pool
         mapped_bytes = -(-size // pool.page_bytes) * pool.page_bytes
         if self._reserved + mapped_bytes > self._capacity:
@@ -460,7 +460,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Take the pages that lie wholly inside a free block from it; what is left at its ends stays free."""
+        """Unmap the pages that are wholly inside a free block; what is left at its ends stays free."""
         pool = block.pool
         page, offset = pool.page_bytes, block.address - block.origin
         begin = block.origin - (-offset // page) * page
@@ -481,5 +481,5 @@ class CachingAllocator:
         self._device_frees += 1
         for neighbour in block.joinable():
             block.absorb(neighbour)
-        if block.is_split:  # else the whole range is unmapped, and its addresses go back as well
+        if block.is_split:  # else the whole range is unmapped, and its addresses are released too
             pool.insert(block)

@@ -1,8 +1,8 @@
-"""What torch's reductions on CUDA hold beside their results: the buffer through which thread blocks add up their parts.
+"""What torch's reductions on CUDA hold besides their results: the buffer in which thread blocks add up their parts.
 
 A sum over many rows is split over the blocks of all multiprocessors. Each block leaves its partial sums in a buffer in
-global memory, and the last one adds them up; it is gone when the kernel has been queued. For a column sum (the gradient
-of a bias) that buffer has a value for each thread, so 512 sums over 65,536 rows take 96 MiB on 128 multiprocessors:
+global memory, and the last one adds them up; it is freed once the kernel is queued. For a column sum (the gradient of a
+bias) that buffer has a value for each thread, so 512 sums over 65,536 rows take 96 MiB on 128 multiprocessors:
 more than the tensor that is summed. The rules are those of ATen/native/cuda/Reduce.cuh (setReduceConfig,
 global_memory_size), read in torch 2.15 and compared with what its allocator handed out.
 
@@ -107,7 +107,7 @@ def _joined(dimensions: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _outputs_at_once(found: _Dimensions) -> int:
-    """Sums that one thread makes beside each other: as many as divide the sizes and strides, 4 at the most."""
+    """Sums that one thread makes at once: as many as divide the sizes and strides, at most 4."""
     at_once = 4
     for number in (found.kept[0][0], *(stride for _, stride in (*found.reduced, *found.kept[1:]))):
         while number % at_once:

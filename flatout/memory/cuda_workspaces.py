@@ -1,15 +1,14 @@
-"""What kernels on CUDA hold beside their results, operation by operation: buffers of reductions, cuBLAS's workspaces.
+"""What kernels on CUDA hold besides their results, operation by operation: buffers of reductions, cuBLAS's workspaces.
 
-The counterpart of `kernel_workspaces`, which is about the CPU. cuDNN's workspaces are not known. Until torch 2.14 each
-thread's first product takes cuBLAS's workspace for good, and backward passes have a thread of their own (seen with
-torch 2.11 on an H100: 32 MiB each); since 2.15 each product takes one and gives it back.
+The counterpart of `kernel_workspaces`, which is about the CPU. cuDNN's workspaces are not known. Up to torch 2.14 each
+thread's first product allocates cuBLAS's workspace for good, and backward passes have a thread of their own (seen with
+torch 2.11 on an H100: 32 MiB each); since 2.15 each product allocates one and frees it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from flatout.environment import cublas_workspace_config
 from flatout.memory.allocator_settings import MIN_BLOCK_BYTES
 from flatout.memory.cuda_reductions import reduction_buffer_bytes, threads_of_a_multiprocessor
-from flatout.memory.workspace import Workspace
+from flatout.memory.workspace import Operation, Workspace, WorkspaceOf
 from flatout.torch_private.attributes import name_in_schema
 
 Sums = tuple[Tensor, set[int], int]
@@ -50,22 +49,22 @@ def keeps_blas_workspace() -> bool:
     return (major, minor) < (2, 15)
 
 
-def cuda_workspaces(
-    multiprocessors: int | None, capability: tuple[int, int] | None
-) -> Callable[[Any, Any, Any, Any], Workspace | None]:
-    """Rules for a GPU of so many multiprocessors and that compute capability; of an unknown GPU, as far as they go."""
+def cuda_workspaces(multiprocessors: int | None, capability: tuple[int, int] | None) -> WorkspaceOf:
+    """Rules for a GPU with these multiprocessors and capability; where they are unknown, only some apply."""
     product_bytes, kept = blas_workspace_bytes(capability), keeps_blas_workspace()
     threads_each = threads_of_a_multiprocessor(capability) if capability is not None else 0
 
-    def workspace(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
-        name = name_in_schema(operation)
+    def workspace(
+        operation: Operation, args: Sequence[object], kwargs: Mapping[str, object], out: object
+    ) -> Workspace | None:
+        name: str = name_in_schema(operation)
         if name in PRODUCTS:
-            with_bias = {"cuBLASLt": WORKSPACE_WITH_BIAS_BYTES} if _with_bias(name, args) else {}
+            with_bias = {"cuBLASLt": WORKSPACE_WITH_BIAS_BYTES} if name == "aten::addmm" and _adds_bias(args) else {}
             if kept:
                 return Workspace(kept_bytes={"cuBLAS": product_bytes, **with_bias})
             return Workspace(inside_bytes=min([product_bytes, *with_bias.values()]))
         rule = _RULES.get(name)
-        found = rule(args, kwargs, out) if rule is not None and multiprocessors is not None and threads_each else None
+        found = rule(*args, **kwargs) if rule is not None and multiprocessors is not None and threads_each else None
         if found is None or multiprocessors is None:
             return None
         tensor, dimensions, element_bytes = found
@@ -82,18 +81,15 @@ def cuda_workspaces(
     return workspace
 
 
-def _with_bias(name: str, args: Any) -> bool:
-    """A product whose bias is added by the same kernel (isInputCompliesAddmmCudaLt in Blas.cpp)."""
-    if name != "aten::addmm" or args[0].dim() != 1 or not args[0].is_contiguous():
+def _adds_bias(args: Sequence[object]) -> bool:
+    """An addmm whose bias is added by the same kernel (isInputCompliesAddmmCudaLt in Blas.cpp)."""
+    bias, first, second = (one for one in args if isinstance(one, Tensor))
+    if bias.dim() != 1 or not bias.is_contiguous():
         return False
-    return min(*args[1].shape, *args[2].shape) > 1
+    return bool(min(*first.shape, *second.shape) > 1)
 
 
-def _given(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name)
-
-
-def _dimensions(tensor: Tensor, given: Any) -> set[int]:
+def _dimensions(tensor: Tensor, given: int | Sequence[int] | None) -> set[int]:
     """None and an empty list mean all."""
     listed = [given] if isinstance(given, int) else given
     return {dim % tensor.dim() for dim in listed} if listed else set(range(tensor.dim()))
@@ -103,24 +99,25 @@ def _element_bytes(tensor: Tensor) -> int:
     return max(_PARTIAL_SUM_BYTES, tensor.element_size())
 
 
-def _sum(args: Any, kwargs: Any, out: Any) -> Sums:
+def _sum(tensor: Tensor, dim: int | Sequence[int] | None = None, *others: object, **named: object) -> Sums:
     """sum, mean: the gradient of a bias, or of anything that was broadcast."""
-    return args[0], _dimensions(args[0], _given(args, kwargs, 1, "dim")), _element_bytes(args[0])
+    return tensor, _dimensions(tensor, dim), _element_bytes(tensor)
 
 
-def _norm(args: Any, kwargs: Any, out: Any) -> Sums:
-    return args[0], _dimensions(args[0], _given(args, kwargs, 2, "dim")), _element_bytes(args[0])
+def _norm(
+    tensor: Tensor, ord: object = 2, dim: int | Sequence[int] | None = None, *others: object, **named: object
+) -> Sums:
+    return tensor, _dimensions(tensor, dim), _element_bytes(tensor)
 
 
-def _convolution_backward(args: Any, kwargs: Any, out: Any) -> Sums | None:
-    """The bias's gradient is a sum over all but the channels."""
-    gradient, mask = args[0], args[-1]
-    if not mask[2]:
+def _convolution_backward(gradient: Tensor, *others: Sequence[bool]) -> Sums | None:
+    """The bias's gradient is a sum over all but the channels. The last argument says which gradients are wanted."""
+    if not others[-1][2]:
         return None
     return gradient, {dim for dim in range(gradient.dim()) if dim != 1}, _element_bytes(gradient)
 
 
-_RULES: dict[str, Callable[[Any, Any, Any], Sums | None]] = {
+_RULES: dict[str, Callable[..., Sums | None]] = {
     "aten::sum": _sum,
     "aten::mean": _sum,
     "aten::linalg_vector_norm": _norm,

@@ -1,9 +1,9 @@
 """From the timelines of a few small steps to that of a large one, dimension by dimension of every tensor.
 
-A dimension that stays, or grows by whole numbers with the samples, is exact at any size: so are products of such, the
-square of a batch for one. Any other was decided by the data, as by a mask: it is taken to be the same share of the
-samples, and how far a share of so few may be off is known from counting: 2 standard deviations of k events are
-2 / sqrt(k) of them, and where none was seen, up to 3 may have been expected.
+A dimension that is constant, or grows by whole numbers with the samples, is exact at any size, and so are products of
+such dimensions, as the square of a batch. Others depend on the data, for example on a mask: they are taken to be the
+same share of the samples, and how far a share of so few may be off follows from counting: 2 standard deviations of k
+events are 2 / sqrt(k) of them, and where none was seen, up to 3 may have been expected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE_SEEN = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Extended:
-    """The timeline that is expected, and the one if everything that the data decide comes out high."""
+    """The timeline that is expected, and the one if everything that depends on the data turns out high."""
 
     expected: Timeline
     high: Timeline
@@ -28,7 +28,7 @@ class Extended:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Samples of the steps that were taken, and of the one asked for. `parts`: that each step splits its batch into."""
+    """Samples of the steps that were taken, and of the one wanted. `parts`: that each step splits its batch into."""
 
     taken: Sequence[int]
     wanted: int
@@ -36,7 +36,7 @@ class Sizes:
 
 
 def extended(timelines: Sequence[Timeline], sizes: Sizes) -> Extended | None:
-    """None where they are not births and deaths of the same operations in the same order. Sizes ascend."""
+    """None where they do not allocate and free for the same operations in the same order. Sizes ascend."""
     last = timelines[-1]
     if any(one.events != last.events or len(one.allocations) != len(last.allocations) for one in timelines):
         return None
@@ -57,7 +57,7 @@ def _bytes(ones: Sequence[Allocation], sizes: Sizes) -> tuple[int, int]:
     if len(set(measured)) == 1:
         return measured[-1], measured[-1]
     per_element = max((one.size_bytes / math.prod(one.shape) for one in ones if math.prod(one.shape)), default=0.0)
-    if not per_element or not ones[-1].shape:  # a kernel's inside, say: its bytes are all that is known
+    if not per_element or not ones[-1].shape:  # as a workspace: its bytes are all that is known
         at = _dimension(measured, sizes)
         return round(at[0]), round(at[1])
     dimensions = [_dimension(values, sizes) for values in zip(*(one.shape for one in ones), strict=True)]

@@ -1,7 +1,7 @@
 """Run training steps on fake tensors: shapes, dtypes and lifetimes are real, the numbers and their memory are not.
 
-Copies of a model, its optimizer and a batch are made without
-their memory; what a step does to the copies, it does to nothing else.
+Copies of a model, its optimizer and a batch are made without their memory; what a step does to the
+copies, it does to nothing else.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 from torch.optim import optimizer as optimizers
+from torch.utils.hooks import RemovableHandle
 
+from flatout.memory.workspace import Operation
 from flatout.replaced import replaced
 from flatout.torch_private.dispatch import TorchDispatchMode
 from flatout.torch_private.fake_tensors import (
@@ -37,11 +40,13 @@ DEPENDS_ON_DATA: tuple[type[Exception], ...] = (
     UnsupportedFakeTensorException,
     GuardOnDataDependentSymNode,
 )
-"""What a fake run raises where a program's course hangs on a tensor's values."""
+"""What a fake run raises where control flow depends on a tensor's values."""
+
+T = TypeVar("T", bound=Iterable[object])
 
 
 class FakeRun:
-    """A world of fake tensors.
+    """A context in which tensors are fake.
 
     with FakeRun() as world:
         model, optimizer = world.fake_copies((model, optimizer))
@@ -51,9 +56,11 @@ class FakeRun:
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fake_copies(self, objects: tuple[Any, ...]) -> Any:
+    def fake_copies(self, objects: T) -> T:
         """A deep copy in which every tensor is fake; what was shared is shared again."""
-        copied = {id(one): one.clone_state() for one in generators_in(objects)}  # their state is a tensor of values
+        copied = {
+            id(one): one.clone_state() for one in generators_in(objects)
+        }  # their state is a tensor whose values matter
         with FakeCopyMode(self._mode):
             return copy.deepcopy(objects, copied)
 
@@ -67,17 +74,19 @@ class FakeRun:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
 
 
-def is_fake(tensor: Any) -> bool:
-    """Is there no memory, and are there no values, behind that tensor?"""
+def is_fake(tensor: object) -> bool:
+    """Has that tensor neither memory nor values?"""
     return isinstance(tensor, FakeTensor)
 
 
-def generators_in(objects: Any) -> Iterator[torch.Generator]:
-    """Those that the modules among these hold as attributes."""
+def generators_in(objects: Iterable[object]) -> Iterator[torch.Generator]:
+    """Generators that the modules among these objects hold as attributes."""
     for one in objects:
         for module in one.modules() if isinstance(one, torch.nn.Module) else ():
             yield from (value for value in vars(module).values() if isinstance(value, torch.Generator))
@@ -85,7 +94,7 @@ def generators_in(objects: Any) -> Iterator[torch.Generator]:
 
 @contextlib.contextmanager
 def torch_keeps_quiet() -> Iterator[None]:
-    """Torch logs a traceback of its own for every operation that fails on fake tensors; the error says it better."""
+    """Torch logs a traceback for every operation that fails on fake tensors; the error itself says it better."""
     logger = logging.getLogger(LOGGER)
     before = logger.disabled
     logger.disabled = True
@@ -96,8 +105,8 @@ def torch_keeps_quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def real_gradients_guarded(parameters: list[Any]) -> Iterator[list[str]]:
-    """Yields a list that has an entry afterwards if a fake gradient was put on one of these; it is taken off again.
+def real_gradients_guarded(parameters: Sequence[Tensor]) -> Iterator[list[str]]:
+    """Yields a list that has an entry afterwards if one of these got a fake gradient, which is removed again.
 
     That happens where a loss function uses the model that surrounds it instead of the one that it is given.
     """
@@ -115,32 +124,40 @@ def real_gradients_guarded(parameters: list[Any]) -> Iterator[list[str]]:
 class ValuesForOptimizers(TorchDispatchMode):
     """Within an optimizer's step, a tensor that is read as a number reads as 1: Adafactor reads its weights' norms.
 
-    What it does with a number is arithmetic; no size hangs on it. In a forward, one may: there reading is refused.
+    What it does with a number is arithmetic; no size depends on it. In a forward, one may: there reading is refused.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._steps = 0
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> ValuesForOptimizers:
         self._handles = [
             optimizers.register_optimizer_step_pre_hook(lambda *_: self._count(1)),
             optimizers.register_optimizer_step_post_hook(lambda *_: self._count(-1)),
         ]
-        super().__enter__()
+        TorchDispatchMode.__enter__(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        TorchDispatchMode.__exit__(self, kind, error, trace)
         for handle in self._handles:
             handle.remove()
 
     def _count(self, change: int) -> None:
         self._steps += change
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._steps and func is read_as_number:
+    def __torch_dispatch__(
+        self,
+        func: Operation,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if self._steps and func is read_as_number and isinstance(args[0], Tensor):
             dtype = args[0].dtype
             return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
         return func(*args, **(kwargs or {}))

@@ -1,14 +1,13 @@
-"""What a training step will hold at its peak, computed from a fake run: a value, and how it is made of a timeline.
+"""What a training step will hold at its peak, computed from a fake run: a value, and how it follows from a timeline.
 
-On the CPU the forecast is the sum of the tensors alive. On CUDA the same events go through the caching allocator's
-rules, which round and keep: what counts there is what is reserved.
+On the CPU the forecast is the sum of the tensors alive. On CUDA the same events go through the rules of
+the caching allocator, which rounds and caches: what counts there is what is reserved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from flatout.memory.allocator_settings import AllocatorSettings
 from flatout.memory.caching_allocator import CachingAllocator
@@ -56,7 +55,7 @@ class MemoryForecast:
     """In which part of a step the peak is: forward, backward or optimizer."""
     module: str
     line: str
-    """The user's line that led to it: of the forward, where the peak is in its backward."""
+    """The user's line that led to it: a line of the forward, where the peak is in its backward pass."""
     operation: str
     between_steps_bytes: int
     """Tensors held when a step has ended."""
@@ -67,7 +66,7 @@ class MemoryForecast:
     method: str = "fake run"
     not_covered: tuple[str, ...] = ()
     not_in_force: tuple[tuple[str, str], ...] = ()
-    """Choices of the plan that the steps went without, and why."""
+    """Choices of the plan that had no effect, and why."""
     seconds: float | None = field(default=None, compare=False)
     """What the forecast itself took."""
 
@@ -78,7 +77,7 @@ class MemoryForecast:
             return None
         return self.peak_bytes * (1 + self.uncertainty) <= self.capacity_bytes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "fits": self.fits}
 
     def __str__(self) -> str:
@@ -94,7 +93,7 @@ class MemoryForecast:
             room = f" of {format_bytes(self.capacity_bytes)}, {'fits' if self.fits else 'does not fit'}"
         left_out = f"; not counted: {'; '.join(self.not_covered)}" if self.not_covered else ""
         off = "".join(f"; {name} is not in force: {why}" for name, why in self.not_in_force)
-        away = f"; {format_bytes(self.offloaded_bytes)} wait in the host's memory" if self.offloaded_bytes else ""
+        away = f"; {format_bytes(self.offloaded_bytes)} offloaded to the host's memory" if self.offloaded_bytes else ""
         return (
             f"{batch} on {self.device}: peak {format_bytes(self.peak_bytes)} ±{self.uncertainty:.0%}{room} = "
             f"{' + '.join(parts)}; {where}{away}{off}{left_out}"
@@ -111,7 +110,7 @@ class Target:
     capacity_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
-    """CUDA: how wide reductions are spread depends on it; None: not known."""
+    """CUDA: the buffers of reductions depend on it; None: not known."""
     settings: AllocatorSettings | None = None
 
 

@@ -1,7 +1,7 @@
 """Autograd's graphs: which live tensors hold which graph, and so which storages that no variable names.
 
 A node remembers what it needs for its backward pass until that pass has run. What is saved there is held by every
-tensor from which the node can be reached. `sequence number`s count a thread's nodes, so they date a node.
+tensor from which the node can be reached. Sequence numbers count a thread's nodes, so they order nodes in time.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from flatout.memory.tracking import identity
 from flatout.torch_private.dispatch import disable_current_modes, next_node_number, node_number
 
 MOST_NODES = 200_000
 _NO_NUMBER = 1 << 63
-"""Leaves' nodes bear the largest number there is: they have no date."""
+"""Nodes of leaves have the largest number there is, which says nothing of their age."""
 
 
 @dataclass
@@ -53,8 +53,8 @@ def graphs_of(tensors: Sequence[Tensor], since: int) -> list[Graph]:
 def saved_tensors_of(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(node's kind, tensor) for what the graphs of these tensors saved and no backward pass has freed."""
     with disable_current_modes():
-        seen: set[Any] = set()
-        todo: list[Any] = [one.grad_fn for one in tensors if one.grad_fn is not None]
+        seen: set[Node] = set()
+        todo: list[Node | None] = [one.grad_fn for one in tensors if one.grad_fn is not None]
         while todo and len(seen) < MOST_NODES:
             node = todo.pop()
             if node is None or node in seen:
@@ -67,16 +67,16 @@ def saved_tensors_of(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 def _graph(root: Tensor, since: int, budget: list[int]) -> Graph:
     graph = Graph(root)
-    seen: dict[Any, None] = {}
+    seen: set[Node] = set()
     todo = [root.grad_fn]
     while todo and budget[0] > 0:
         node = todo.pop()
         if node is None or node in seen:
             continue
-        number = node_number(node)
+        number: int = node_number(node)
         if number < since or number >= _NO_NUMBER:
             continue
-        seen[node] = None
+        seen.add(node)
         budget[0] -= 1
         graph.numbers.append(number)
         graph.saved.update(identity(tensor) for tensor in _saved(node))
@@ -87,7 +87,7 @@ def _graph(root: Tensor, since: int, budget: list[int]) -> Graph:
 _names: dict[type, tuple[str, ...]] = {}
 
 
-def _saved(node: Any) -> Iterator[Tensor]:
+def _saved(node: Node) -> Iterator[Tensor]:
     kind = type(node)
     if kind not in _names:
         _names[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")

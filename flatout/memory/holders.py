@@ -19,19 +19,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 HolderKind = Literal["global", "local", "attribute", "closure", "cached function"]
 
 DEEPEST = 16
 WIDEST = 400
-"""Objects followed at once: a tensor that hundreds hold is nobody's in particular."""
+"""Objects followed at once: a tensor that hundreds of objects hold has no holder to name."""
 
 MOST_TRIES = 8
-"""So many things that hold them all are asked for their names."""
+"""How many common holders are searched for a name."""
 
 _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
-_OUR_ROOMS = ("flatout.memory.", "flatout.script.")
+_OUR_PACKAGES = ("flatout.memory.", "flatout.script.")
 _PLAIN = (list, tuple, set, frozenset, collections.deque, CellType, FunctionType, FrameType)
 _UNFOLLOWED = (ModuleType, type)
 _MODULE_SLOTS = ("_parameters", "_buffers", "_modules")
@@ -39,16 +39,16 @@ _MODULE_SLOTS = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What holds, and how it is called. `links` are the names to look for in the source, the nearest first."""
+    """What holds, and its name. `links` are the names to look for in the source, the nearest first."""
 
     name: str
     kind: HolderKind
-    container: Any = field(repr=False)
+    container: object = field(repr=False)
     file: str = ""
     first_line: int = 0
     """Where the code of the function begins whose local it is; 0: anywhere in the file."""
     links: tuple[str, ...] = ()
-    owner: Any = field(default=None, repr=False)
+    owner: object = field(default=None, repr=False)
     """The object at the end of the way: an optimizer, a meter."""
 
     @property
@@ -63,7 +63,7 @@ class Found:
 
     @property
     def bound(self) -> str:
-        """Why it cannot grow for ever; '' where nothing says so."""
+        """Why it cannot grow without limit; '' where nothing says so."""
         one = self.container
         if isinstance(one, collections.deque) and one.maxlen is not None:
             return f"a deque of at most {one.maxlen}"
@@ -80,11 +80,11 @@ class HolderSearch:
     """One search at one moment. `frames` are the running ones, whose locals the garbage collector does not show."""
 
     def __init__(
-        self, is_users_file: Callable[[str], bool], frames: Sequence[FrameType] = (), ignore: Iterable[Any] = ()
+        self, is_users_file: Callable[[str], bool], frames: Sequence[FrameType] = (), ignore: Iterable[object] = ()
     ) -> None:
         self._is_users = is_users_file
-        self._ignored: dict[int, Any] = {}
-        """With the objects themselves, so that no identity is given away again."""
+        self._ignored: dict[int, object] = {}
+        """With the objects themselves, so that no id is reused."""
         for one in (*ignore, ignore, frames, self._ignored, vars(self)):
             self.ignore(one)
         self._frames = {id(frame) for frame in frames}
@@ -98,14 +98,14 @@ class HolderSearch:
         for module in list(sys.modules.values()):
             self._learn_globals(module)
 
-    def common(self, objects: Sequence[Any]) -> Found | None:
+    def common(self, objects: Sequence[object]) -> Found | None:
         """The nearest thing that holds them all, by name; None where no name was found."""
         walk = _Walk(self, objects)
         named: list[Found] = []
         self.ignore(named)
         tries = iter(range(MOST_TRIES))
 
-        def holds_all_and_has_a_name(one: Any) -> bool:
+        def holds_all_and_has_a_name(one: object) -> bool:
             if walk.holds_all(one) and next(tries, None) is not None and (found := self._named(one)) is not None:
                 named.append(found)
             return bool(named)
@@ -123,9 +123,9 @@ class HolderSearch:
         for name, value in values.items():
             self._variables[id(value)] = ("local", name, code.co_filename, code.co_firstlineno)
         if type(values) is dict:
-            values.clear()  # until 3.12 a copy that the frame keeps: it would hold what the script lets go
+            values.clear()  # until 3.12 a copy that the frame keeps: it would hold what the script releases
 
-    def _learn_globals(self, module: Any) -> None:
+    def _learn_globals(self, module: object) -> None:
         file = getattr(module, "__file__", None)
         if not isinstance(module, ModuleType) or not isinstance(file, str) or not self._is_users(file):
             return
@@ -135,31 +135,31 @@ class HolderSearch:
 
     # referrers
 
-    def referrers(self, objects: Sequence[Any]) -> list[Any]:
+    def referrers(self, objects: Sequence[object]) -> list[object]:
         return [one for one in gc.get_referrers(*objects) if self._counts(one)]
 
-    def ignore(self, container: Any) -> None:
+    def ignore(self, container: object) -> None:
         self._ignored[id(container)] = container
 
-    def _counts(self, one: Any) -> bool:
+    def _counts(self, one: object) -> bool:
         if id(one) in self._ignored or isinstance(one, _UNFOLLOWED):
             return False
         if id(one) in self._globals:
             return True
         if isinstance(one, FrameType):
             return id(one) not in self._frames and not one.f_code.co_filename.startswith("<")
-        return id(one) not in self._library_globals and not f"{type(one).__module__}.".startswith(_OUR_ROOMS)
+        return id(one) not in self._library_globals and not f"{type(one).__module__}.".startswith(_OUR_PACKAGES)
 
     # names
 
-    def _named(self, container: Any) -> Found | None:
+    def _named(self, container: object) -> Found | None:
         if id(container) in self._globals:
             file = self._globals[id(container)]
             return Found(name="the module's variables", kind="global", container=container, file=file)
         walk = _Walk(self, [container])
         named: list[Found] = []
 
-        def has_name(one: Any) -> bool:
+        def has_name(one: object) -> bool:
             found = self._name_of(one, walk.path(one), container)
             if found is not None:
                 named.append(found)
@@ -168,7 +168,7 @@ class HolderSearch:
         walk.up_to(has_name)
         return named[0] if named else None
 
-    def _name_of(self, one: Any, path: list[Any], container: Any) -> Found | None:
+    def _name_of(self, one: object, path: list[object], container: object) -> Found | None:
         """`path` leads from the container up to `one`."""
         attributes = _attribute_names(path)
         if isinstance(one, _CACHED_FUNCTION):
@@ -204,7 +204,7 @@ class HolderSearch:
             return Found(name=full, kind="attribute", container=container, file=file, links=tuple(attributes))
         return None
 
-    def _closure(self, function: FunctionType, path: list[Any], container: Any) -> Found | None:
+    def _closure(self, function: FunctionType, path: list[object], container: object) -> Found | None:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if any(cell is one for one in path):
                 return Found(
@@ -216,8 +216,10 @@ class HolderSearch:
                 )
         return None
 
-    def _frozen_local(self, one: FrameType | GeneratorType, child: Any, container: Any) -> Found | None:
-        """A local of a generator that waits, or of a function that failed and whose traceback is kept."""
+    def _frozen_local(
+        self, one: FrameType | GeneratorType[object, object, object], child: object, container: object
+    ) -> Found | None:
+        """A local of a suspended generator, or of a function that failed and whose traceback is kept."""
         frame = one if isinstance(one, FrameType) else one.gi_frame
         if frame is None or not self._is_users(frame.f_code.co_filename):
             return None
@@ -238,14 +240,14 @@ class HolderSearch:
 class _Walk:
     """Breadth first, upward; of each object is known from which of the start objects it can be reached."""
 
-    def __init__(self, search: HolderSearch, objects: Sequence[Any]) -> None:
+    def __init__(self, search: HolderSearch, objects: Sequence[object]) -> None:
         self._search = search
         self._all = frozenset(range(len(objects)))
-        self._level: list[Any] = []
+        self._level: list[object] = []
         self._reached: dict[int, set[int]] = {}
-        self._child: dict[int, Any] = {}
-        self._kept: list[Any] = []
-        """So that no identity is given twice while the walk goes on."""
+        self._child: dict[int, object] = {}
+        self._kept: list[object] = []
+        """So that no id is reused during the walk."""
         for container in (objects, self._reached, self._child, vars(self)):
             search.ignore(container)
         for number, one in enumerate(objects):
@@ -254,10 +256,10 @@ class _Walk:
             self._reached.setdefault(id(one), set()).add(number)
         self._kept.extend(self._level)
 
-    def holds_all(self, one: Any) -> bool:
+    def holds_all(self, one: object) -> bool:
         return self._reached[id(one)] == self._all
 
-    def up_to(self, wanted: Callable[[Any], bool]) -> Any:
+    def up_to(self, wanted: Callable[[object], bool]) -> object:
         """The first object, going up level by level, that is wanted; None if there is none."""
         for _ in range(DEEPEST):
             for one in self._level:
@@ -268,7 +270,7 @@ class _Walk:
             self._rise()
         return None
 
-    def path(self, one: Any) -> list[Any]:
+    def path(self, one: object) -> list[object]:
         """From a start object up to this one."""
         path = [one]
         while id(path[-1]) in self._child and len(path) <= DEEPEST:
@@ -280,7 +282,7 @@ class _Walk:
         below = {id(one) for one in level}
         for container in (level, self._kept):
             self._search.ignore(container)
-        following: dict[int, Any] = {}
+        following: dict[int, object] = {}
         self._search.ignore(following)
         for parent in self._search.referrers(level):
             reached = self._reached.setdefault(id(parent), set())
@@ -296,7 +298,7 @@ class _Walk:
         self._kept.extend(self._level)
 
 
-def _attribute_names(path: Sequence[Any]) -> list[str]:
+def _attribute_names(path: Sequence[object]) -> list[str]:
     """The attributes along a way upward, the nearest first; keys of plain dicts and places in lists are none."""
     names: list[str] = []
     key = ""
@@ -304,7 +306,7 @@ def _attribute_names(path: Sequence[Any]) -> list[str]:
         if isinstance(parent, dict):
             below, key = key, next((name for name, value in parent.items() if value is child and type(name) is str), "")
             if key in _MODULE_SLOTS and below:
-                key = below  # `_buffers["mean"]` is `mean` to everybody
+                key = below  # `_buffers["mean"]` is known as `mean`
             continue
         if isinstance(parent, _PLAIN):
             key = ""
@@ -317,11 +319,11 @@ def _attribute_names(path: Sequence[Any]) -> list[str]:
     return names
 
 
-def _attribute(child: Any, parent: Any) -> str:
+def _attribute(child: object, parent: object) -> str:
     return next((name for name, value in _attributes(parent) if value is child), "")
 
 
-def _attributes(one: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(one: object) -> Iterator[tuple[str, object]]:
     own = getattr(one, "__dict__", None)
     if isinstance(own, dict):
         yield from list(own.items())

@@ -24,7 +24,7 @@ _SHRINKS_FIRST_ARGUMENT = frozenset(("heappop", "heapreplace", "heappushpop", "d
 
 @dataclass(frozen=True)
 class HoldingLines:
-    """Line numbers, those that fit best first."""
+    """Line numbers, the best matches first."""
 
     grows: tuple[int, ...]
     shrinks: tuple[int, ...]
@@ -104,7 +104,7 @@ def _shrinking(node: ast.AST, name: str) -> bool:
 
 
 def _emptying(node: ast.AST, name: str) -> bool:
-    """Counts under an `if` alone, as where a buffer is full: a method that only could empty it bounds nothing."""
+    """Counts only under an `if`, as where a buffer is full: a method that might empty it bounds nothing."""
     emptied = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clear"
     return emptied and _names(node.func.value, name)  # type: ignore[attr-defined]
 

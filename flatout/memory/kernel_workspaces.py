@@ -1,17 +1,16 @@
-"""What kernels on the CPU hold beside their results: copies, buffers and workspaces, operation by operation.
+"""What kernels on the CPU hold besides their results: copies, buffers and workspaces, operation by operation.
 
-A fake run sees what operations return. A kernel may take memory and give it back before it returns, and that may be
-the peak of a step: batch_norm's backward pass takes another tensor of its input's size. Here stands, for each
-operation where it matters, how much that is, as a function of its arguments: from torch's source where a rule says so,
-else fitted to measurements (torch's profiler, many shapes, fp32 and bf16, torch 2.13). Operations without a rule were
+A fake run sees what operations return. A kernel may allocate memory and free it before it returns, and that may be
+the peak of a step: batch_norm's backward pass takes another tensor of its input's size. The rules below say how much
+that is for each operation where it matters, given its arguments: from torch's source where a rule says so, else fitted
+to measurements (torch's profiler, many shapes, fp32 and bf16, torch 2.13). Operations without a rule were
 measured to hold nothing worth counting: pointwise ones of one dtype, layer_norm, embedding, cat, pooling, gather,
 index_put, cumsum, sort, dropout by bernoulli.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,19 +23,22 @@ from flatout.memory.onednn_workspaces import (
     lstm_backward,
     product,
 )
-from flatout.memory.workspace import Workspace
+from flatout.memory.workspace import Operation, Workspace
 from flatout.torch_private.attributes import name_in_schema
 from flatout.torch_private.dispatch import tree_leaves
 
-Rule = Callable[[Any, Any], Workspace | None]
+Rule = Callable[..., Workspace | None]
+"""(results, *arguments as the operation gets them) -> what its kernel holds besides its results."""
 _REDUCED = (torch.bfloat16, torch.float16)
 
 
-def cpu_workspace(operation: Any, args: Any, kwargs: Any, out: Any) -> Workspace | None:
-    """What `operation` (of torch.ops.aten, as a dispatch mode is given it) holds beside its results; None: nothing."""
+def cpu_workspace(
+    operation: Operation, args: Sequence[object], kwargs: Mapping[str, object], out: object
+) -> Workspace | None:
+    """What `operation` holds besides its results; None: nothing."""
     rule = _RULES.get(name_in_schema(operation))
     if rule is not None:
-        return rule(args, out)
+        return rule(out, *args)
     if torch.Tag.pointwise in operation.tags:
         return _mixed_dtypes(args, kwargs, out)
     return None
@@ -46,12 +48,12 @@ def _bytes(tensor: Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _copied(*tensors: Any) -> int:
+def _copied(*tensors: object) -> int:
     """What making them contiguous takes."""
     return sum(_bytes(one) for one in tensors if isinstance(one, Tensor) and not one.is_contiguous())
 
 
-def _mixed_dtypes(args: Any, kwargs: Any, out: Any) -> Workspace | None:
+def _mixed_dtypes(args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Workspace | None:
     """TensorIterator on the CPU computes in one dtype: what has another is first copied, a result of another after."""
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     if len({one.dtype for one in tensors}) < 2:
@@ -67,32 +69,32 @@ def _mixed_dtypes(args: Any, kwargs: Any, out: Any) -> Workspace | None:
     )
     made = out if isinstance(out, Tensor) else None
     if made is not None and any(made is one for one in tensors) and made.dtype != common:
-        copies += made.numel() * common.itemsize  # in place: computed beside, then cast back
+        copies += made.numel() * common.itemsize  # in place: computed in a copy, then cast back
     return Workspace(inside_bytes=copies)
 
 
-def _softmax(args: Any, out: Any) -> Workspace:
+def _softmax(out: object, input: Tensor, *others: object) -> Workspace:
     """_softmax and _log_softmax (SoftMax.cpp): input.contiguous()."""
-    return Workspace(inside_bytes=_copied(args[0]))
+    return Workspace(inside_bytes=_copied(input))
 
 
-def _softmax_backward(args: Any, out: Any) -> Workspace:
+def _softmax_backward(out: object, gradient: Tensor, output: Tensor, *others: object) -> Workspace:
     """Gradient and output, each contiguous."""
-    return Workspace(inside_bytes=_copied(args[0], args[1]))
+    return Workspace(inside_bytes=_copied(gradient, output))
 
 
-def _of_first_argument(args: Any, out: Any) -> Workspace:
+def _of_first_argument(out: object, first: Tensor, *others: object) -> Workspace:
     """Copies its first argument if that is not contiguous: layer_norm, embedding's backward pass."""
-    return Workspace(inside_bytes=_copied(args[0]))
+    return Workspace(inside_bytes=_copied(first))
 
 
-def _layer_norm_backward(args: Any, out: Any) -> Workspace:
-    return Workspace(inside_bytes=_copied(args[0], args[1]))
+def _layer_norm_backward(out: object, gradient: Tensor, input: Tensor, *others: object) -> Workspace:
+    return Workspace(inside_bytes=_copied(gradient, input))
 
 
-def _batch_norm_backward(args: Any, out: Any) -> Workspace:
-    """batch_norm_backward_cpu makes a second tensor of the input's size, whatever it is asked for."""
-    return Workspace(inside_bytes=_bytes(args[1]))
+def _batch_norm_backward(out: object, gradient: Tensor, input: Tensor, *others: object) -> Workspace:
+    """batch_norm_backward_cpu makes a second tensor of the input's size, whichever gradients are wanted."""
+    return Workspace(inside_bytes=_bytes(input))
 
 
 def _mean_bytes(tensor: Tensor) -> int:
@@ -100,72 +102,72 @@ def _mean_bytes(tensor: Tensor) -> int:
     return tensor.numel() * 4 if tensor.dtype in _REDUCED else 0
 
 
-def _mean(args: Any, out: Any) -> Workspace:
-    return Workspace(inside_bytes=_mean_bytes(args[0]))
+def _mean(out: object, tensor: Tensor, *others: object) -> Workspace:
+    return Workspace(inside_bytes=_mean_bytes(tensor))
 
 
-def _sum(args: Any, out: Any) -> Workspace | None:
-    """A cast is a copy; so is bf16 where what is summed over does not lie side by side in memory (SumKernel.cpp)."""
-    tensor = args[0]
+def _sum(out: Tensor, tensor: Tensor, dims: Sequence[int] | None = None, *others: object) -> Workspace | None:
+    """A cast is a copy; so is bf16 where the summed dimensions are not adjacent in memory (SumKernel.cpp)."""
     if out.dtype != tensor.dtype:
         return Workspace(inside_bytes=tensor.numel() * out.element_size())
-    if tensor.dtype not in _REDUCED or len(args) < 2 or not args[1]:
+    if tensor.dtype not in _REDUCED or not dims:
         return None
-    summed = {dim % tensor.dim() for dim in args[1]}
-    order = sorted((dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1), key=lambda dim: -tensor.stride(dim))
+    summed = {dim % tensor.dim() for dim in dims}
+    strides = tensor.stride()
+    order = sorted((dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1), key=lambda dim: -strides[dim])
     runs = sum(dim in summed and (i == 0 or order[i - 1] not in summed) for i, dim in enumerate(order))
     return Workspace(inside_bytes=tensor.numel() * 4) if runs > 1 else None
 
 
-def _elementwise_loss(args: Any, out: Any) -> Workspace | None:
+def _elementwise_loss(
+    out: Tensor, input: Tensor, target: Tensor, reduction: int = 1, *others: object
+) -> Workspace | None:
     """mse_loss, smooth_l1_loss: the losses of all elements are written where the mean will be, and stay there."""
-    if len(args) > 2 and not args[2]:
+    if not reduction:
         return None
-    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    elements = torch.broadcast_shapes(input.shape, target.shape).numel()
     each = elements * out.element_size()
     reduced = elements * 4 if out.dtype in _REDUCED else 0
     return Workspace(inside_bytes=each + reduced, returned_bytes={0: each})
 
 
-def _written_loss(args: Any, out: Any) -> Workspace | None:
+def _written_loss(
+    out: object, input: Tensor, target: Tensor, weight: object = None, reduction: int = 1, *others: object
+) -> Workspace | None:
     """binary_cross_entropy, soft_margin_loss: likewise, without a second tensor."""
-    reduction = args[3] if len(args) > 3 else 1
     if not reduction:
         return None
-    return Workspace(inside_bytes=_mean_bytes(args[0]), returned_bytes={0: _bytes(args[0])})
+    return Workspace(inside_bytes=_mean_bytes(input), returned_bytes={0: _bytes(input)})
 
 
-def _huber_loss(args: Any, out: Any) -> Workspace | None:
-    if len(args) > 2 and not args[2]:
+def _huber_loss(out: object, input: Tensor, target: Tensor, reduction: int = 1, *others: object) -> Workspace | None:
+    if not reduction:
         return None
-    return Workspace(inside_bytes=_bytes(args[0]) + _mean_bytes(args[0]))
+    return Workspace(inside_bytes=_bytes(input) + _mean_bytes(input))
 
 
-def _logits_loss(args: Any, out: Any) -> Workspace | None:
+def _logits_loss(out: object, input: Tensor, *others: object) -> Workspace:
     """binary_cross_entropy_with_logits is made of pointwise operations."""
-    return Workspace(inside_bytes=2 * _bytes(args[0]) + _mean_bytes(args[0]))
+    return Workspace(inside_bytes=2 * _bytes(input) + _mean_bytes(input))
 
 
-def _upsample(args: Any, out: Any) -> Workspace | None:
+def _upsample(out: Tensor, image: Tensor, *others: object) -> Workspace | None:
     """upsample_nearest2d, upsample_bilinear2d (UpSampleKernel.cpp): small results are computed in channels_last."""
-    image = args[0]
     if is_channels_last(image) or out.shape[-2] + out.shape[-1] > 128:
         return None
     return Workspace(inside_bytes=_bytes(image) + _bytes(out))
 
 
-def _attention(args: Any, out: Any) -> Workspace:
+def _attention(out: object, query: Tensor, key: Tensor, *others: object) -> Workspace:
     """FlashAttentionKernel.cpp: scores of a block of queries and keys, and their sums, for each thread."""
-    query, key = args[0], args[1]
     rows, columns = _attention_block(query, key)
     floats = rows * (columns + 2 + query.shape[-1])
     pairs = rows * columns * 2 if query.dtype in _REDUCED else 0
     return Workspace(inside_bytes=(floats * 4 + pairs) * torch.get_num_threads())
 
 
-def _attention_backward(args: Any, out: Any) -> Workspace:
-    """The gradient must lie as [batch, tokens, heads, width]; two blocks of scores for each thread."""
-    gradient, query, key = args[:3]
+def _attention_backward(out: object, gradient: Tensor, query: Tensor, key: Tensor, *others: object) -> Workspace:
+    """The gradient must be laid out as [batch, tokens, heads, width]; two blocks of scores for each thread."""
     rows, columns = _attention_block(query, key)
     blocks = rows * columns * (12 if query.dtype in _REDUCED else 8)
     return Workspace(inside_bytes=_copied(gradient.transpose(1, 2)) + blocks * torch.get_num_threads())
@@ -177,16 +179,15 @@ def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
     return min(rows, tokens), min(512, key.shape[-2])
 
 
-def _rms_norm(args: Any, out: Any) -> Workspace:
+def _rms_norm(out: object, tensor: Tensor, *others: object) -> Workspace:
     """Made of pointwise operations, in fp32."""
-    tensor = args[0]
     twice = 2 * tensor.numel() * 4 if tensor.dtype in _REDUCED else 0
     return Workspace(inside_bytes=_bytes(tensor) + twice)
 
 
-def _another_input(args: Any, out: Any) -> Workspace:
+def _another_input(out: object, input: Tensor, *others: object) -> Workspace:
     """One more tensor of the input's size: logsumexp, native_dropout."""
-    return Workspace(inside_bytes=_bytes(args[0]))
+    return Workspace(inside_bytes=_bytes(input))
 
 
 _RULES: dict[str, Rule] = {

@@ -3,9 +3,9 @@
     marks = [event at which step 1 ended, step 2, ...]
     growths(timeline, marks)             # one entry for each line and operation whose tensors grow
 
-Looked at are the ends of steps only: what comes and goes within a step is no leak, and what a loop's variables still
+Only the ends of steps count: what is allocated and freed within a step is no leak, and what a loop's variables still
 hold when it ends is the same each time. A warm-up that fills a cache, a bounded queue or the momentum of the first
-step stop growing, and are told apart by that.
+step stop growing, which distinguishes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 from flatout.memory.timeline import Allocation, Timeline
 
 LEAST_STEPS = 5
-"""Fewer watched steps than these tell a cache that fills from one that grows without end no more."""
+"""With fewer steps, a cache that fills cannot be told from one that grows without limit."""
 LEAST_INCREASES = 3
 
 Kind = Literal["more", "larger"]
@@ -26,7 +26,7 @@ Kind = Literal["more", "larger"]
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Tensors born at one line, at each mark: how many are held, how many bytes."""
+    """Tensors allocated at one line: how many of them, and how many bytes, are held at each mark."""
 
     line: str
     kind: Kind
@@ -34,7 +34,7 @@ class Growth:
     counts: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
     alive: tuple[Allocation, ...]
-    """Those held at the last mark, in order of birth."""
+    """Those held at the last mark, in order of allocation."""
 
     @property
     def bytes_per_step(self) -> float:
@@ -42,7 +42,7 @@ class Growth:
 
     @property
     def samples(self) -> tuple[Allocation, ...]:
-        """A few that tell what they have in common: of different steps, and none that a loop's variable may hold."""
+        """A few to find a common holder of: of different steps, and none that a loop's variable may hold."""
         if self.kind == "larger":
             return self.alive[-1:]
         last = self.alive[-1].step
@@ -56,7 +56,7 @@ class Leak:
     """What grows from step to step, and what holds it."""
 
     holder: str
-    """As the script calls it: 'history', 'Recorder.cache'; '' where no name was found."""
+    """By the name it has in the script: 'history', 'Recorder.cache'; '' where no name was found."""
     kind: str
     """global, local, attribute, closure or cached function."""
     type_name: str
@@ -72,11 +72,11 @@ class Leak:
     births: tuple[str, ...]
     """Lines that made the tensors."""
     bounded: str = ""
-    """Why it will stop growing; then it is no leak."""
+    """Why it will stop growing; then it is not a leak."""
 
 
 def grows_steadily(values: Sequence[int]) -> bool:
-    """Never less, several times more, and that in the early part as well as in the last."""
+    """Never smaller, several times larger, both in the first half and in the last third."""
     changes = [after - before for before, after in itertools.pairwise(values)]
     increases = [at for at, change in enumerate(changes, 1) if change > 0]
     if len(changes) < LEAST_STEPS or len(increases) < LEAST_INCREASES or min(changes) < 0:
@@ -87,7 +87,7 @@ def grows_steadily(values: Sequence[int]) -> bool:
 def growths(timeline: Timeline, marks: Sequence[int]) -> list[Growth]:
     """What grows from mark to mark, by line and operation, what grows fastest first.
 
-    A mark is the number of events so far. Too few marks: an empty list, which then says nothing.
+    A mark is the number of events so far. With too few marks the list is empty.
     """
     by_origin: dict[tuple[str, str, str], list[Allocation]] = {}
     for one in timeline.allocations:

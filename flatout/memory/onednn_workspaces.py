@@ -1,20 +1,21 @@
-"""What convolutions, recurrent layers and bf16 products take and give back inside on the CPU: oneDNN's copies.
+"""What convolutions, recurrent layers and bf16 products allocate internally on the CPU: oneDNN's copies.
 
 oneDNN computes convolutions on tensors in blocks of as many channels as a vector register holds, so torch copies the
 input and the weights into that layout and the result out of it; for backward it does so with the gradients. What
-torch's kernel does when, is from its source (ATen/native/Convolution.cpp, mkldnn/Conv.cpp, mkldnn/RNN.cpp); which
+torch's kernel does, and when, is from its source (ATen/native/Convolution.cpp, mkldnn/Conv.cpp, mkldnn/RNN.cpp); which
 layout oneDNN chooses and its scratch memory are fitted to measurements over some 60 shapes in fp32 and bf16, one
 thread, AVX-512 without AMX (torch 2.13, oneDNN 3). With another instruction set oneDNN chooses other layouts: with AMX
 a bf16 convolution was seen to take 1.97 MB where these rules say 1.44, and its backward pass 1.79 where they say 1.94.
-`rules_were_read_for` tells whether they hold here; where not, they are the best guess there is, and a forecast says so.
+`rules_were_read_for` says whether they hold here; where not, they are the best guess there is, and a forecast says so.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from flatout.machine.detect import detect
 from flatout.memory.workspace import Workspace
 
 _PLAIN_CHANNELS = 3
-"""Up to so many input channels, a convolution reads images as they are."""
+"""Up to this many input channels, a convolution reads images as they are."""
 _SMALL_BYTES = 8 * 1024
 """What oneDNN's kernels for channels_last take for their tables."""
 
@@ -188,9 +189,19 @@ class _Convolution:
         return sums + (source + self.image_bytes(self.result_shape, self.size)) * torch.get_num_threads()
 
 
-def convolution(args: Any, out: Any) -> Workspace | None:
-    """aten::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
-    input, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
+def convolution(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Workspace | None:
+    """aten::convolution."""
     if input.dim() == 2 + len(stride) and input.numel():
         if not _by_onednn(input, weight, stride, dilation, transposed, groups):
             return Workspace(inside_bytes=_columns(input, weight, out) if not transposed else 0)
@@ -202,9 +213,21 @@ def convolution(args: Any, out: Any) -> Workspace | None:
     return None
 
 
-def convolution_backward(args: Any, out: Any) -> Workspace | None:
-    """aten::convolution_backward(grad, input, weight, bias_sizes, stride, ..., transposed, _, groups, output_mask)."""
-    gradient, input, weight, _, stride, _, dilation, transposed, _, groups, mask = args[:11]
+def convolution_backward(
+    out: Sequence[Tensor | None],
+    gradient: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> Workspace | None:
+    """aten::convolution_backward. mask: which gradients are wanted: of input, weight and bias."""
     if input.dim() != 2 + len(stride) or not input.numel():
         return None
     if not _by_onednn(input, weight, stride, dilation, transposed, groups):
@@ -223,7 +246,9 @@ def convolution_backward(args: Any, out: Any) -> Workspace | None:
     return Workspace(inside_bytes=_made_contiguous(gradient, input, weight) + max(0, peak - returned))
 
 
-def _by_onednn(input: Tensor, weight: Tensor, stride: Any, dilation: Any, transposed: bool, groups: int) -> bool:
+def _by_onednn(
+    input: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], transposed: bool, groups: int
+) -> bool:
     """torch's ConvParams::use_mkldnn: small work in fp32 on one thread is left to its own kernel."""
     if not torch.backends.mkldnn.is_available() or input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
@@ -239,7 +264,7 @@ def _by_onednn(input: Tensor, weight: Tensor, stride: Any, dilation: Any, transp
 
 
 def _described(
-    input: Tensor, weight: Tensor, result: Tensor, stride: Any, transposed: bool, groups: int
+    input: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], transposed: bool, groups: int
 ) -> _Convolution:
     source, made = tuple(input.shape[1:]), tuple(result.shape[1:])
     if transposed:
@@ -302,9 +327,9 @@ def _lstm_workspace_bytes(tokens: int, samples: int, inputs: int, hidden: int, s
     return sum(up(piece, _PAGE) for piece in pieces)
 
 
-def _lstm_sizes(args: Any) -> tuple[int, int, int, int, int]:
-    tokens, samples, inputs = args[0].shape
-    return tokens, samples, inputs, args[5].shape[-1], args[0].element_size()
+def _lstm_sizes(input: Tensor, hidden: Tensor) -> tuple[int, int, int, int, int]:
+    tokens, samples, inputs = input.shape
+    return tokens, samples, inputs, hidden.shape[-1], input.element_size()
 
 
 def _lstm_scratch_bytes(tokens: int, samples: int, hidden: int, size: int) -> int:
@@ -313,36 +338,58 @@ def _lstm_scratch_bytes(tokens: int, samples: int, hidden: int, size: int) -> in
     return gates + 2 * samples * _leading(hidden, 4) * 4 + 3 * _PAGE
 
 
-def lstm(args: Any, out: Any) -> Workspace | None:
-    """aten::mkldnn_rnn_layer; its fourth result is the workspace, of which fake tensors do not know the size."""
-    if args[0].dim() != 3:
+def lstm(
+    out: object,
+    input: Tensor,
+    weight_input: Tensor,
+    weight_hidden: Tensor,
+    bias_input: Tensor,
+    bias_hidden: Tensor,
+    state: Tensor,
+    *others: object,
+) -> Workspace | None:
+    """aten::mkldnn_rnn_layer; its fourth result is the workspace, whose size fake tensors do not know."""
+    if input.dim() != 3:
         return None
-    tokens, samples, inputs, hidden, size = _lstm_sizes(args)
+    tokens, samples, inputs, hidden, size = _lstm_sizes(input, state)
     weights = (inputs + hidden) * _leading(4 * hidden, size) * size
     inside = weights + 4 * hidden * size + _lstm_scratch_bytes(tokens, samples, hidden, size)
     returned = {3: _lstm_workspace_bytes(tokens, samples, inputs, hidden, size)} if torch.is_grad_enabled() else {}
     return Workspace(inside_bytes=inside, returned_bytes=returned)
 
 
-def lstm_backward(args: Any, out: Any) -> Workspace | None:
+def lstm_backward(
+    out: Sequence[object],
+    input: Tensor,
+    weight_input: Tensor,
+    weight_hidden: Tensor,
+    bias_input: Tensor,
+    bias_hidden: Tensor,
+    state: Tensor,
+    cell: Tensor,
+    output: Tensor,
+    last_state: Tensor,
+    last_cell: Tensor,
+    gradient: Tensor | None,
+    *others: object,
+) -> Workspace | None:
     """aten::mkldnn_rnn_layer_backward; all that it returns is fp32."""
-    if args[0].dim() != 3:
+    if input.dim() != 3:
         return None
-    tokens, samples, inputs, hidden, size = _lstm_sizes(args)
-    rows = [row for row in (inputs, hidden) if size < 4 or _leading(row, size) != row]  # fp32 rows may lie well as is
+    tokens, samples, inputs, hidden, size = _lstm_sizes(input, state)
+    rows = [row for row in (inputs, hidden) if size < 4 or _leading(row, size) != row]  # fp32 rows may be aligned
     weights = 4 * hidden * sum(_leading(row, size) for row in rows) * size
     gradients = (inputs + hidden) * _leading(4 * hidden, 4) * 4
     inside = weights + gradients + 2 * samples * hidden * 4 + _lstm_scratch_bytes(tokens, samples, hidden, size)
-    given = args[10]
-    if isinstance(given, Tensor):
-        inside += _made_contiguous(given)
+    if isinstance(gradient, Tensor):
+        inside += _made_contiguous(gradient)
     if size < 4:  # the gradients that it is given, in fp32
         inside += tokens * samples * hidden * 4
     made = {index: one.numel() * 4 for index, one in enumerate(out) if isinstance(one, Tensor)}
     return Workspace(inside_bytes=inside, returned_bytes=made)
 
 
-def product(args: Any, out: Any) -> Workspace | None:
+def product(out: object, *args: object) -> Workspace | None:
     """bf16 mm, addmm, bmm, baddbmm: blocks of both factors packed in pairs of rows, and fp32 sums of one block.
 
     Fitted to 27 shapes; a first factor that is transposed is packed whole.

@@ -1,4 +1,4 @@
-"""Was that error the end of the memory?"""
+"""Was that error an out-of-memory error?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for the device's and the host's ends of memory. Where torch has no type of its own, by its words."""
+    """True where the device or the host is out of memory. Where torch has no exception type for it, by the message."""
     import torch
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

@@ -1,7 +1,7 @@
 """Measure what real steps hold, and end them where they would hold more than a limit.
 
-On CUDA torch's own allocator counts, and the limit is set for it. The CPU's counts nothing, so tensors' storages are
-followed there, and the operation that passes the limit raises `torch.OutOfMemoryError`, as CUDA does.
+On CUDA torch's own allocator counts, and the limit is set for it. The CPU's allocator does not count, so tensors'
+storages are followed there, and the operation that exceeds the limit raises `torch.OutOfMemoryError`, as CUDA does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ class LimitedRun:
         self._limit_bytes = limit_bytes
         self._device = torch.device(device)
         self._stack = contextlib.ExitStack()
-        self._tracker: Any = None
+        self._tracker: Tracker | None = None
         self._fraction_before = 1.0
 
     def __enter__(self) -> LimitedRun:
@@ -40,8 +39,8 @@ class LimitedRun:
             self._tracker = self._stack.enter_context(Tracker(attributed=False, limit_bytes=self._limit_bytes))
         return self
 
-    def hold(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were there before. On CUDA the allocator knows them."""
+    def hold(self, tensors: Iterable[object]) -> None:
+        """Count tensors that existed before. On CUDA the allocator already counts them."""
         if self._tracker is not None:
             self._tracker.hold(tensors, "weights")
 
@@ -53,5 +52,5 @@ class LimitedRun:
             self.peak_bytes = torch.cuda.max_memory_reserved(self._device)
             torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
             torch.cuda.empty_cache()
-        else:
+        elif self._tracker is not None:
             self.peak_bytes = self._tracker.peak_bytes

@@ -1,7 +1,7 @@
-"""What a change would save, where the timeline of a run tells it by arithmetic alone; nothing is estimated.
+"""What a change would save, where it follows from the timeline of a run by arithmetic; nothing is estimated.
 
-A measure that changes which tensors there are (autocast, checkpointing) cannot be read off a timeline: it is named
-without a figure, with the way to measure it.
+The effect of a measure that changes which tensors there are (autocast, checkpointing) does not follow from a timeline:
+it is named without a figure, with the way to measure it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Saving:
     measure: str
     certainty: Certainty
     held_bytes: int | None = None
-    """Less is held by so much where the measure acts."""
+    """By how much less is held where the measure acts."""
     peak_before_bytes: int | None = None
     peak_after_bytes: int | None = None
     """The peak of the judged steps."""
@@ -63,7 +63,7 @@ class _Judged:
         self.peak_bytes, self.peak_event = self.peak({}, {})
 
     def peak(self, sizes: Mapping[int, int], deaths: Mapping[int, int]) -> tuple[int, int]:
-        """The peak, had these allocations other sizes or other ends."""
+        """The peak if these allocations had other sizes or ended at other times."""
         changes = [0] * (self.end + 1)
         for index in self.indices:
             one = self.timeline.allocations[index]
@@ -80,9 +80,9 @@ class _Judged:
         return best, at
 
     def chunked_loss(self) -> Saving | None:
-        """A last layer's scores and their copies, had the loss taken them in chunks."""
+        """The last layer's scores and their copies, if the loss took them in chunks."""
         allocations = self.timeline.allocations
-        sizes = chunked_sizes(dict(enumerate(allocations)))  # of all: what is judged may hold an earlier step's scores
+        sizes = chunked_sizes(dict(enumerate(allocations)))  # of all: judged steps may hold earlier scores
         saved = sum(allocations[index].size_bytes - size for index, size in sizes.items() if self._at_peak(index))
         how = 'flatout run with loss = "chunked" under [plan], where nothing else uses the scores'
         return self._saving("scores never held whole", "at most", saved, self.peak(sizes, {})[0], how=how)
@@ -101,14 +101,14 @@ class _Judged:
         return self._saving("optimizer state in bf16", "exact", saved, after, how="in place of float32")
 
     def late_gradients(self) -> Saving | None:
-        """Gradients of the last step that still stand while the next forward runs."""
+        """Gradients of the last step that are still held while the next forward runs."""
         deaths = self._until_step_ends("gradients")
         saved = self._most_at_an_end(deaths)
         how = "optimizer.zero_grad() right after optimizer.step()"
         return self._saving("gradients freed when the step ends", "exact", saved, self.peak({}, deaths)[0], how=how)
 
     def leftovers(self) -> Saving | None:
-        """Outputs, losses and batches that variables hold until the next step has made its own."""
+        """Outputs, losses and batches that variables hold until the next step replaces them."""
         deaths = self._until_step_ends("inputs", "activations", "temporaries")
         if not deaths:
             return None
@@ -124,7 +124,7 @@ class _Judged:
         )
 
     def gradients_in_backward(self) -> Saving | None:
-        """Each parameter updated and its gradient freed as soon as it is there; with clipping that cannot be done."""
+        """Each parameter updated and its gradient freed as soon as it is computed; not with gradient clipping."""
         born = sorted(
             (one.born, index)
             for index in self.indices
@@ -135,7 +135,7 @@ class _Judged:
             one = self.timeline.allocations[index]
             died = self.end if one.died is None else min(one.died, self.end)
             if died == self.end and one.step < len(self.marks) - 1:
-                return None  # they are zeroed, not freed: then this measure is not the next one
+                return None  # they are zeroed, not freed: then freeing them is the first measure to take
             deaths[index] = min(died, following + 1)
         saved = sum(self.timeline.allocations[index].size_bytes for index in deaths if self._at_peak(index))
         return self._saving(
@@ -154,7 +154,7 @@ class _Judged:
         return Saving(
             measure="activations under bf16 autocast, or checkpointed",
             certainty="to be measured",
-            how="a timeline cannot tell; measure with flatout.forecast",
+            how="not known from a timeline; measure with flatout.forecast",
         )
 
     def _until_step_ends(self, *categories: str) -> dict[int, int]:
@@ -181,7 +181,7 @@ class _Judged:
     def _saving(
         self, measure: str, certainty: Certainty, saved: int, after: int, *, line: str = "", how: str = ""
     ) -> Saving | None:
-        lasting = measure.startswith("optimizer")  # it is held all the time: less of it counts at any moment
+        lasting = measure.startswith("optimizer")  # it is held all the time, so a smaller one counts at any moment
         if (saved if lasting else self.peak_bytes - after) < max(1, SMALLEST_SHARE * self.peak_bytes):
             return None
         return Saving(

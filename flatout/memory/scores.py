@@ -1,4 +1,4 @@
-"""A last layer's scores in a timeline, and what would be held in their place by a loss that takes them in chunks."""
+"""The last layer's scores in a timeline, and what a loss that takes them in chunks would hold instead."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CHUNK_COPIES = 2
 
 
 def chunked_sizes(allocations: Mapping[int, Allocation]) -> dict[int, int]:
-    """Allocation's index -> bytes in its place, for every copy of scores that a cross-entropy made or was made from.
+    """Allocation's index -> bytes held instead, for every copy of the scores that a cross-entropy made or read.
 
-    Empty where there is none, or where the layer's weights are not known. A copy is known by its shape: that of a
-    log-softmax with a gradient, or the better part of it (scores are shifted by a token, or masked).
+    Empty where there is none, or where the layer's weights are not known. A copy is recognised by its shape: that of
+    a log-softmax with a gradient, or at least half of it (scores are shifted by a token, or masked).
     """
     from flatout.kernels.linear_cross_entropy import CHUNK_BYTES  # which needs torch; a reader of a report does not
 
@@ -54,7 +54,7 @@ def _is_copy(one: Allocation, rows: int, classes: int) -> bool:
 
 
 def _features(allocations: Iterable[Allocation], classes: int) -> int | None:
-    """Of the widest matrix of weights with so many classes."""
+    """Inputs of the widest weight matrix with that number of classes."""
     found = [
         math.prod(one.shape) // classes
         for one in allocations

@@ -1,4 +1,4 @@
-"""When tensors' memory came and went: plain values, computed on after the run.
+"""When memory of tensors was allocated and freed: plain values, evaluated after the run.
 
 An `Allocation` is one storage, however many views it has. A `Timeline` holds all of them with the order of events, so
 peak, categories and holders are computed afterwards, for any part of the run.
@@ -7,9 +7,9 @@ peak, categories and holders are computed afterwards, for any part of the run.
     gradients    what the parameters' .grad held when a backward pass ended
     optimizer    what the optimizer's state held
     inputs       the batch
-    activations  born in a forward and alive when it ended: kept for the backward pass
-    temporaries  everything else: born and freed within a forward, a backward or an optimizer's step
-    workspaces   what libraries of kernels took and keep (cuBLAS)
+    activations  allocated in a forward and alive when it ended: kept for the backward pass
+    temporaries  everything else: allocated and freed within a forward, a backward or an optimizer's step
+    workspaces   what kernel libraries allocate and keep (cuBLAS)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Phase = Literal["before", "forward", "backward", "optimizer"]
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage. `born` and `died` count events; `died` is None for what outlived the run."""
+    """One storage. `born` and `died` are numbers of events; `died` is None for what outlived the run."""
 
     size_bytes: int
     born: int
@@ -35,7 +35,7 @@ class Allocation:
     module: str = ""
     """Where in the model: 'layers.3.attention', or '' outside of it."""
     line: str = ""
-    """The user's line that asked for it: 'train.py:31'."""
+    """The user's line that allocated it: 'train.py:31'."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
     device: str = "cpu"
@@ -45,7 +45,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Peak:
-    """The first moment at which most was held."""
+    """The first moment at which the most was held."""
 
     size_bytes: int
     event: int
@@ -54,7 +54,7 @@ class Peak:
 
 
 class Timeline:
-    """Allocations in order of birth, and every event in order: (allocation's index, True) born, (index, False) died."""
+    """Allocations in their order, and every event in order: (allocation's index, True) born, (index, False) died."""
 
     def __init__(self, allocations: Sequence[Allocation], events: Sequence[tuple[int, bool]]) -> None:
         self.allocations, self.events = allocations, events

@@ -9,8 +9,8 @@
 Where a forward ends and a backward begins is seen from the autograd engine, where an optimizer steps from its hooks.
 
 A storage is counted once, at its size in bytes, from the operation that first returned it until nothing refers to it.
-Memory that a kernel takes and gives back within one operation is not seen here; `workspace_of` may tell how much that
-is, and it is counted as born and freed around the operation (see `kernel_workspaces`).
+Memory that a kernel allocates and frees within one operation is not seen here; `workspace_of` may say how much that
+is, and it is counted as allocated and freed during the operation (see `kernel_workspaces`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import contextlib
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from flatout.memory.timeline import Allocation, Category, Phase, Timeline
-from flatout.memory.workspace import Workspace
+from flatout.memory.workspace import Operation, WorkspaceOf
 from flatout.torch_private.dispatch import (
     TorchDispatchMode,
     current_graph_task,
@@ -42,20 +42,23 @@ from flatout.torch_private.dispatch import (
 )
 from flatout.torch_private.tensors import sparse_indices, sparse_values, storage_identity
 
-WorkspaceOf = Callable[[Any, Any, Any, Any], Workspace | None]
-"""(operation, its arguments, its keywords, its results) -> what its kernel holds beside them."""
-
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Lines of torch and of Flatout are not the user's."""
 
 
-class Tracker:
-    """Records while its context is open. `step` may be set by whoever knows where steps begin.
+class HasParameters(Protocol):
+    """A module, or several that train together."""
 
-    attributed: also tell phase, module and line of each allocation, by hooks and stacks; False: only count.
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class Tracker:
+    """Records while its context is open. The caller sets `step` where it knows that a step begins.
+
+    attributed: also record phase, module and line of each allocation, by hooks and stacks; False: only count.
     limit_bytes: an operation after which more is held raises torch.OutOfMemoryError. prefer: the folder whose lines
     are named, where one of them led to an allocation; None: the innermost line that is not torch's. workspace_of: what
-    kernels hold beside their results; None: nothing.
+    kernels hold besides their results; None: nothing.
     """
 
     def __init__(
@@ -68,15 +71,15 @@ class Tracker:
         guarded: bool = False,
     ) -> None:
         self.fault: str | None = None
-        """guarded: why nothing was followed any more; an error of ours, which must not become a script's."""
+        """guarded: why tracking stopped; an error of ours, which must not reach the script."""
         self._guarded = guarded
         self.step = 0
-        self.model: Any = None
+        self.model: HasParameters | None = None
         self._workspace_of = workspace_of
         self._attributed, self._limit_bytes, self._prefer = attributed, limit_bytes, prefer
         self._allocations: list[Allocation] = []
         self._events: list[tuple[int, bool]] = []
-        self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         """Storage -> (allocation's index, bytes that the storage shows, the storage)."""
         self._held_bytes = self._peak_bytes = 0
         self._kept: set[tuple[str, bool]] = set()
@@ -113,7 +116,7 @@ class Tracker:
     ) -> None:
         self._stack.close()
 
-    # what is asked of it
+    # what was recorded
 
     @property
     def held_bytes(self) -> int:
@@ -126,14 +129,14 @@ class Tracker:
     def reset_peak(self) -> None:
         self._peak_bytes = self._held_bytes
 
-    def hold(self, tensors: Iterable[Any], category: Category) -> None:
+    def hold(self, tensors: Iterable[object], category: Category) -> None:
         """Count tensors that were there before, and say what they are; those already counted are only named."""
         tensors = list(tensors)
         for tensor in tensors:
             self.see(tensor, "")
         self.name(tensors, category)
 
-    def name(self, tensors: Iterable[Any], category: Category) -> None:
+    def name(self, tensors: Iterable[object], category: Category) -> None:
         """Say what tensors are that were counted before; others are left out."""
         for tensor in tensors:
             for inner in plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
@@ -176,9 +179,9 @@ class Tracker:
         """How many births and deaths there were."""
         return len(self._events)
 
-    # what the dispatcher tells
+    # called by the dispatch mode
 
-    def see(self, tensor: Any, operation: str, size_bytes: int = 0) -> int | None:
+    def see(self, tensor: object, operation: str, size_bytes: int = 0) -> int | None:
         """Count a tensor's storage if it is new; returns its index. size_bytes: if it holds more than it shows."""
         if not isinstance(tensor, Tensor):
             return None
@@ -186,8 +189,10 @@ class Tracker:
             index = self._see_plain(inner, operation, size_bytes)
         return index
 
-    def see_results(self, operation: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count what an operation returned, and for a moment what its kernel held beside that."""
+    def see_results(
+        self, operation: Operation, args: Sequence[object], kwargs: Mapping[str, object], out: object
+    ) -> None:
+        """Count what an operation returned, and for a moment what its kernel held besides that."""
         name = operation.__name__
         results = [out] if isinstance(out, Tensor) else tree_leaves(out) if out is not None else []
         workspace = self._workspace_of(operation, args, kwargs, out) if self._workspace_of is not None else None
@@ -264,7 +269,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Around what we do within a script's operation."""
+        """Around our own work during an operation of the script."""
         try:
             yield
         except Exception as error:
@@ -274,7 +279,7 @@ class Tracker:
             self._finished = True
 
     def _stop(self) -> None:
-        self._finished = True  # what dies from now on outlived the watch
+        self._finished = True  # what is freed from now on outlived the tracking
 
     # where things come from
 
@@ -301,7 +306,7 @@ class Tracker:
         if not self._origins or self._origins[-1][1:] != origin:
             self._origins.append((number - 1, *origin))
 
-    def _forward_origin(self, node: Any) -> tuple[str, str]:
+    def _forward_origin(self, node: object) -> tuple[str, str]:
         """Module and line of the forward operation that this backward node belongs to."""
         if node is None or not self._origins:
             return "", ""
@@ -325,32 +330,38 @@ class Tracker:
             frame = frame.f_back
         return first
 
-    def _module_starts(self, module: Any, args: Any) -> None:
+    def _module_starts(self, module: nn.Module, args: object) -> None:
         if not self._modules:
             self._names = {id(one): name for name, one in module.named_modules()}
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
-    def _module_ends(self, module: Any, args: Any, output: Any) -> None:
+    def _module_ends(self, module: nn.Module, args: object, output: object) -> None:
         if self._modules:
             self._modules.pop()
 
-    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_starts(self, optimizer: optimizers.Optimizer, args: object, kwargs: object) -> None:
         self._in_optimizer += 1
 
-    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_ends(self, optimizer: optimizers.Optimizer, args: object, kwargs: object) -> None:
         self._in_optimizer = max(0, self._in_optimizer - 1)
         self._name_gradients()
         self.name((value for state in optimizer.state.values() for value in tree_leaves(state)), "optimizer")
 
 
 class _Mode(TorchDispatchMode):
-    """Tells the tracker what each operation returned."""
+    """Passes to the tracker what each operation returned."""
 
     def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._tracker = tracker
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operation,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         with self._tracker.guard():
             self._tracker.operation_starts()
         out = func(*args, **(kwargs or {}))
@@ -359,13 +370,12 @@ class _Mode(TorchDispatchMode):
         return out
 
 
-def unseen() -> contextlib.AbstractContextManager[Any]:
+def unseen() -> contextlib.AbstractContextManager[object]:
     """Around code that no tracker, and no other mode of torch's dispatcher, can follow: compiled kernels."""
-    manager: contextlib.AbstractContextManager[Any] = disable_current_modes()
-    return manager
+    return disable_current_modes()
 
 
-def _device_of(*values: Any) -> str:
+def _device_of(*values: object) -> str:
     return next((one.device.type for one in tree_leaves(values) if isinstance(one, Tensor)), "cpu")
 
 

@@ -1,4 +1,4 @@
-"""What the tensors of a run held: a value, computed from its timeline once the run is over.
+"""What the tensors of a run held: a value, computed from its timeline when the run has ended.
 
 use = use_of(timeline, marks, first_event=..., warm_up=2)
 use.peak.size_bytes, use.peak.line, use.peak.categories
@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from flatout.decoding import decode
 from flatout.memory.savings import Saving, savings_of
 from flatout.memory.timeline import CATEGORIES, Allocation, Timeline
 
@@ -23,7 +23,7 @@ _LASTING = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When most was held, and what led to it."""
+    """When the most was held, and what led to it."""
 
     size_bytes: int
     step: int | None
@@ -47,7 +47,7 @@ class StepUse:
 
 @dataclass(frozen=True, kw_only=True)
 class LineUse:
-    """What one line of the script asked for and was held at the peak."""
+    """What one line of the script allocated and was held at the peak."""
 
     line: str
     size_bytes: int
@@ -83,25 +83,16 @@ class MemoryUse:
     tensors: tuple[TensorUse, ...]
     savings: tuple[Saving, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MemoryUse:
-        tensors = [TensorUse(**{**one, "shape": tuple(one["shape"])}) for one in data["tensors"]]
-        lines = [LineUse(**{**one, "categories": tuple(one["categories"])}) for one in data["lines"]]
-        nested = {
-            "peak": Moment(**data["peak"]),
-            "steps": tuple(StepUse(**one) for one in data["steps"]),
-            "lines": tuple(lines),
-            "tensors": tuple(tensors),
-            "savings": tuple(Saving(**one) for one in data["savings"]),
-        }
-        return cls(**{**data, **nested})
+    def from_json(cls, data: object) -> MemoryUse:
+        return decode(cls, data)
 
 
 def device_of(timeline: Timeline) -> str:
-    """Where memory is scarce: the accelerator, if anything was ever there."""
+    """Where memory is scarce: the accelerator, if any tensor was ever on it."""
     kinds = {one.device for one in timeline.allocations if one.size_bytes}
     return next((kind for kind in ("cuda", "xpu", "mps") if kind in kinds), "cpu")
 
@@ -142,8 +133,8 @@ def use_of(
 
 
 def _category(one: Allocation, step: int | None) -> str:
-    """A batch or an activation of an earlier step is none any more: something else holds it."""
-    of_setup = one.step < 0 and one.category == "inputs"  # the data set itself, where it goes in whole
+    """A batch or an activation of an earlier step is not counted as one: something else holds it."""
+    of_setup = one.step < 0 and one.category == "inputs"  # the data set itself, where it is passed whole
     if one.category in _LASTING or of_setup or (step is not None and one.step == step):
         return one.category
     return "other" if step is not None or one.category == "temporaries" else one.category
@@ -187,5 +178,5 @@ def _tensor(one: Allocation, category: str) -> TensorUse:
 
 
 def _plain(operation: str) -> str:
-    """'mm.default' is mm to everybody."""
+    """'mm.default' is shown as 'mm'."""
     return operation.removesuffix(".default")

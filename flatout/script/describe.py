@@ -21,6 +21,7 @@ from flatout.levers.subject import Subject
 from flatout.script.device_calls import device_name
 from flatout.script.spans import KINDS, StepRow
 from flatout.torch_private.attributes import COMPILED_CALL
+from flatout.tracebacks import is_users_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -214,7 +215,7 @@ def _own_files() -> list[str]:
     folder = str(Path(script).resolve().parent)
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     beside = [file for file in files if isinstance(file, str) and file.startswith(folder + "/")]
-    return [script, *(file for file in beside if "site-packages" not in file and file.endswith(".py"))]
+    return [script, *(file for file in beside if is_users_file(file) and file.endswith(".py"))]
 
 
 def names_device(file: str | None) -> bool:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from flatout.levers.subject import Subject
-from flatout.machine.device import CpuDevice, CudaDevice, Device
+from flatout.machine.device import CpuDevice, CudaDevice, Device, device_index
 from flatout.script.patches import Patches
 from flatout.script.spans import Span
 from flatout.tracebacks import leave_no_frame
@@ -97,5 +97,7 @@ def device_name(subject: Subject) -> str:
 
 
 def device_of(subject: Subject) -> Device:
+    import torch
+
     name = device_name(subject)
-    return CudaDevice(int(name.partition(":")[2] or 0)) if name.startswith("cuda") else CpuDevice()
+    return CudaDevice(device_index(torch.device(name))) if name.startswith("cuda") else CpuDevice()

@@ -22,7 +22,7 @@ from flatout.memory.leaks import Growth, Leak, grows_steadily, growths
 from flatout.memory.timeline import Timeline
 from flatout.memory.tracking import Tracker, identity
 from flatout.memory.use import use_of
-from flatout.script.users_files import is_users_file
+from flatout.tracebacks import is_users_file
 
 _JOINS = ("cat", "stack", "pad", "resize")
 

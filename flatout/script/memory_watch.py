@@ -19,8 +19,8 @@ from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
 from flatout.script.trial.isolated_child import IsolatedChild
 from flatout.script.trial.messages import MemoryAnswer
-from flatout.script.users_files import is_users_file
 from flatout.script.watch import Watch
+from flatout.tracebacks import is_users_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 from typing import TypeVar
 
 from flatout.script.patches import ImportWatch
-from flatout.script.users_files import is_users_file
+from flatout.tracebacks import is_users_file
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.sequential import compare_so_far
 from flatout.statistics import Comparison, compare_paired, median
@@ -44,9 +44,9 @@ class BatchPoint:
     window_seconds: tuple[float, ...]
     """Seconds per step, one for each round: the i-th of all points were taken one after the other."""
     peak_bytes: int | None
-    """What the tensors of a step hold at the most; None: unknown."""
+    """The most that the tensors of a step hold; None: unknown."""
     forecast_bytes: int | None = None
-    """The peak as it was forecast before the size was run; None: nothing was asked, as a larger one had fitted."""
+    """The peak as it was forecast before the size was run; None: not forecast, as a larger one had fitted."""
     of_best: Comparison | None = None
     """Its speed as a share of that of the fastest point, paired round by round; None: nothing to compare."""
     standing: Standing = "unclear"
@@ -69,7 +69,7 @@ class BatchPoint:
             return None
         return min(found.low, self.samples_per_second), max(found.high, self.samples_per_second)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         interval = self.samples_per_second_interval
         return {
             "batch_size": self.batch_size,
@@ -89,7 +89,7 @@ class BatchPoint:
 class BatchCurve:
     """Speed and memory by batch size, with the evidence; `str()` of it is one screen.
 
-    Another batch size is another optimization (the learning rate for one): this is advice, and never applied.
+    With another batch size a model trains differently: this is advice, and never applied.
     """
 
     subject: str
@@ -105,7 +105,7 @@ class BatchCurve:
     peak_source: str
     """How `peak_bytes` came about: 'measured: ...' or 'forecast: ...'."""
     limit_bytes: int | None
-    """What tensors may hold at the most; None: no limit was known."""
+    """The most that tensors may hold; None: no limit was known."""
     stopped_below: str
     """Why no smaller size was measured."""
     stopped_above: str
@@ -123,7 +123,7 @@ class BatchCurve:
     def rounds(self) -> int:
         return len(self.points[0].window_seconds)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         plain = ("subject", "device", "given_batch_size", "knee_reason", "share", "peak_source", "limit_bytes")
         return {
             **{name: getattr(self, name) for name in (*plain, "stopped_below", "stopped_above", "seconds")},

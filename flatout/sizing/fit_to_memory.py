@@ -2,7 +2,7 @@
 
 Memory comes from forecasts, which need no room. Time comes from real steps, measure by measure, on as many samples as
 fit; where not even one fits here, or another GPU is meant, from the operations that a fake run counts. Combinations
-are looked at from the fastest predicted on, until some fit; the finalists run against each other.
+are considered from the fastest predicted on, until some fit; the finalists are timed against each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from flatout.arguments import as_bytes, as_exactness
 from flatout.data.nested import repeat_batch
@@ -26,6 +26,7 @@ from flatout.plan_choices import Exactness
 from flatout.sizing.forecasting import count_operations, forecast_training
 from flatout.sizing.measures import (
     Choices,
+    Key,
     contradict,
     exactness_of,
     key_of,
@@ -39,15 +40,18 @@ from flatout.sizing.training import Training, check_batch_size, tell_terminal
 from flatout.train.step import TrainStep
 from flatout.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    import torch
+
 FINALISTS = 8
 FINALISTS_OF_A_KIND = 2
-"""Of those that take the same measures in another degree: a product of ratios may be wrong for all of them alike."""
+"""Of those that differ only in the degree of a measure: a product of ratios may be wrong for all of them alike."""
 FORECASTS_AFTER_THE_FIRST = 24
 PREDICTION_MISS = 1.25
-"""What is predicted to be slower by more than this than the first that fits is not looked at any more."""
+"""A combination predicted to be slower than the first that fits by more than this factor is not considered."""
 ROUNDS = 3
 TIMED_SECONDS, TIMED_STEPS = 0.1, 2
-"""Steps are timed for so long, and so many at the least."""
+"""Steps are timed for at least this long, and at least this many."""
 MOST_FORECASTS = 120
 TIMING_SAMPLES = 32
 """Samples of the steps that are timed, where the example batch has more: shares hardly change with it."""
@@ -57,7 +61,7 @@ TIMING_SAMPLES = 32
 class Considered:
     """One combination of measures."""
 
-    choices: dict[str, Any]
+    choices: Choices
     """Plan fields that it adds; empty: the plan as given."""
     peak_bytes: int
     fits: bool
@@ -74,7 +78,7 @@ class Considered:
 
 @dataclass(frozen=True, kw_only=True)
 class FitToMemory:
-    """The plan with its evidence. To go on under it: `step = step.with_plan(found.plan)`."""
+    """The plan with its evidence. To continue under it: `step = step.with_plan(found.plan)`."""
 
     plan: Plan
     """That of the step, and what it takes to stay below the limit."""
@@ -103,9 +107,9 @@ class FitToMemory:
 def fit_to_memory(
     limit: int | str,
     step: TrainStep,
-    batch: Any,
+    batch: object,
     *,
-    device: Any = None,
+    device: str | torch.device | None = None,
     batch_size: int | None = None,
     exactness: Exactness = "reduced",
     progress: Callable[[str], None] | None = None,
@@ -117,7 +121,7 @@ def fit_to_memory(
     smaller parts and cross-entropy in chunks (`loss = "chunked"`); where it allows 'reduced', bf16 and Adam's moments
     in 8 bits (with torchao). The rest of the arguments: as for `forecast`.
 
-    `step` stays as it is, to the bit. To go on under the plan that was found: `step = step.with_plan(found.plan)`.
+    `step` stays as it is, bit for bit. To continue under the plan that was found: `step = step.with_plan(found.plan)`.
 
     Raises MachineError, with the least that is possible, where no combination fits; UsageError where the weights and
     the optimizer's state alone are more than the limit.
@@ -164,12 +168,12 @@ class _Problem:
     ) -> None:
         self.training, self.target, self.samples, self.tell = training, target, samples, tell
         self.limit_bytes = limit_bytes
-        self.considered: dict[tuple[Any, ...], Considered] = {}
+        self.considered: dict[Key, Considered] = {}
         self.timed_by = ""
         self.unknown: list[str] = []
-        self._forecasts: dict[tuple[Any, ...], MemoryForecast] = {}
+        self._forecasts: dict[Key, MemoryForecast] = {}
         self._kinds: list[list[Choices]] = []
-        self._ratios: dict[tuple[Any, ...], float] = {}
+        self._ratios: dict[Key, float] = {}
 
     def forecast(self, choices: Choices) -> MemoryForecast:
         key = key_of(choices)
@@ -185,9 +189,9 @@ class _Problem:
         return self.training.under(plan)
 
     def _runs(self, choices: Choices) -> bool:
-        """Does the model take that measure? Batch norm takes no part of one sample, a cache no recomputation.
+        """Does the model run with that measure? Batch norm fails on a part of one sample, a cache under recomputation.
 
-        A loss whose scores cannot be left unformed leaves the choice out of force.
+        Where the loss needs its scores whole, `loss` has no effect.
         """
         whole = {name: value for name, value in choices.items() if name != "checkpointed_blocks"}
         made = self._forecast_or_none(whole)
@@ -206,11 +210,11 @@ class _Problem:
             return None
 
     def keep_what_runs(self, kinds: list[list[Choices]]) -> None:
-        """Those are weighed."""
+        """Only these are considered."""
         self._kinds = [[one for one in kind if self._runs(one)] for kind in kinds]
 
     def refuse_the_impossible(self) -> None:
-        """Look first whether the strongest measures together are enough: to time them all may be long."""
+        """Check first whether the strongest measures together are enough: timing them all may take long."""
         seen: list[MemoryForecast] = []
         for choices in strongest(self._kinds, self.training.plan):
             made = self._forecast_or_none(choices)
@@ -230,7 +234,8 @@ class _Problem:
             self.timed_by = "operations counted in a fake run"
             base = self._operations({})
             self._ratios = {key_of(one): self._operations(one) / base for one in alone}
-            if (away := {"activation_offload": True}) in alone:
+            away: Choices = {"activation_offload": True}
+            if away in alone:
                 self._ratios[key_of(away)] = self._transfer_ratio(away, base)
             return
         self.timed_by = f"real steps of {size} samples"
@@ -238,17 +243,18 @@ class _Problem:
         seconds = self._interleaved([{}, *ends], size)
         self._ratios = {key_of(one): took / seconds[0] for one, took in zip(ends, seconds[1:], strict=True)}
         blocks = len(repeated_blocks(self.training.model))
-        for one in alone:  # some of the blocks cost as much of it as there are of all
-            if "checkpointed_blocks" in one:
+        for one in alone:  # the cost of checkpointing some of the blocks is in proportion to their number
+            count = one.get("checkpointed_blocks")
+            if isinstance(count, int):
                 whole = self._ratios[key_of({"activation_checkpointing": one["activation_checkpointing"]})]
-                self._ratios[key_of(one)] = 1 + (whole - 1) * one["checkpointed_blocks"] / blocks
+                self._ratios[key_of(one)] = 1 + (whole - 1) * count / blocks
 
     def _operations(self, choices: Choices) -> float:
         self.tell(f"counting operations of {label_of(choices)}")
         return count_operations(self._with(choices))
 
     def _transfer_ratio(self, away: Choices, operations: float) -> float:
-        """Infinite where it is not known: such a combination is looked at last."""
+        """Infinite where it is not known: such a combination is considered last."""
         moved = self.forecast(away).offloaded_bytes
         operations *= self.samples / self.training.samples
         found = transfer_time(self.target, self.training.plan, moved, operations)
@@ -271,7 +277,7 @@ class _Problem:
         return None
 
     def _interleaved(self, all_choices: list[Choices], size: int) -> list[float]:
-        """Seconds of a step of each, in rounds by turns: the quickest round, as disturbances only add to a time."""
+        """Seconds of a step of each, interleaved in rounds: the quickest round, as disturbances only add to a time."""
         taken: list[list[float]] = [[] for _ in all_choices]
         for number in range(ROUNDS):
             for index, choices in enumerate(all_choices):
@@ -281,11 +287,12 @@ class _Problem:
         return [min(one) for one in taken]
 
     def _seconds(self, choices: Choices, size: int, *, timed_seconds: float) -> float | None:
-        """Median of real steps after a first; None where they do not fit. The user's state is put back."""
+        """Median of real steps after a first; None where they do not fit. The user's state is restored."""
         import torch
 
-        if choices.get("micro_batches", 1) > size:
-            size = choices["micro_batches"]
+        parts = choices.get("micro_batches")
+        if isinstance(parts, int):
+            size = max(size, parts)
         tried = self._with(choices)
         if tried.plan.compile is not None:
             tried = tried.under(tried.plan.without("compile"))
@@ -385,5 +392,5 @@ def _check_limit(limit_bytes: int, given: MemoryForecast, *, lower_state: bool) 
         raise UsageError(
             f"the limit is {format_bytes(limit_bytes)}",
             limit=f"{what} alone are {format_bytes(fixed)}",
-            remedy="give more, a smaller model, or an optimizer with less state (SGD, Adafactor)",
+            remedy="raise the limit, or use a smaller model, or an optimizer with less state (SGD, Adafactor)",
         )

@@ -1,8 +1,8 @@
 """`forecast`: the memory that a training step is going to need, known before it runs.
 
 The step itself runs, as `TrainStep` would run it under the plan, but on fake tensors: every operation of forward,
-backward and optimizer, with the shapes, dtypes and lifetimes that it will have, and no memory behind them. Where a
-program's course hangs on its data, short real steps at small batches are measured and extended instead.
+backward and optimizer, with the shapes, dtypes and lifetimes that it will have, and no memory behind them. Where
+control flow depends on the data, a few real steps at small batches are measured and extrapolated instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.data.nested import resize_batch
 from flatout.errors import FlatoutError, UsageError
@@ -32,16 +32,22 @@ from flatout.sizing.training import (
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from flatout.memory.fake_run import FakeRun
     from flatout.memory.timeline import Timeline
+    from flatout.memory.workspace import WorkspaceOf
 
 UNCERTAINTY_CPU = 0.03
 UNCERTAINTY_UNREAD_KERNELS = 0.3
-"""On a processor on which what oneDNN's kernels hold inside was not read: the difference seen on one with AMX."""
+"""On a processor for which there are no rules of oneDNN's workspaces: the difference seen on one with AMX."""
 UNCERTAINTY_CUDA = 0.1
 UNCERTAINTY_CUDA_UNKNOWN = 0.5
-"""For a GPU that is not named: the buffers of reductions grow with its multiprocessors, up to 96 MiB on 128 of them."""
+"""For an unnamed GPU: the buffers of reductions grow with its multiprocessors, up to 96 MiB on 128 of them."""
 UNCERTAINTY_CUDA_RECURRENT = 0.45
-"""Recurrent layers, of whose steps a few small ones are measured: up to 41 % too low on an H100, eight times larger."""
+"""Recurrent layers, of which a few small steps are measured: up to 41 % too low on an H100, eight times larger."""
 LARGE_SEGMENT_BYTES = 20 * 2**20
 """What the CUDA allocator asks the driver for at once."""
 UNCERTAINTY_COMPILED = 0.15
@@ -53,9 +59,9 @@ UNCERTAINTY_NOT_AS_COMPILED = 0.3
 
 def forecast(
     step: TrainStep,
-    batch: Any,
+    batch: object,
     *,
-    device: Any = None,
+    device: str | torch.device | None = None,
     batch_size: int | None = None,
 ) -> MemoryForecast:
     """The peak of one call of `step`, its plan included, without running it. Nothing of yours is changed.
@@ -80,7 +86,7 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
         made = _from_fake_run(training, target, batch_size)
     except FlatoutError:
         raise
-    except Exception as error:  # the course hangs on values, or an operation knows no fake tensors: .numpy()
+    except Exception as error:  # control flow depends on values, or an operation has no fake form: .numpy()
         if training.samples < 2 and not isinstance(error, DEPENDS_ON_DATA):
             raise
         from flatout.sizing.real_steps import forecast_from_real_steps
@@ -101,12 +107,12 @@ def forecast_training(training: Training, target: Target, batch_size: int) -> Me
 class _FakeSteps:
     timeline: Timeline
     offloaded_bytes: int
-    """That one step moves to the host's memory."""
+    """That one step offloads to the host's memory."""
     not_in_force: tuple[tuple[str, str], ...]
 
 
 def _from_fake_run(training: Training, target: Target, batch_size: int) -> MemoryForecast:
-    """As compiled where the plan says so; as it stands where its graphs cannot be had."""
+    """As compiled where the plan says so; uncompiled where its graphs cannot be traced."""
     as_compiled = training.plan.compile is not None and training.plan.activation_checkpointing is None
     try:
         steps = _fake_timeline(training, target, batch_size, as_compiled=as_compiled)
@@ -115,7 +121,7 @@ def _from_fake_run(training: Training, target: Target, batch_size: int) -> Memor
     except Exception:
         if not as_compiled:
             raise
-        as_compiled = False  # a graph cannot be had of every model; its plain course may be
+        as_compiled = False  # not every model can be traced; it may still run uncompiled
         steps = _fake_timeline(training, target, batch_size, as_compiled=False)
     made = forecast_of(
         steps.timeline,
@@ -125,7 +131,7 @@ def _from_fake_run(training: Training, target: Target, batch_size: int) -> Memor
         not_covered=_not_covered(training, target, as_compiled),
         device=None if _pretends(training, target) else ("cuda" if target.cuda else None),
     )
-    if target.cuda:  # which free block serves a request can hang on an order that no rule knows: one segment's worth
+    if target.cuda:  # which free block serves a request can depend on an order that no rule knows: one segment's worth
         made = replace(made, uncertainty=made.uncertainty + LARGE_SEGMENT_BYTES / max(1, made.peak_bytes))
     return replace(made, offloaded_bytes=steps.offloaded_bytes, not_in_force=steps.not_in_force)
 
@@ -153,7 +159,7 @@ def _pretends(training: Training, target: Target) -> bool:
     return target.cuda != (training.device_type == "cuda")
 
 
-def _workspace_of(target: Target) -> Any:
+def _workspace_of(target: Target) -> WorkspaceOf:
     """Rules for what kernels hold inside."""
     from flatout.memory.cuda_workspaces import cuda_workspaces
     from flatout.memory.kernel_workspaces import cpu_workspace
@@ -176,7 +182,7 @@ def _uncertainty(training: Training, target: Target, as_compiled: bool) -> float
 
 
 def _unread_kernels(training: Training) -> bool:
-    """Has the model layers whose kernels on this processor, in this precision, have no rules that were read on it?"""
+    """Has the model layers for whose kernels there are no rules on this processor, in this precision?"""
     import torch
 
     from flatout.memory.onednn_workspaces import rules_were_read_for
@@ -189,8 +195,7 @@ def _unread_kernels(training: Training) -> bool:
     return not all(rules_were_read_for(dtype) for dtype in dtypes)
 
 
-def _has_wide_depthwise(model: Any) -> bool:
-
+def _has_wide_depthwise(model: nn.Module) -> bool:
     from flatout.torch_private.modules import Convolution
 
     convolutions = (one for one in model.modules() if isinstance(one, Convolution))
@@ -225,8 +230,8 @@ def _not_covered(training: Training, target: Target, as_compiled: bool) -> list[
     return found
 
 
-def _call_as_compiled(model: Any, mode: str | None, world: Any) -> None:
-    """The parts of the copy that torch.compile would take hold memory as compiled ones do, from now on."""
+def _call_as_compiled(model: nn.Module, mode: str | None, world: FakeRun) -> None:
+    """From now on the parts of the copy that torch.compile would compile hold memory as compiled ones do."""
     from flatout.memory.compiled_run import CompiledCall
 
     for part in repeated_blocks(model) if mode == "regional" else [model]:
@@ -281,8 +286,8 @@ def _fake_timeline(training: Training, target: Target, batch_size: int, *, as_co
     )
 
 
-def _on_fake_copies(world: Any, training: Training, batch_size: int | None = None) -> Training:
-    """Of so many samples, under what of the plan a fake run can carry out."""
+def _on_fake_copies(world: FakeRun, training: Training, batch_size: int | None = None) -> Training:
+    """With `batch_size` samples, under the part of the plan that a fake run can carry out."""
     try:
         copies = world.fake_copies((training.model, training.optimizer, training.loss_fn, training.batch))
     except Exception as error:
@@ -295,8 +300,8 @@ def _on_fake_copies(world: Any, training: Training, batch_size: int | None = Non
     return training.under(carried_out(training.plan)).on_copies(model, optimizer, loss_fn, batch, samples)
 
 
-def _default_to_foreach(optimizer: Any) -> None:
-    """As torch does for weights on CUDA; it does not recognise fake ones as such."""
+def _default_to_foreach(optimizer: Optimizer) -> None:
+    """As torch does for weights on CUDA; it does not recognise fake ones as being there."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True

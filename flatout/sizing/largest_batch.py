@@ -1,7 +1,7 @@
 """`largest_batch`: the most samples that fit in one step, found by forecast and proved by real steps.
 
-A forecast takes no memory, so it may be asked about any size; a size is returned only after real steps of it, training
-and evaluation, stayed under the limit. Weights, optimizer, random states and statistics are what they were, to the bit.
+A forecast takes no memory, so any size can be forecast; a size is returned only after real steps of it, training and
+evaluation, stayed under the limit. Weights, optimizer, random states and statistics are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from flatout.arguments import as_bytes, as_whole_number
 from flatout.data.nested import repeat_batch, tensors_in
@@ -50,7 +49,7 @@ class LargestBatch:
     plan: Plan
     tries: tuple[Try, ...]
     forecasts: tuple[tuple[int, int], ...]
-    """(batch size, forecast bytes), in the order in which they were asked for."""
+    """(batch size, forecast bytes), in the order in which they were made."""
 
     def __str__(self) -> str:
         more = next((one for one in self.tries if not one.fitted), None)
@@ -63,7 +62,7 @@ class LargestBatch:
 
 def largest_batch(
     step: TrainStep,
-    batch: Any,
+    batch: object,
     *,
     limit: int | str | None = None,
     at_most: int | None = None,
@@ -73,13 +72,13 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest batch for which a call of `step`, and evaluation, stay under `limit` on the model's device.
 
-    batch: samples as long as they come; its tensors are repeated to other sizes. limit: of tensors on the CPU, of
+    batch: the longest samples that may come; its tensors are repeated to other sizes. limit: of tensors on the CPU, of
     reserved memory on CUDA, a number of bytes or a text such as "2 GiB"; None: what is available now, on the CPU 90 %
     of it. at_most: a size that is large enough. multiple_of: sizes to choose from. global_batch: samples of one
     optimizer step; the returned plan then splits such a batch into micro-batches of the size found. progress: called
     with a line before each forecast and try; None: lines on a terminal's standard error.
 
-    `step` stays as it is, to the bit: its model, optimizer, counters, levers and the random generators.
+    `step` stays as it is, bit for bit: its model, optimizer, counters, levers and the random generators.
 
     Raises MachineError where not even the smallest size fits, UsageError for what is no TrainStep, or a batch without
     tensors.
@@ -219,7 +218,7 @@ class _Search:
         if len(ended) >= 2 and ended[-1][0] != ended[-2][0]:
             (a, bytes_a), (b, bytes_b) = ended[-2:]
             return max(1.0, (bytes_b - bytes_a) / (b - a))
-        fixed = sum(one.untyped_storage().nbytes() for one in self.training.held())
+        fixed: int = sum(one.untyped_storage().nbytes() for one in self.training.held())
         return max(1.0, (tried.peak_bytes - fixed) / size)
 
 
@@ -231,7 +230,7 @@ def _for_a_try(plan: Plan) -> Plan:
     return plan.with_choice("out_of_memory", "raise", "a try must not split")
 
 
-def _take_steps(own: Training, batch: Any) -> None:
+def _take_steps(own: Training, batch: object) -> None:
     import torch
 
     step = own.make_step()

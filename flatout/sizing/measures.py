@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from flatout.levers.chunked_loss import LEAST_CLASSES, widest_output
 from flatout.levers.compile import repeated_blocks
@@ -14,8 +13,9 @@ from flatout.plan import Plan
 from flatout.plan_choices import Exactness, allowed, contradiction, declared, worst
 from flatout.sizing.training import Training
 
-Choices = dict[str, Any]
+Choices = dict[str, str | int]
 """Plan fields that a combination of measures adds."""
+Key = tuple[tuple[str, str | int], ...]
 
 
 def exactness_of(choices: Choices) -> Exactness:
@@ -24,7 +24,7 @@ def exactness_of(choices: Choices) -> Exactness:
 
 
 def measures_of(training: Training, target: Target, samples: int, exactness: Exactness) -> list[list[Choices]]:
-    """What this training leaves open for steps of `samples`, by kind; of each kind at most one is taken.
+    """The measures open to this training for steps of `samples`, by kind; at most one of each kind is taken.
 
     Those whose cost in time an operation count does not show come first, so that of equals the others are preferred.
     """
@@ -69,9 +69,9 @@ def _checkpointings(blocks: int) -> Iterator[Choices]:
 
 
 def strongest(kinds: list[list[Choices]], plan: Plan) -> Iterator[Choices]:
-    """The measures in their highest degree all together; also without those that take memory themselves.
+    """All measures together, each at its strongest; also without those that take memory themselves.
 
-    bf16 casts weights; moments in 8 bits are fp32 while their parameter is stepped, or where they are taken over.
+    bf16 casts weights; moments in 8 bits are fp32 while their parameter is updated, and while they are converted.
     """
     degrees = [[{}, *kind] if kind[0].keys() & {"precision", "optimizer_state"} else kind for kind in kinds if kind]
     for parts in itertools.product(*(_highest(kind) for kind in degrees)):
@@ -94,7 +94,7 @@ def contradict(choices: Choices, plan: Plan) -> bool:
     return contradiction({**plan.choices(), **choices}) is not None
 
 
-def key_of(choices: Choices) -> tuple[Any, ...]:
+def key_of(choices: Choices) -> Key:
     return tuple(sorted(choices.items()))
 
 

@@ -1,8 +1,8 @@
 """Measure a curve: which batch sizes are run, in which order, for how long.
 
-Sizes are added around the given one, larger and smaller by turns, until something ends each side; then all of them are
-timed in rounds, the order turned round each time, until the knee is decided or the time is up. Nothing here knows what
-a step is: that is behind `Sized`.
+Sizes are added around the given one, alternately larger and smaller, until there is a reason to stop on each side; then
+all of them are timed in rounds, in alternating order, until the knee is decided or the time is up. Nothing here knows
+what a step is: that is behind `Sized`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SHARE_OF_BUDGET_TO_PREPARE = 0.5
 FEWEST_ROUNDS = LOOKS[2]
 """That the budget must hold for one size more to be added: six."""
 FLAT_SIZES = 3
-"""The larger side ends after so many sizes in a row that gain too little on the best before them to move the knee."""
+"""The larger side ends after this many sizes in a row that gain too little over the best before them."""
 FAR_BELOW = 0.25
 """The smaller side ends below that share of the best."""
 MOST_LOOKS, LOOKS_SECONDS = 5, 0.5
-"""Short windows that tell about how long a step takes: the shortest, as disturbances only add to it."""
+"""Short windows that estimate how long a step takes: the shortest, as disturbances only add to it."""
 FAILURES_IN_A_ROW = 2
-"""A side ends after them: what a shape forbids once may be allowed for the next, twice it is a rule."""
+"""A side ends after them: one size may fail for its shape, two in a row show a limit."""
 
 
 class TooLarge(Exception):
@@ -168,7 +168,7 @@ class _Measuring:
     # which sizes
 
     def add_sizes(self) -> None:
-        """The given one, then larger and smaller by turns until each side has its reason to end."""
+        """The given one, then alternately larger and smaller ones until each side has its reason to end."""
         self._add(self.range.given, "above")
         sides = {"above": self.range.larger(), "below": self.range.smaller()}
         while sides:
@@ -202,7 +202,7 @@ class _Measuring:
             self.sizes.append(self._prepared(batch_size))
             self._in_a_row[side] = 0
         except TooLarge as obstacle:
-            self.stopped["above"] = str(obstacle)  # the side below goes on, to the first that does fit
+            self.stopped["above"] = str(obstacle)  # the side below continues, to the first that fits
         except SizeFails as caught:
             failure = caught
         if failure is not None:
@@ -212,7 +212,7 @@ class _Measuring:
                 self.stopped[side] = f"the step failed at {FAILURES_IN_A_ROW} sizes in a row"
 
     def _note(self, batch_size: int, failure: SizeFails) -> None:
-        """Call it outside of the handler, so that the step's own error is shown without ours."""
+        """Call it outside the handler, so that the step's own error is shown without ours."""
         if batch_size == self.range.given:
             raise failure.__cause__ or failure
         self.failed.append(FailedSize(batch_size=batch_size, reason=str(failure)))
@@ -228,7 +228,7 @@ class _Measuring:
         return _Size(batch_size, prepared, self._pace(shortest), shortest, [])
 
     def _pace(self, step_seconds: float) -> Pace:
-        """Each size has one window in a round, as long as a pair of a comparison in turns."""
+        """Each size has one window in a round, as long as a pair of an interleaved comparison."""
         return Pace.for_step(step_seconds, seconds=self.budget_seconds).in_one_turn()
 
     def _too_long(self, batch_size: int) -> str | None:
@@ -251,7 +251,7 @@ class _Measuring:
         )
 
     def _no_use(self, side: str) -> str:
-        """Why a further size would tell nothing; '' where it may."""
+        """Why a further size would show nothing new; '' where it may."""
         if not self.sizes:
             return ""
         best = max(one.rate for one in self.sizes)

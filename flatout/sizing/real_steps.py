@@ -1,7 +1,7 @@
-"""A forecast from small real steps, where a program's course hangs on its data and no fake run can follow it.
+"""A forecast from small real steps, where control flow depends on the data and no fake run can follow it.
 
-Steps of three sizes are measured, and what they differ in is extended to the size asked for; the stated error is as
-wide as so few samples demand. A course of the program that none of them took is in no forecast.
+Steps of three sizes are measured, and their differences are extrapolated to the size asked for; the stated uncertainty
+is as wide as so few samples demand. A branch of the program that none of them took is in no forecast.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from flatout.levers.low_bit import copied_codes
 from flatout.memory.extension import Sizes, extended
 from flatout.memory.forecast import MemoryForecast, Target, forecast_of
 from flatout.memory.timeline import Timeline
-from flatout.memory.tracking import Tracker, WorkspaceOf
+from flatout.memory.tracking import Tracker
+from flatout.memory.workspace import WorkspaceOf
 from flatout.sizing.training import Training, carried_out, follow_steps, never_captured
 from flatout.torch_private.tensors import clear_cublas_workspaces
 from flatout.train.placement import join_recurrent_weights
 
 UNCERTAINTY_EXTENDED = 0.15
-UNCERTAINTY_OTHER_COURSE = 0.3
+UNCERTAINTY_OTHER_BRANCH = 0.3
 """Where the sizes did not run through the same operations, or where there were only two of them."""
 SIZES = 3
 SMALLEST_SHARE = 6
 """The smallest is that part of the size asked for, so that the largest is half of it."""
 
 _FIXED = ("weights", "gradients", "optimizer", "workspaces")
-"""As large in a batch of any size; where two runs differ in them, one of them left out a part of the model."""
+"""The same for any batch size; where two runs differ in them, one of them skipped a part of the model."""
 
 
 def forecast_from_real_steps(
@@ -57,21 +58,21 @@ def forecast_from_real_steps(
     found = extended(timelines, Sizes(taken=sizes, wanted=batch_size, parts=training.plan.micro_batches or 1))
     if found is not None:
         made, high = of(found.expected), of(found.high).peak_bytes
-        least = UNCERTAINTY_EXTENDED if len(sizes) == SIZES else UNCERTAINTY_OTHER_COURSE
+        least = UNCERTAINTY_EXTENDED if len(sizes) == SIZES else UNCERTAINTY_OTHER_BRANCH
     else:
         made, high = _extended_by_sums([of(one) for one in timelines], sizes, batch_size)
-        least = UNCERTAINTY_OTHER_COURSE
+        least = UNCERTAINTY_OTHER_BRANCH
     apart = high / made.peak_bytes - 1
     made = _with_unseen(made, [one.unseen_bytes for one in steps], sizes, batch_size)
     return replace(
         made,
         uncertainty=max(least, uncertainty, apart),
         not_in_force=steps[-1].not_in_force,
-        method=f"real steps of {' and '.join(map(str, sizes))} samples, extended",
+        method=f"real steps of {' and '.join(map(str, sizes))} samples, extrapolated",
         not_covered=(
             *made.not_covered,
             f"a fake run was impossible: {describe_error(error)}",
-            "a course of the program that none of these steps took",
+            "a branch of the program that none of these steps took",
         ),
     )
 
@@ -107,7 +108,7 @@ def _real_steps(training: Training, size: int, workspace_of: WorkspaceOf | None)
     )
     join_recurrent_weights(model)
     never_captured(optimizer)
-    batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds it all
+    batch = map_tensors(lambda one: one.clone(), slice_batch(training.batch, 0, size))  # a slice holds the whole
     small = training.under(carried_out(training.plan)).on_copies(model, optimizer, loss_fn, batch, size)
     with (
         generators_kept(),
@@ -129,10 +130,10 @@ class _AllocatorPeak:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Those of earlier products are taken anew, so that they are on both sides: in the timeline and in this peak.
+        # cuBLAS's workspaces are allocated again, so that they are both in the timeline and in this peak.
         clear_cublas_workspaces()
         torch.cuda.reset_peak_memory_stats(device)
-        self._before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+        self._before = int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
     def peak_bytes(self) -> int:
         torch.cuda.synchronize(self._device)
@@ -140,7 +141,7 @@ class _AllocatorPeak:
 
 
 def _with_unseen(made: MemoryForecast, unseen: list[int], sizes: list[int], wanted: int) -> MemoryForecast:
-    """Extended on a line, and at least as much as was seen: what a library takes for itself may not grow at all."""
+    """Extrapolated linearly, but at least what was seen: what a library allocates for itself may not grow at all."""
     slope = (unseen[-1] - unseen[0]) / (sizes[-1] - sizes[0])
     extra = max(*unseen, round(unseen[-1] + slope * (wanted - sizes[-1])))
     if not extra:
@@ -154,7 +155,7 @@ def _with_unseen(made: MemoryForecast, unseen: list[int], sizes: list[int], want
 
 
 def _extended_by_sums(ones: list[MemoryForecast], sizes: list[int], wanted: int) -> tuple[MemoryForecast, int]:
-    """The runs took different courses: only their totals can be extended, which knows of no other peak.
+    """The runs took different branches: only their totals can be extrapolated, which misses a peak elsewhere.
 
     Returns the forecast, and the highest that any two of the sizes lead to.
     """

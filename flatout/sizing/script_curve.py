@@ -4,7 +4,7 @@
 
 The script runs as a trial that changes none of its files, and the batch size of the torch DataLoader that feeds it is
 changed between two steps. A script that forms its batches itself cannot be varied from outside, and is refused. One
-that comes to its end is started again.
+that ends is started again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PATIENCE_SECONDS = 1800.0
 LEAST_BATCHES_AN_EPOCH = 4
 """With fewer, ends of epochs, evaluation and short last batches are too many of the steps."""
 FIRST_STEPS = 3
-"""That show what a size draws."""
+"""That show how many samples a step draws."""
 LEVERS = "flatout.script.loader_batches:LEVERS"
 REMEDY = "in code, with a step of your own: flatout.batch_curve(step, batch)"
 
@@ -51,7 +51,7 @@ class CurveRequest:
     target: Target
     budget_seconds: float = BUDGET_SECONDS
     patience_seconds: float = PATIENCE_SECONDS
-    """With a start until the first step: a script that never steps, or hangs, is ended then."""
+    """From a start to its first step: a script that never steps, or hangs, is ended then."""
     isolation: Literal["auto", "overlay", "guard"] = "auto"
     allow_network: bool = False
     stdin_file: Path | None = None
@@ -171,7 +171,7 @@ class _VariedScript:
             )
 
     def _forecast(self, batch_size: int) -> int | None:
-        """Where the line through the two largest measured peaks leads; in proportion where there is one only."""
+        """The line through the two largest measured peaks; in proportion where there is only one."""
         known = sorted(self._peaks.items())
         if not known or batch_size <= known[-1][0]:
             return None
@@ -194,7 +194,7 @@ class _VariedScript:
         return trial.window(self._choices(batch_size), settle=settle, steps=steps)
 
     def _asked(self, batch_size: int, ask: Callable[[TrialProcess], T]) -> T:
-        """What the running script answers; where it comes to its end, a fresh one is asked once more."""
+        """What the running script answers; where it ends, a new one is asked once more."""
         while True:
             fresh = self._trial is None
             try:

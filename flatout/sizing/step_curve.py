@@ -14,7 +14,6 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from flatout.arguments import as_bytes, as_seconds, as_whole_number
 from flatout.data.nested import map_tensors, repeat_batch, tensors_in
@@ -43,12 +42,12 @@ from flatout.units import format_bytes
 BUDGET_SECONDS = 60.0
 LEAST_FACTOR = 1.1
 FIRST_STEPS = 2
-"""That are followed for their memory: an optimizer makes its state in the first ever, so the second is a usual one."""
+"""That are tracked for their memory: an optimizer makes its state in the first ever, so the second is a usual one."""
 
 
 def batch_curve(
     step: TrainStep,
-    batch: Any,
+    batch: object,
     *,
     at_least: int = 1,
     at_most: int | None = None,
@@ -63,7 +62,7 @@ def batch_curve(
     batch: as the step takes it, tensors [samples, ...]; its samples are repeated or cut to other sizes. at_least,
     at_most: sizes not to go beyond. limit: of tensors on the CPU, of reserved memory on CUDA, a number of bytes or a
     text such as "2 GiB"; None: what is available now. A size above one that ran is forecast first, and not run where
-    the forecast may pass the limit. share: the knee is the smallest size that reaches so much of the best speed.
+    the forecast may pass the limit. share: the knee is the smallest size that reaches this share of the best speed.
     seconds: for all of it; one round is always finished. progress: called with a line; None: lines on a terminal's
     standard error.
 
@@ -71,11 +70,11 @@ def batch_curve(
     noisy, the knee is None, with the reason. Model, optimizer, loss and random generators stay as they are: copies
     train. The schedule of the learning rate is left out, and so is loading the data.
 
-    It is advice and applied nowhere: another batch size is another optimization, whose learning rate and number of
-    steps have to be chosen anew, and which may end in a worse model.
+    It is advice, and applied nowhere: with another batch size the model trains differently, so learning rate and number
+    of steps have to be chosen again, and the result may be a worse model.
 
-    Raises UsageError for what cannot be measured so, MachineError where not even the smallest size fits, and what the
-    step itself raises on `batch`.
+    Raises UsageError for what cannot be measured this way, MachineError where not even the smallest size fits, and
+    what the step itself raises on `batch`.
     """
     sizes, limit_bytes, samples = _checked(step, batch, at_least, at_most, factor, limit)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
@@ -109,7 +108,7 @@ def batch_curve(
 class _Copies:
     """Copies of a step's parts, which train on any number of samples. `Sized` for `measure_curve`."""
 
-    def __init__(self, step: TrainStep, batch: Any, limit_bytes: int | None) -> None:
+    def __init__(self, step: TrainStep, batch: object, limit_bytes: int | None) -> None:
         model, optimizer, loss_fn = copies_of(step.model, step.optimizer, step.loss_fn)
         plan = _never_split(step.plan)
         batch = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # a loss may change it in place
@@ -215,12 +214,12 @@ class _Copies:
         for _ in range(FIRST_STEPS):
             step(batch)
 
-    def _batch(self, batch_size: int) -> Any:
+    def _batch(self, batch_size: int) -> object:
         return repeat_batch(self._training.batch, batch_size)
 
     @contextlib.contextmanager
     def _errors(self, batch_size: int) -> Iterator[None]:
-        """What a size raises: the end of the memory, or the step's own error."""
+        """What a size raises: out of memory, or the step's own error."""
         try:
             yield
         except TooLarge:
@@ -234,7 +233,7 @@ class _Copies:
                 failure.__cause__ = error
         else:
             return
-        release(self._training.model, self._training.optimizer)  # outside of the handler, which holds the tensors
+        release(self._training.model, self._training.optimizer)  # outside the handler, which holds the tensors
         raise failure
 
     def _open_step(self) -> TrainStep:
@@ -261,8 +260,8 @@ def _never_split(plan: Plan) -> Plan:
 
 @contextlib.contextmanager
 def _one_version_a_size(plan: Plan) -> Iterator[None]:
-    """Compile each size for itself, as a run of that size alone would be: by default torch takes the second for a sign
-    that sizes vary, and makes slower code that serves any."""
+    """Compile each size for itself, as a run of that size alone would: by default torch takes the second size as a sign
+    that sizes vary, and generates slower code that serves any."""
     if plan.compile is None:
         yield
         return
@@ -271,7 +270,7 @@ def _one_version_a_size(plan: Plan) -> Iterator[None]:
 
 
 def _checked(
-    step: Any, batch: Any, at_least: Any, at_most: Any, factor: Any, limit: Any
+    step: TrainStep, batch: object, at_least: int, at_most: int | None, factor: float, limit: int | str | None
 ) -> tuple[Range, int | None, int]:
     """The sizes, the limit and how many samples the batch has. UsageError for what cannot be measured."""
     samples = Training.of(step, batch).samples

@@ -1,32 +1,37 @@
-"""The device that is asked about: the model's own, one of this machine, or a GPU of the catalogue.
+"""The device that a forecast is for: the model's own, one of this machine, or a GPU of the catalogue.
 
-What memory there is on it, and what moving activations to its host and back adds to a step, where that cannot be timed.
+How much memory it has, and what offloading activations to its host adds to a step, where that cannot be timed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.environment import cuda_allocator_settings
 from flatout.errors import UsageError
 from flatout.machine.bandwidth_peak import transfer_peak
 from flatout.machine.detect import available_memory_bytes
+from flatout.machine.device import device_index
 from flatout.machine.published_peaks import GpuEntry, catalogue_entry, published_peaks
 from flatout.memory.allocator_settings import AllocatorSettings
 from flatout.memory.forecast import Target
 from flatout.plan import Plan
 from flatout.units import format_bytes
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 CONTEXT_BYTES = 600 * 1024**2
-"""Taken off a catalogue entry's memory: the driver's context and torch's kernels, some hundred MiB."""
+"""Subtracted from a catalogue entry's memory: the driver's context and torch's kernels, some hundred MiB."""
 SHARE_OF_HOST_MEMORY = 0.9
 """Of what is available: the rest is for what is not a tensor."""
 MEASURING_SECONDS = 0.2
 """Of the link to the host."""
 
 
-def find_target(device: Any, model: Any) -> Target:
+def find_target(device: str | torch.device | None, model: nn.Module) -> Target:
     """The device of that name (or a torch.device), with the allocator's settings of this process's environment.
 
     UsageError with the nearest names where there is no such device.
@@ -36,11 +41,11 @@ def find_target(device: Any, model: Any) -> Target:
     return replace(target, settings=AllocatorSettings.from_text(text)) if target.cuda and text else target
 
 
-def _device_named(device: Any, model: Any) -> Target:
+def _device_named(device: str | torch.device | None, model: nn.Module) -> Target:
     import torch
 
     if device is None:
-        device = next((one.device for one in model.parameters()), "cpu")
+        device = next((one.device for one in model.parameters()), torch.device("cpu"))
     if isinstance(device, torch.device):
         device = str(device)
     names = "it is 'cpu', 'cuda', 'cuda:0' or a GPU of the catalogue, such as 'rtx-4090'"
@@ -55,7 +60,7 @@ def _device_named(device: Any, model: Any) -> Target:
             raise UsageError(f"device is {device!r}", limit=names if present is None else f"{present} GPUs are here")
         if not torch.cuda.is_available():
             return Target(name=device, cuda=True)
-        index = int(number) if colon else torch.cuda.current_device()
+        index = int(number) if colon else device_index(torch.device("cuda"))
         properties = torch.cuda.get_device_properties(index)
         return Target(
             name=f"cuda:{index}",
@@ -74,16 +79,15 @@ def _device_named(device: Any, model: Any) -> Target:
     )
 
 
-def available_bytes(model: Any) -> int:
+def available_bytes(model: nn.Module) -> int:
     """What a training of `model` may hold on its device now, the model itself included."""
     import torch
 
     device = find_target(None, model).name
     held = (*model.parameters(), *model.buffers())
     if device == "cpu":
-        return int(SHARE_OF_HOST_MEMORY * available_memory_bytes()) + sum(
-            one.untyped_storage().nbytes() for one in held
-        )
+        held_bytes = sum(one.untyped_storage().nbytes() for one in held)
+        return int(SHARE_OF_HOST_MEMORY * available_memory_bytes()) + held_bytes
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + int(torch.cuda.memory_reserved(device))
 
@@ -97,9 +101,9 @@ class TransferTime:
 
 
 def transfer_time(target: Target, plan: Plan, moved_bytes: int, operations: float) -> TransferTime:
-    """For a step of so many floating point operations that moves so many bytes out and in again.
+    """For a step of `operations` floating point operations that moves `moved_bytes` out and back in.
 
-    Both at their ceilings: the link's, measured where that GPU is here and published otherwise, and the published one
+    Both at their ceilings: the link's, measured where that GPU is here and published otherwise, and the published peak
     of the plan's dtype. Copies and products share one stream, so their times add up.
     """
     entry, link, source = _figures(target)
@@ -123,8 +127,8 @@ def _figures(target: Target) -> tuple[GpuEntry | None, float | None, str]:
 
     if target.name.startswith("cuda"):
         if not torch.cuda.is_available():
-            return None, None, f"{target.name!r} is not here and names no product: name a GPU of the catalogue"
-        index = int(target.name.partition(":")[2] or 0)
+            return None, None, f"{target.name!r} is not here, and is no product: name a GPU of the catalogue"
+        index = device_index(torch.device(target.name))
         peak, why = transfer_peak("cuda", MEASURING_SECONDS, to_device=True, pinned=True)
         entry = published_peaks(torch.cuda.get_device_name(index))[0]
         return entry, peak.value if peak is not None else None, "measured here" if peak is not None else why

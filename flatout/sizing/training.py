@@ -1,4 +1,4 @@
-"""One training as one value: what forecasts, searches and real tries are all asked about.
+"""One training as one value: the subject of forecasts, searches and real tries.
 
 It is taken from a TrainStep, whose levers are already on its model and optimizer. So no step is ever made of those: a
 forecast makes one of copies, a real try one of other objects over the same memory. A copy of a module, a parameter or
@@ -12,7 +12,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.arguments import as_instance, as_whole_number
 from flatout.data.nested import batch_length, tensors_in
@@ -25,6 +25,9 @@ from flatout.train.loss import LossFn
 from flatout.train.step import TrainStep
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
     from flatout.memory.tracking import Tracker
 
 STEPS_FOLLOWED = 2
@@ -36,17 +39,17 @@ class Training:
     """A model, its optimizer, the loss, a batch of the right kinds and shapes, and how it is to run."""
 
     origin: TrainStep
-    """Where they are from; what a plan does not say (clipping, how terms are counted) is as there."""
-    model: Any
-    optimizer: Any
+    """The step that they are from; what a plan does not say (clipping, how terms are counted) is as there."""
+    model: nn.Module
+    optimizer: Optimizer
     loss_fn: LossFn
-    batch: Any
+    batch: object
     plan: Plan
     samples: int
     """How many the batch has."""
 
     @classmethod
-    def of(cls, step: Any, batch: Any) -> Training:
+    def of(cls, step: TrainStep, batch: object) -> Training:
         """That of a TrainStep. UsageError for anything else, and for a batch without a number of samples."""
         remedy = "make one: step = flatout.TrainStep(model, optimizer, loss_fn, plan)"
         as_instance(step, "step", TrainStep, limit="it is a flatout.TrainStep", remedy=remedy)
@@ -64,14 +67,16 @@ class Training:
     def under(self, plan: Plan) -> Training:
         return replace(self, plan=plan)
 
-    def on_copies(self, model: Any, optimizer: Any, loss_fn: LossFn, batch: Any, samples: int) -> Training:
-        """The same of copies of its parts."""
+    def on_copies(
+        self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, batch: object, samples: int
+    ) -> Training:
+        """The same training with copies of its parts."""
         for module in model.modules():  # a class may copy its instances in its own way, replaced calls included
             module.__dict__.pop(COMPILED_CALL, None)
         return replace(self, model=model, optimizer=optimizer, loss_fn=loss_fn, batch=batch, samples=samples)
 
     def make_step(self) -> TrainStep:
-        """A step under the plan, of parts that nobody else trains."""
+        """A step under the plan, of parts that nothing else trains."""
         assert self.model is not self.origin.model, "its levers are on already"
         return self.origin.for_copies(self.plan, self.model, self.optimizer, self.loss_fn)
 
@@ -80,8 +85,8 @@ class Training:
         """Where the model is: 'cpu' or 'cuda'."""
         return next((one.device.type for one in self.model.parameters()), "cpu")
 
-    def held(self) -> Iterator[Any]:
-        """Tensors that are there before a step. The user's other tensors are not this training's."""
+    def held(self) -> Iterator[Tensor]:
+        """Tensors that exist before a step. The user's other tensors are not this training's."""
         yield from _weights(self.model)
         yield from _state_tensors(self.optimizer)
 
@@ -89,8 +94,8 @@ class Training:
     def on_same_memory(self) -> Iterator[Training]:
         """The same training with objects of its own over the same tensors' memory, for real steps.
 
-        At the end weights, buffers, the optimizer's state and the random generators are put back to the bit; copies
-        of them lie in the host's memory meanwhile. Modes, gradients, hooks and counters were never shared.
+        At the end weights, buffers, the optimizer's state and the random generators are restored bit for bit; copies
+        of them are in the host's memory meanwhile. Modes, gradients, hooks and counters were never shared.
         """
         import torch
 
@@ -107,26 +112,26 @@ class Training:
                     one.copy_(before)
 
 
-def check_batch_size(batch_size: Any) -> None:
+def check_batch_size(batch_size: int | None) -> None:
     if batch_size is not None:
         as_whole_number(batch_size, "batch_size")
 
 
 def carried_out(plan: Plan) -> Plan:
-    """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and asks for no value."""
+    """What a fake run can do and memory depends on. fp16 runs as bf16, which is as large and reads no value."""
     plan = plan.without(*(name for name in plan.choices() if not declared()[name].in_forecasts))
     return replace(plan, precision="bf16") if plan.precision == "fp16" else plan
 
 
-def never_captured(optimizer: Any) -> None:
-    """Say so to a copied optimizer: torch forgets it in a copy, and asks Adafactor for a setting that it lacks."""
+def never_captured(optimizer: Optimizer) -> None:
+    """Mark a copied optimizer as checked: a copy loses that, and torch asks Adafactor for a setting that it lacks."""
     setattr(optimizer, CAPTURE_WAS_WARNED_OF, True)
 
 
 def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitStack) -> TrainStep:
     """Two steps of copies, on fake tensors or small real ones, each tensor named as what it is. Plan: `carried_out`.
 
-    `closing` closes the step: not while it is still followed, because what that takes is no part of a step.
+    `closing` closes the step after tracking has ended, because what closing allocates is no part of a step.
     """
     model, batch = training.model, training.batch
     tracker.model = model
@@ -139,7 +144,7 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
     tracker.hold(_state_tensors(training.optimizer), "optimizer")
     step = training.make_step()
     closing.callback(step.close)
-    tracker.hold(_weights(model), "weights")  # a lever may have laid them out anew
+    tracker.hold(_weights(model), "weights")  # a lever may have changed their layout
     for number in range(STEPS_FOLLOWED):
         tracker.step = number
         step(batch)
@@ -147,29 +152,29 @@ def follow_steps(tracker: Tracker, training: Training, closing: contextlib.ExitS
 
 
 def tell_terminal(line: str) -> None:
-    """Progress for who did not say where it goes: a line on a terminal's standard error."""
+    """Progress where the caller gave no function for it: a line on a terminal's standard error."""
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(f"flatout: {line}\n")
 
 
-def _over_same_memory(training: Training) -> tuple[Any, Any, LossFn]:
+def _over_same_memory(training: Training) -> tuple[nn.Module, Optimizer, LossFn]:
     """Model, optimizer and loss whose tensors share their memory with the training's."""
     import torch
 
     from flatout.memory.fake_run import generators_in
 
     model, optimizer, loss_fn = training.model, training.optimizer, training.loss_fn
-    memo: dict[int, Any] = {id(one): one.clone_state() for one in generators_in((model, loss_fn))}
+    memo: dict[int, object] = {id(one): one.clone_state() for one in generators_in((model, loss_fn))}
     memo |= {id(one): one.detach() for one in model.buffers()}
     memo |= {id(one): one for one in _state_tensors(optimizer)}
-    moved = [one for group in optimizer.param_groups for one in group["params"]]
+    moved: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
     for one in (*model.parameters(), *moved):
         if isinstance(one, torch.nn.Parameter):
             memo[id(one)] = type(one)(one.detach(), one.requires_grad)  # without the hooks of the step in use
         else:
             memo[id(one)] = one.detach().requires_grad_(one.requires_grad)
     try:
-        found: tuple[Any, Any, LossFn] = copy.deepcopy((model, optimizer, loss_fn), memo)
+        found = copy.deepcopy((model, optimizer, loss_fn), memo)
     except Exception as error:
         raise cannot_be_copied(error) from error
     never_captured(found[1])
@@ -179,21 +184,21 @@ def _over_same_memory(training: Training) -> tuple[Any, Any, LossFn]:
 def cannot_be_copied(error: Exception) -> UsageError:
     return UsageError(
         f"the model cannot be copied: {type(error).__name__}: {error}",
-        limit="it is looked at and tried in a copy, so that yours stays as it is",
+        limit="it is examined and tried in a copy, so that yours stays as it is",
         remedy="keep files, locks and generators out of the model and the loss function",
     )
 
 
-def _weights(model: Any) -> Iterator[Any]:
+def _weights(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
 
 
-def _state_tensors(optimizer: Any) -> Iterator[Any]:
+def _state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     yield from (one for state in optimizer.state.values() for _, one in tensors_in(state))
 
 
-def _samples_of(batch: Any) -> int:
+def _samples_of(batch: object) -> int:
     """How many samples an example batch has; at least one."""
     try:
         samples = batch_length(batch)

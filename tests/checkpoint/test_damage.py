@@ -102,7 +102,7 @@ def test_a_folder_renamed_to_another_step(two: Checkpoints) -> None:
 def test_if_none_is_whole_it_does_not_start_anew(two: Checkpoints) -> None:
     for path in two.folder.glob("*/state.json"):
         path.write_bytes(b"{}")
-    with pytest.raises(UsageError, match=r"no checkpoint in .* is whole: .*step-2 was passed over: .*step-1 was"):
+    with pytest.raises(UsageError, match=r"no checkpoint in .* is whole: .*step-2 was skipped: .*step-1 was"):
         two.load()
 
 

@@ -168,7 +168,7 @@ def test_what_dead_processes_left_is_swept_and_what_the_living_write_is_not(tmp_
     (dead / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".discarded-000001-step-1-abc").mkdir()
     with disk.whole_folder(tmp_path, "000009-step-9") as living:
-        with pytest.warns(UserWarning, match=r"unfinished.* is a save that was cut short; nothing was saved before"):
+        with pytest.warns(UserWarning, match=r"unfinished.* is an interrupted save; nothing was saved before"):
             assert Checkpoints(tmp_path).load() is None
         save_all(Checkpoints(tmp_path), {1: None})
         assert sorted(path.name for path in tmp_path.iterdir()) == [living.name, "000001-step-1"]

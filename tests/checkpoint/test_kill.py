@@ -58,13 +58,13 @@ def forking(command: list[str]) -> Iterator[IO[str]]:
 
 
 def whole_step(folder: Path) -> int:
-    """The step that is loaded; only a save that was cut short may be passed over, never a finished one."""
+    """The step that is loaded; only an interrupted save may be skipped, never a finished one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = Checkpoints(folder).load()
     if loaded is None:  # killed before its first save was whole
         return 0
-    assert all("cut short" in note for note in loaded.notes)
+    assert all("interrupted" in note for note in loaded.notes)
     assert torch.equal(loaded.state["model"]["weight"].flatten(), saving_child.content(loaded.step))
     assert loaded.state["extra"] == {"step": loaded.step}
     return loaded.step

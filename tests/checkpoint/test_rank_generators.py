@@ -66,7 +66,7 @@ def test_further_ranks_get_states_of_their_own(ranks: Ranks) -> None:
         ranks.here = rank, 4
         torch.manual_seed(99 + len(found))
         if rank == 0:
-            with pytest.warns(UserWarning, match="states were saved: 2; ranks here: 4; the further ones get"):
+            with pytest.warns(UserWarning, match="states were saved: 2; ranks here: 4; the additional ones get"):
                 restore(states[0])
         else:
             restore(states[0])

@@ -132,7 +132,7 @@ def test_a_forecast_for_a_gpu_moves_what_the_step_would() -> None:
     assert away.offloaded_bytes == pytest.approx(host.moved_bytes, rel=0.15)  # dropout keeps a mask of bytes on CUDA
     assert away.categories["activations"] < 0.3 * plain.categories["activations"]
     assert away.tensor_bytes < plain.tensor_bytes
-    assert f"{away.offloaded_bytes / 2**20:.2f} MiB wait in the host's memory" in str(away)
+    assert f"{away.offloaded_bytes / 2**20:.2f} MiB offloaded to the host's memory" in str(away)
     assert plain.offloaded_bytes == 0
     assert before.keys() == model.state_dict().keys()
     assert flatout.forecast(TrainStep(model, optimizer, LOSS, PLAN), batch()).offloaded_bytes == 0  # on the CPU

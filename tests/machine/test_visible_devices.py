@@ -52,13 +52,13 @@ def test_a_gpu_without_identity_goes_by_its_number(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("device", "machine", "said"),
     [
-        ("cuda:2", HERE, r"--device is 'cuda:2'; here are cpu, cuda:0 \(NVIDIA A\), cuda:1 \(NVIDIA B\); .*check"),
-        ("gpu", HERE, r"--device is 'gpu'; here are cpu, cuda:0 .*name one of these"),
+        ("cuda:2", HERE, r"--device is 'cuda:2'; available are cpu, cuda:0 \(NVIDIA A\), cuda:1 \(NVIDIA B\); .*check"),
+        ("gpu", HERE, r"--device is 'gpu'; available are cpu, cuda:0 .*name one of these"),
         ("cuda:-1", HERE, "name one of these"),
         ("cuda:", HERE, "name one of these"),
         ("", HERE, "name one of these"),
-        ("cuda", WITHOUT, r"here is only cpu: no NVIDIA driver is installed; .*flatout check"),
-        ("cuda:0", AMPERE, "here is only cpu: torch is a build for the CPU"),
+        ("cuda", WITHOUT, r"only cpu is available: no NVIDIA driver is installed; .*flatout check"),
+        ("cuda:0", AMPERE, "only cpu is available: torch is a build for the CPU"),
     ],
 )
 def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, device: str, machine: Machine, said: str) -> None:

@@ -89,8 +89,8 @@ def test_two_sizes_promise_less_than_three() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     two, three = (forecast(TrainStep(model, optimizer, LOSS), data(samples, 0)) for samples in (2, 3))
     assert (two.method, three.method) == (
-        "real steps of 1 and 2 samples, extended",
-        "real steps of 1 and 2 and 3 samples, extended",
+        "real steps of 1 and 2 samples, extrapolated",
+        "real steps of 1 and 2 and 3 samples, extrapolated",
     )
     assert two.uncertainty == 0.3
     assert three.uncertainty == 0.15

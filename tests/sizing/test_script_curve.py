@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import ScriptError
+from flatout.private_details import arguments_digest
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess
 from flatout.sizing.curve import BatchCurve
@@ -135,7 +136,8 @@ def test_the_verb_prints_one_document(tmp_path: Path) -> None:
     result = said_by(tmp_path, "memory", "--batch-curve", "--budget", "60s", "--json", "train.py", "--lr", "0.1")
     found = json.loads(result.stdout)
     assert found["flatout"]["document"] == "batch-curve"
-    assert found["script"] == {"name": "train.py", "arguments": ["--lr", "0.1"]}
+    digest = arguments_digest(["--lr", "0.1"])
+    assert found["script"] == {"name": "train.py", "arguments": None, "arguments_digest": digest}
     assert found["given_batch_size"] == 4
 
 

@@ -94,7 +94,7 @@ def test_a_step_brings_what_belongs_to_it() -> None:
     step, source, average = parts()
     state = capture(step, source, ema=average)
     assert list(state) == ["model", "optimizer", "scheduler", "step", "data", "objects", "plan", "generators"]
-    with pytest.raises(UsageError, match="optimizer is given beside step; the step holds its own"):
+    with pytest.raises(UsageError, match="optimizer is given as well as step; the step holds its own"):
         capture(step, source, optimizer=step.optimizer)
     with pytest.raises(UsageError, match="2 unexpected: data, objects"):
         restore(state, step)

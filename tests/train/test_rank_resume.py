@@ -88,13 +88,13 @@ def test_another_number_of_ranks_takes_it_up_and_says_so(run_ranks: Any, tmp_pat
     wide.train(2, CUT, FIRST)
     ((out, said),) = wide.train(1, STEPS, LATER)
     assert out == f"resumed at {CUT}\n"
-    assert "ranks whose random states were saved: 2; ranks here: 1; the rest is not taken up" in said
+    assert "ranks whose random states were saved: 2; ranks here: 1; the rest is not used" in said
     narrow.train(1, CUT, FIRST)
     ends = []
     for seed in (LATER, LATER + 50):  # the further rank's states follow from the checkpoint alone
         (out, said), quiet = narrow.train(2, CUT + 1, seed)
         assert out == f"resumed at {CUT}\n"
-        assert "ranks whose random states were saved: 1; ranks here: 2; the further ones get new states" in said
+        assert "ranks whose random states were saved: 1; ranks here: 2; the additional ones get new states" in said
         assert quiet == [out, ""]
         ends.append([narrow.ended(rank) for rank in range(2)])
         newest = Checkpoints(narrow.folder).latest()

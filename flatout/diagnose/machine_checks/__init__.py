@@ -17,7 +17,7 @@ from flatout.machine.description import Machine
 __all__ = ["CHECKS", "Facts", "check_machine", "gather_facts"]
 
 # First what makes everything else moot (no torch), then what keeps a GPU from being used at all, then what makes a
-# usable GPU slow, then the host: it is the order in which a person should put things right.
+# usable GPU slow, then the host: the order in which to fix them.
 CHECKS: tuple[Callable[[Machine, Facts], Finding | None], ...] = (
     torch_build.torch_missing,
     torch_build.torch_too_old,
@@ -39,5 +39,5 @@ CHECKS: tuple[Callable[[Machine, Facts], Finding | None], ...] = (
 
 
 def check_machine(machine: Machine, facts: Facts) -> tuple[Finding, ...]:
-    """All that is wrong, in the order of the list."""
+    """Everything that is wrong, in the order of the list."""
     return tuple(finding for check in CHECKS if (finding := check(machine, facts)) is not None)

@@ -1,4 +1,4 @@
-"""What the machine checks know beside the Machine: gathered once, so that every check is a pure function of values."""
+"""What the machine checks know besides the Machine: gathered once, so that every check is a pure function of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NVIDIA_PCI_VENDOR = "0x10de"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of this process and its surroundings. The defaults are those of a machine on which all is well."""
+    """Of this process and its surroundings. The defaults are those of a machine without problems."""
 
     torch_error: str | None = None  # why `import torch` failed
     torch_threads: int | None = None

@@ -1,4 +1,4 @@
-"""Are the processor's cores, the memory and the compiler there for the taking?"""
+"""Are the processor's cores, memory and a compiler available?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def threads_too_few(machine: Machine, facts: Facts) -> Finding | None:
         name="threads_too_few",
         severity="warning",
         title=f"OMP_NUM_THREADS={facts.omp_num_threads} leaves cores idle",
-        evidence=f"{cores} cores are here for this process (torchrun sets 1 if nobody else sets it)",
+        evidence=f"{cores} cores are available to this process (torchrun sets 1 where it is not set)",
         remedy=f"set it to the cores that one process may use: {cores} if it runs alone",
         next_command=f"export OMP_NUM_THREADS={cores}",
         cost_share=1 - facts.omp_num_threads / cores,

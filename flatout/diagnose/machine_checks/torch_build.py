@@ -8,7 +8,7 @@ from flatout.machine.description import Machine, major
 from flatout.machine.torch_builds import wheel_index
 
 _OLDEST_TORCH = (2, 11)
-# The oldest GPU generation for which the binaries of a CUDA major version still hold code (CUDA release notes).
+# The oldest GPU generation for which the binaries of a CUDA major version still contain code (CUDA release notes).
 _OLDEST_CAPABILITY = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
 
 
@@ -55,7 +55,7 @@ def torch_for_cpu_only(machine: Machine, facts: Facts) -> Finding | None:
 
 
 def _reinstall(machine: Machine) -> str:
-    """The line that installs the build that fits; where the table does not know it, the command that says why."""
+    """The line that installs the build that fits; where the table lacks it, the command that says why."""
     index = wheel_index(machine)
     return f"pip install --force-reinstall torch --index-url {index}" if index else "flatout check --install pip"
 
