@@ -6,6 +6,7 @@ Read from the syntax tree, so an import inside a function or under TYPE_CHECKING
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,11 +40,16 @@ def modules(package: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Our modules that this one imports; a name that is no module stands for the module that holds it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         for target in _targets(node, name, is_package=path.name == "__init__.py"):
             if target == "flatout.__version__" or not f"{target}.".startswith("flatout."):
                 continue
             yield target if target in known else target.rpartition(".")[0]
+
+
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:

@@ -65,6 +65,7 @@ json.dump(
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has the stand-in's device or CUDA, not both")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.slow
 def test_a_script_is_moved_by_a_plan(tmp_path: Path, python: Python) -> None:
     tests = Path(__file__).parents[1]
     (tmp_path / "train.py").write_text(SCRIPT)

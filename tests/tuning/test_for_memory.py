@@ -87,7 +87,7 @@ def finding(ratio: float, compare: Callable[..., Pairing]) -> Callable[..., Pair
 
 
 @pytest.mark.usefixtures("forked_trials", "brief")
-@pytest.mark.parametrize("ratio_in_search", [1.2, 0.9])
+@pytest.mark.parametrize("ratio_in_search", [0.9, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_a_plan_that_asks_for_it_is_verified_with_its_bytes_though_it_is_slower(
     ratio_in_search: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
