@@ -95,7 +95,7 @@ def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_pa
     ]
 
 
-@pytest.mark.parametrize("moment", ["starting the script", "trying "])
+@pytest.mark.parametrize("moment", ["starting the script", pytest.param("trying ", marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     """At a moment that the progress line tells, on a terminal."""
     (tmp_path / "train.py").write_text(LOOP.format(steps=10_000_000, body="import time; time.sleep(0.0005)"))
