@@ -16,8 +16,8 @@ from docs import results
 from docs.generate import anchor, pages
 from flatout.cli import main
 from flatout.cli.command_line import split_target
-from flatout.tuning import step_tuning
 from flatout.machine.detect import detect
+from flatout.tuning import step_tuning
 
 ROOT = Path(__file__).parents[1]
 TUNE_SECONDS = 400

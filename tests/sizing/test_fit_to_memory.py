@@ -73,7 +73,9 @@ def peak(plan: Plan, make: Any = training) -> int:
     return run.peak_bytes
 
 
-@pytest.mark.parametrize(("share", "make"), [(0.85, training), (0.6, plain_training)])
+@pytest.mark.parametrize(
+    ("share", "make"), [(0.6, plain_training), pytest.param(0.85, training, marks=pytest.mark.slow)]
+)
 def test_the_plan_stays_under_the_budget(share: float, make: Any) -> None:
     model, optimizer, batch = make()
     before = [one.clone() for one in model.parameters()]
