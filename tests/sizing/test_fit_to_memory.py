@@ -130,9 +130,13 @@ def test_bad_budgets() -> None:
         fit_to_memory(100_000, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
     with pytest.raises(UsageError, match="limit is 0"):
         fit_to_memory(0, TrainStep(model, optimizer, LOSS), batch)
-    least = 150_000
+    single = nn.Linear(64, 64)  # which few measures help
+    weights_bytes = 4 * (64 * 64 + 64)
+    step = TrainStep(single, torch.optim.AdamW(single.parameters()), LOSS)
     with pytest.raises(MachineError, match="is the least"):
-        fit_to_memory(least, TrainStep(model, optimizer, LOSS), batch, progress=lambda line: None)
+        fit_to_memory(
+            3 * weights_bytes + 2000, step, (torch.randn(8, 64), torch.randint(0, 5, (8,))), progress=lambda line: None
+        )
 
 
 def test_a_measure_that_the_model_does_not_bear_is_left_out() -> None:

@@ -133,7 +133,13 @@ def test_it_trains_on_to_the_same_bits(plan: Plan, question: str) -> None:
     check(plan, question)
 
 
-@pytest.mark.parametrize("plan", [Plan(precision="bf16", optimizer="fused"), Plan(activation_checkpointing="block")])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(activation_checkpointing="block"),
+        pytest.param(Plan(precision="bf16", optimizer="fused"), marks=pytest.mark.slow),
+    ],
+)
 def test_so_it_does_where_measures_were_timed(plan: Plan) -> None:
     check(plan, "fit_to_memory")
 
@@ -144,7 +150,7 @@ def test_with_clipping() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what compiling looks at
 @pytest.mark.skipif(not compiler_is_there(), reason="needs a C++ compiler")
-@pytest.mark.parametrize("question", ["forecast", "largest_batch"])
+@pytest.mark.parametrize("question", ["forecast", pytest.param("largest_batch", marks=pytest.mark.slow)])
 def test_compiled_code_stays_in_use(question: str) -> None:
     from torch._inductor import config
 
@@ -249,6 +255,7 @@ def test_a_model_and_loss_with_generators_and_ties_of_their_own() -> None:
     assert torch.equal(model.noise.get_state(), state)
 
 
+@pytest.mark.slow
 def test_the_plan_that_fits_is_gone_on_with() -> None:
     step = made(Plan(), clip_norm=1.0)
     batch = torch.randn(256, 64), torch.randint(0, 5, (256,))

@@ -61,7 +61,7 @@ import torch
 from torch.nn import functional
 torch.set_num_threads(1)
 torch.manual_seed(0)
-embed, head = torch.nn.Embedding(2048, 32), torch.nn.Linear(32, 2048)
+embed, head = torch.nn.Embedding(2048, 4), torch.nn.Linear(4, 2048)
 optimizer = torch.optim.SGD([*embed.parameters(), *head.parameters()], lr=0.1)
 x = torch.randint(0, 2048, (1, 512))
 while True:

@@ -57,9 +57,10 @@ CASES: dict[str, Case] = {
     "Bert": lambda: (Bert(BertConfig(**SMALL)), {"tokens": tokens(3, 6), "valid": torch.tensor([6, 3, 4])}),  # type: ignore[arg-type]
     "GPT2": lambda: (GPT2(GPT2Config(**SMALL)), torch.zeros(1, 6, dtype=torch.int64)),  # type: ignore[arg-type]
 }
+SLOW = ("Bert", "ResNet")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
 def test_our_models_in_every_format_but_the_compiled(name: str, tmp_path: Path) -> None:
     model, example = CASES[name]()
     report = export(model, example, tmp_path / "net", format=["pt2", "onnx", "torchscript"])
@@ -78,7 +79,7 @@ def test_our_models_in_every_format_but_the_compiled(name: str, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "net.pt2", "net.torchscript.pt"]
 
 
-@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+@pytest.mark.parametrize("name", ["GPT2", pytest.param("Bert", marks=pytest.mark.slow)])
 def test_the_length_may_vary_within_the_positions(name: str, tmp_path: Path) -> None:
     model, example = CASES[name]()
     formats: tuple[Format, ...] = ("pt2", "onnx") if name == "Bert" else ("pt2",)
