@@ -91,7 +91,9 @@ def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path, forked: bool) -
     assert seen["machine"]["versions"]["torch"]
 
 
-@pytest.mark.parametrize(("name", "status"), [("profiled", 0), ("many_compiled", 1)])
+@pytest.mark.parametrize(
+    ("name", "status"), [("profiled", 0), pytest.param("many_compiled", 1, marks=pytest.mark.slow)]
+)
 def test_what_reads_or_compiles_frames_finds_the_scripts_own(name: str, status: int, run: Run, tmp_path: Path) -> None:
     odd = Path(__file__).parents[2] / "benchmarks" / "scripts" / "odd"
     shutil.copy(odd / "small.py", tmp_path)

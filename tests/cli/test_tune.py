@@ -134,6 +134,7 @@ def read_until(terminal: int, wanted: str | None) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_is_tuned_and_then_run_by_its_plan(tmp_path: Path, python: Python) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")

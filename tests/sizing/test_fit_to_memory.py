@@ -93,6 +93,7 @@ def test_the_plan_stays_under_the_budget(share: float, make: Any) -> None:
     assert fastest.choices == found.plan.choices()
 
 
+@pytest.mark.slow
 def test_no_precision_is_lost_where_none_may_be() -> None:
     model, optimizer, batch = plain_training()
     budget = int(0.6 * peak(Plan(), plain_training))
@@ -102,6 +103,7 @@ def test_no_precision_is_lost_where_none_may_be() -> None:
     assert found.plan.precision is None
 
 
+@pytest.mark.slow
 def test_another_gpu_is_timed_by_operations() -> None:
     model, optimizer, batch = plain_training()
     given = flatout.forecast(TrainStep(model, optimizer, LOSS), batch, device="rtx-4090", batch_size=4096)
@@ -168,6 +170,7 @@ def wide_training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tenso
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 @pytest.mark.usefixtures("uncompiled_torchao")
+@pytest.mark.slow
 def test_moments_in_8_bits_are_considered_where_they_may_be() -> None:
     model, optimizer, batch = wide_training()
     given = flatout.forecast(TrainStep(model, optimizer, LOSS), batch)
@@ -239,6 +242,7 @@ def test_a_wide_last_layer_gets_the_chunked_loss_and_the_step_goes_on_with_it() 
     own.close()
 
 
+@pytest.mark.slow
 def test_a_loss_that_looks_at_its_scores_is_not_offered_the_chunked_one() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(2048, 16), nn.Tanh(), nn.Linear(16, 2048))

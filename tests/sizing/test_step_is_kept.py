@@ -103,6 +103,10 @@ PLANS = [
 ]
 
 
+def name(plan: Plan) -> str:
+    return ",".join(plan.choices()) or "none"
+
+
 @pytest.fixture(autouse=True)
 def _short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "TIMED_SECONDS", 0.0)
@@ -127,8 +131,17 @@ def check(plan: Plan, question: str, *, clip_norm: float | None = None) -> None:
     assert str(said_asked) == str(said)
 
 
-@pytest.mark.parametrize("question", ["forecast", "largest_batch"])
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: ",".join(plan.choices()) or "none")
+@pytest.mark.parametrize(
+    ("question", "plan"),
+    [
+        *(pytest.param("forecast", plan, id=f"forecast-{name(plan)}") for plan in PLANS),
+        *(pytest.param("largest_batch", plan, id=f"largest_batch-{name(plan)}") for plan in PLANS[:3]),
+        *(
+            pytest.param("largest_batch", plan, id=f"largest_batch-{name(plan)}", marks=pytest.mark.slow)
+            for plan in PLANS[3:]
+        ),
+    ],
+)
 def test_it_trains_on_to_the_same_bits(plan: Plan, question: str) -> None:
     check(plan, question)
 
@@ -196,11 +209,12 @@ def test_copies_of_moments_in_8_bits_can_be_trained() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        {"activation_checkpointing": "block"},
         {"optimizer_in_backward": True},
-        {"optimizer": "fused"},
         {"precision": "bf16"},
-        {"loss": "chunked"},
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ({"activation_checkpointing": "block"}, {"optimizer": "fused"}, {"loss": "chunked"})
+        ),
     ],
     ids=str,
 )

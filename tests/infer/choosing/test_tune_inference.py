@@ -120,6 +120,11 @@ def test_generation_is_guessed_said_and_its_plan_fits_the_generator() -> None:
     assert found.accuracy.agreement is not None
     made = TokenGenerator(model, found.plan).generate([[1, 2, 3]], max_new_tokens=4)
     assert len(made.tokens[0]) <= 4
+
+
+@pytest.mark.slow
+def test_a_task_is_taken_as_asked() -> None:
+    model = tiny.model("own GPT-2")
     scored = tuned(model, [torch.tensor(one) for one in tiny.prompts(3)], task="predict")
     assert (scored.task, scored.task_reason) == ("predict", "as asked")
 

@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     "Bert": lambda: (Bert(BertConfig(**SMALL)), {"tokens": tokens(3, 6), "valid": torch.tensor([6, 3, 4])}),  # type: ignore[arg-type]
     "GPT2": lambda: (GPT2(GPT2Config(**SMALL)), torch.zeros(1, 6, dtype=torch.int64)),  # type: ignore[arg-type]
 }
-SLOW = ("Bert", "ResNet")
+SLOW = ("Bert", "ConvNet", "LSTM", "ResNet")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
