@@ -18,8 +18,8 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 # fmt: off
 ROOMS = [
     "errors", "torch_private", "whole_files", "file_locks", "units", "signals", "tracebacks", "replaced", "generators",
-    "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices", "private_details", "plan",
-    "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search", "checkpoint", "train", "infer",
+    "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices", "private_details",
+    "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search", "checkpoint", "train", "infer",
     "parallel", "profile", "script", "diagnose", "tuning", "sizing", "bench", "report", "application", "cli",
 ]
 # fmt: on

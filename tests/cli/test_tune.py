@@ -167,7 +167,6 @@ import sys
 sys.path.insert(0, sys.argv.pop(1))
 from tests.processes import fork_trials
 fork_trials(setattr)
-from flatout.private_details import arguments_digest
 from flatout.cli.run import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -135,7 +135,8 @@ def test_the_verb_prints_one_document(tmp_path: Path) -> None:
     result = said_by(tmp_path, "memory", "--batch-curve", "--budget", "60s", "--json", "train.py", "--lr", "0.1")
     found = json.loads(result.stdout)
     assert found["flatout"]["document"] == "batch-curve"
-    assert found["script"] == {"name": "train.py", "arguments": ["--lr", "0.1"]}
+    digest = arguments_digest(["--lr", "0.1"])
+    assert found["script"] == {"name": "train.py", "arguments": None, "arguments_digest": digest}
     assert found["given_batch_size"] == 4
 
 
