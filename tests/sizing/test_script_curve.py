@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import ScriptError
+from flatout.private_details import arguments_digest
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess
 from flatout.sizing.curve import BatchCurve
