@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON
 export TORCH_INDEX
 
-.PHONY: install demo test test-gpu-stand-in check docs clean
+.PHONY: help install demo test test-all test-gpu-stand-in check docs clean
 
 install: .venv/installed
 	@$(BIN)/python -c 'import torch, flatout' 2>/dev/null || scripts/install
@@ -20,6 +20,9 @@ demo: install
 TEST_WORKERS ?= 2
 
 test: install
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow"
+
+test-all: install
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 # torch's own CUDA build over a GPU made of host memory: see tests/gpu/stand_in/README.md. Not part of `make test`.
@@ -48,6 +51,13 @@ check: install
 docs: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+help:
+	@echo "make demo      a virtual environment, and an example tuned and run"
+	@echo "make check     lint, formatting, types"
+	@echo "make test      all tests but the slow ones: under 5 minutes on two cores"
+	@echo "make test-all  all tests, as CI runs them"
+	@echo "make docs      the documentation's site"
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

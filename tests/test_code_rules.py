@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,8 +17,9 @@ def sources(*folders: str) -> list[Path]:
 ALL = sources("flatout", "tests", "examples", "benchmarks")
 
 
-def nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text()))
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def at(path: Path, node: ast.AST) -> str:

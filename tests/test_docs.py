@@ -17,10 +17,11 @@ from docs.generate import anchor, pages
 from flatout.cli import main
 from flatout.cli.command_line import split_target
 from flatout.machine.detect import detect
+from flatout.tuning import step_tuning
 
 ROOT = Path(__file__).parents[1]
-TUNE_SECONDS = 15
-"""Of a tune in the documentation, which takes a minute there."""
+TUNE_SECONDS = 400
+"""Of a tune in the documentation: more than on any busy machine it needs for a few comparisons."""
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("CHANGELOG.md"), Path("SECURITY.md")]
 PAGES += sorted(page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md"))
 OURS = ("tests/", "examples/", "benchmarks/", "flatout/")
@@ -173,7 +174,10 @@ def test_a_planted_command_is_judged(command: str, expected: str) -> None:
     [page for page in PAGES if "```python" in (ROOT / page).read_text() and "reference" not in page.parts],
     ids=str,
 )
+@pytest.mark.usefixtures("brief")
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [lever for lever in step_tuning.LEVERS if not lever.compiles]
+    monkeypatch.setattr(step_tuning, "LEVERS", few)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(tmp_path / "cache"))
     # measuring them takes seconds, and more on a busy machine

@@ -6,6 +6,7 @@ Read from the syntax tree, so an import inside a function or under TYPE_CHECKING
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,11 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 
 # fmt: off
 ROOMS = [
-    "errors", "torch_private", "whole_files", "file_locks", "units", "signals", "tracebacks", "replaced", "generators",
-    "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices",
-    "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search",
-    "checkpoint", "train", "infer",
-    "parallel", "profile", "script", "diagnose", "tuning", "sizing", "bench", "report", "application", "cli",
+    "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "signals", "tracebacks", "replaced",
+    "generators", "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices",
+    "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search", "checkpoint",
+    "train", "infer", "parallel", "profile", "script", "diagnose", "tuning", "sizing", "bench", "report", "application",
+    "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""
@@ -40,11 +41,16 @@ def modules(package: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Our modules that this one imports; a name that is no module stands for the module that holds it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         for target in _targets(node, name, is_package=path.name == "__init__.py"):
             if target == "flatout.__version__" or not f"{target}.".startswith("flatout."):
                 continue
             yield target if target in known else target.rpartition(".")[0]
+
+
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:

@@ -3,7 +3,6 @@ pretended. Nothing here ran on them."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,11 +12,14 @@ import pytest
 import flatout
 from flatout.cli.main import main
 from flatout.errors import MachineError
+from tests.processes import Python
 
 # What torch and the standard library need of these is loaded first.
 WINDOWS = """
 import importlib, os, pkgutil, signal, socket, subprocess, sys, warnings
 import multiprocessing.util, numpy, psutil, rich, torch, torch.utils.data, typer
+for name in [name for name in sys.modules if name.partition(".")[0] == "flatout"]:
+    del sys.modules[name]  # of the process that this one was forked from
 for name in ("fcntl", "resource", "termios", "pty", "tty", "pwd", "grp"):
     sys.modules[name] = None
 for module, names in {
@@ -58,17 +60,9 @@ for batch in flatout.batches(batch, 4, plan, seed=0):
 """
 
 
-def python(program: str, folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
+def test_modules_plan_step_and_forecast_need_no_posix(tmp_path: Path, python: Python) -> None:
+    done = python("-c", WINDOWS + LIBRARY + EVERY_MODULE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def test_every_module_can_be_imported_without_posix(tmp_path: Path) -> None:
-    python(WINDOWS + EVERY_MODULE, tmp_path)
-
-
-def test_plan_step_and_forecast_need_no_posix(tmp_path: Path) -> None:
-    python(WINDOWS + LIBRARY, tmp_path)
 
 
 @pytest.mark.parametrize(

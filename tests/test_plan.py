@@ -94,7 +94,7 @@ def _consistent(fields: dict[str, Any], reason: str) -> Plan:
 
 
 @given(_plans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_toml_gives_back_the_plan(plan: Plan) -> None:
     assert Plan.from_toml(plan.to_toml()) == plan
 

@@ -59,6 +59,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert tops == {"flatout", f"flatout-{__version__}.dist-info"}
 
 
+@pytest.mark.slow
 def test_it_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     target, cache = tmp_path / "site", tmp_path / "cache"
     options = ["--no-deps", "--no-index", "--quiet", "--target", str(target)]

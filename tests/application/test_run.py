@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 import flatout
 from flatout.errors import PlanError, UsageError
 from flatout.machine.detect import detect
+from tests.processes import Python
 
 TRAIN = """
 import os, sys, time, torch
@@ -36,7 +39,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, python: Python) -> None:
+    """The processes of `flatout.run` are forked from one that has loaded torch."""
+
+    def run(command: list[str], *, capture_output: bool = False, **_: Any) -> subprocess.CompletedProcess[str]:
+        done = python(*command[1:], cwd=Path.cwd())
+        return done if capture_output else subprocess.CompletedProcess(command, done.returncode)
+
+    monkeypatch.setattr("flatout.application.run.subprocess", SimpleNamespace(DEVNULL=subprocess.DEVNULL, run=run))
+
+
+@pytest.mark.slow
+def test_a_script_is_run_in_a_new_process(folder: Path) -> None:
+    check_a_run_by_a_plan(folder)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_script_is_run_by_a_plan_and_nothing_is_written_beside_it(folder: Path) -> None:
+    check_a_run_by_a_plan(folder)
+
+
+def check_a_run_by_a_plan(folder: Path) -> None:
     machine = detect()
     plan = flatout.Plan(
         optimizer="fused",

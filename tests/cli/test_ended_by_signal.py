@@ -85,9 +85,9 @@ def servers_of(owner: int) -> str:
 @pytest.mark.parametrize(
     ("verb", "number"),
     [
-        ("tune", signal.SIGTERM),
+        pytest.param("tune", signal.SIGTERM, marks=pytest.mark.slow),
         ("memory", signal.SIGHUP),
-        ("run", signal.SIGTERM),
+        pytest.param("run", signal.SIGTERM, marks=pytest.mark.slow),
         ("run --check-deterministic", signal.SIGINT),
     ],
 )
@@ -101,6 +101,7 @@ def test_a_signal_ends_all_and_leaves_nothing(tmp_path: Path, verb: str, number:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flatout.toml", "train.py"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_tune_leaves_is_swept(tmp_path: Path) -> None:
     code, work, _, owner = ended(tmp_path, "tune", signal.SIGKILL)
     assert code == -signal.SIGKILL

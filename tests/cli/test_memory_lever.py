@@ -63,6 +63,7 @@ def test_the_peak_falls_and_the_losses_stay(tmp_path: Path, python: Python) -> N
     assert int(plain[-1]) - int(chunked[-1]) > 2 * SCORES_BYTES - (64 << 20)
 
 
+@pytest.mark.slow
 def test_scores_that_are_looked_at_once_training_is_over_are_the_scripts(tmp_path: Path, python: Python) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plan.toml").write_text('schema = 1\n[plan]\nloss = "chunked"\n')

@@ -77,8 +77,9 @@ def document(folder: Path, name: str = "flatout-run.json") -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
 
-def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path) -> None:
-    plain, watched = run(TRAIN, flatout=False, forked=False), run(TRAIN, forked=False)
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path, forked: bool) -> None:
+    plain, watched = run(TRAIN, flatout=False, forked=forked), run(TRAIN, forked=forked)
     assert plain.returncode == 0
     assert (watched.returncode, watched.stdout, watched.stderr) == (0, plain.stdout, plain.stderr)
     seen = document(tmp_path)
@@ -90,7 +91,9 @@ def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path) -> None:
     assert seen["machine"]["versions"]["torch"]
 
 
-@pytest.mark.parametrize(("name", "status"), [("profiled", 0), ("many_compiled", 1)])
+@pytest.mark.parametrize(
+    ("name", "status"), [("profiled", 0), pytest.param("many_compiled", 1, marks=pytest.mark.slow)]
+)
 def test_what_reads_or_compiles_frames_finds_the_scripts_own(name: str, status: int, run: Run, tmp_path: Path) -> None:
     odd = Path(__file__).parents[2] / "benchmarks" / "scripts" / "odd"
     shutil.copy(odd / "small.py", tmp_path)
@@ -405,16 +408,17 @@ class Terminal:
 class Session:
     """`flatout run OPTIONS train.py` on a pseudo terminal."""
 
-    def __init__(self, folder: Path, *options: str, size: tuple[int, int] = (24, 100)) -> None:
+    def __init__(self, python: Python, folder: Path, *options: str, size: tuple[int, int] = (24, 100)) -> None:
         (folder / "train.py").write_text(textwrap.dedent(TICKING))
         self.folder, self.output = folder, ""
         self.master, slave = pty.openpty()
         self.resize(*size)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "flatout", "run", *options, "train.py"],
-            cwd=folder, stdin=slave, stdout=slave, stderr=slave, close_fds=True,
-            env={**os.environ, "FLATOUT_CACHE_DIR": str(folder / ".cache"), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        self.process = python.server.start(
+            ["-m", "flatout", "run", *options, "train.py"],
+            streams=[slave] * 3,
+            folder=folder,
+            environment={**os.environ, "FLATOUT_CACHE_DIR": str(folder / ".cache"), "OMP_NUM_THREADS": "1"},
+        )
         os.close(slave)
 
     def resize(self, rows: int, columns: int) -> None:
@@ -442,11 +446,11 @@ class Session:
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+def session(tmp_path: Path, python: Python) -> Iterator[Callable[..., Session]]:
     started: list[Session] = []
 
     def start(*options: str, size: tuple[int, int] = (24, 100)) -> Session:
-        started.append(Session(tmp_path, *options, size=size))
+        started.append(Session(python, tmp_path, *options, size=size))
         return started[-1]
 
     yield start

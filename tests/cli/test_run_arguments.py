@@ -41,7 +41,7 @@ LOOP = "Linear of 36 weights (float32), SGD over 2 tensors, on cpu"
     ("arguments", "loop", "applied"),
     [
         (["--epochs", "9"], LOOP, ["threads 2", "bf16 autocast"]),
-        (["--amp", "--few"], LOOP, []),
+        pytest.param(["--amp", "--few"], LOOP, [], marks=pytest.mark.slow),
         (["--wide"], LOOP, ["threads 2"]),
         (["--epochs", "9"], None, ["threads 2"]),
     ],

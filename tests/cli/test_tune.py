@@ -95,7 +95,7 @@ def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_pa
     ]
 
 
-@pytest.mark.parametrize("moment", ["starting the script", "trying "])
+@pytest.mark.parametrize("moment", ["starting the script", pytest.param("trying ", marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     """At a moment that the progress line tells, on a terminal."""
     (tmp_path / "train.py").write_text(LOOP.format(steps=10_000_000, body="import time; time.sleep(0.0005)"))
@@ -134,6 +134,7 @@ def read_until(terminal: int, wanted: str | None) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_is_tuned_and_then_run_by_its_plan(tmp_path: Path, python: Python) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
@@ -166,7 +167,6 @@ import sys
 sys.path.insert(0, sys.argv.pop(1))
 from tests.processes import fork_trials
 fork_trials(setattr)
-from flatout.private_details import arguments_digest
 from flatout.cli.run import main
 sys.exit(main(sys.argv[1:]))
 """

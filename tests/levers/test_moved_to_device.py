@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -203,19 +201,13 @@ def run(python: Python, tmp_path: Path) -> Run:
     return run
 
 
-def test_without_a_gpu_the_plan_is_taken_back_and_the_script_runs(tmp_path: Path) -> None:
+def test_without_a_gpu_the_plan_is_taken_back_and_the_script_runs(tmp_path: Path, python: Python) -> None:
     """Through `flatout run`, in the environment of a machine whose GPUs are hidden."""
     (tmp_path / "train.py").write_text(HEAD + FAILING)
     (tmp_path / "plan.toml").write_text('schema = 1\n[plan]\ndevice = "cuda"\n')
     command = ["-m", "flatout", "run", "--plan", "plan.toml", "--trust-plan", "--report", "run.json", "train.py"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "FLATOUT_CACHE_DIR": str(tmp_path / ".cache")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "FLATOUT_CACHE_DIR": str(tmp_path / ".cache")}
+    done = python(*command, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "cpu"
     (entry,) = json.loads((tmp_path / "run.json").read_text())["rolled_back"]

@@ -68,7 +68,13 @@ def test_blocks_are_found_for_regional_compile(name: str) -> None:
     assert repeated_blocks(model) == [*lists[0]]
 
 
-@pytest.mark.parametrize("name", ["mlp", "convnet", "resnet", "transformer", "seq2seq", "bert_masked_lm", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mlp", "convnet", "transformer", "bert_masked_lm", "gpt2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "seq2seq")),
+    ],
+)
 def test_no_graph_breaks(name: str) -> None:
     """Traced whole, forward and backward, without code generation, which is not the model's business."""
     small = SMALL[name]

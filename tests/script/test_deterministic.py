@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from flatout.report.deterministic_text import determinism_text
 from flatout.script.deterministic import weights_digests
 from flatout.script.deterministic_check import DeterminismCheck
 from tests.cli.in_process import said_by
+from tests.processes import Python
 
 ASKS_OUTSIDE = """
 import socket
@@ -46,16 +49,30 @@ def flatout_run(folder: Path, option: str, line: str = "pass") -> subprocess.Com
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_two_runs_print_the_same_and_the_scripts_own_seed_wins(tmp_path: Path) -> None:
-    first, second = (flatout_run(tmp_path, "--deterministic") for _ in range(2))
+    assert_the_same(*(flatout_run(tmp_path, "--deterministic") for _ in range(2)))
+
+
+def test_so_they_do_where_the_environment_is_given(tmp_path: Path, python: Python) -> None:
+    """They need not start anew for it, and can be forked."""
+    (tmp_path / "train.py").write_text(SCRIPT.format("pass"))
+    environment: Mapping[str, str] = {**os.environ, **DETERMINISTIC}
+    words = ("-m", "flatout", "run", "--no-report", "--deterministic", "train.py")
+    assert_the_same(*python.together(words, words, cwd=tmp_path, env=environment))
+
+
+def assert_the_same(first: subprocess.CompletedProcess[str], second: subprocess.CompletedProcess[str]) -> None:
     assert first.stdout == second.stdout, first.stderr
     assert first.stdout.startswith("True ")
     torch.manual_seed(7)
     assert float(first.stdout.splitlines()[-1]) == torch.rand(1).item()
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_a_check_proves_equal_bits_and_leaves_nothing(tmp_path: Path) -> None:
-    done = flatout_run(tmp_path, "--check-deterministic", "open('written.txt', 'w').close()")
+    (tmp_path / "train.py").write_text(SCRIPT.format("open('written.txt', 'w').close()"))
+    done = said_by(tmp_path, "run", "--no-report", "--check-deterministic", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("deterministic: after 6 steps two runs are bit-identical in 2 tensors\ncost: ")
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]

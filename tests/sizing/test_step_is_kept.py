@@ -103,6 +103,10 @@ PLANS = [
 ]
 
 
+def name(plan: Plan) -> str:
+    return ",".join(plan.choices()) or "none"
+
+
 @pytest.fixture(autouse=True)
 def _short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "TIMED_SECONDS", 0.0)
@@ -127,13 +131,28 @@ def check(plan: Plan, question: str, *, clip_norm: float | None = None) -> None:
     assert str(said_asked) == str(said)
 
 
-@pytest.mark.parametrize("question", ["forecast", "largest_batch"])
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: ",".join(plan.choices()) or "none")
+@pytest.mark.parametrize(
+    ("question", "plan"),
+    [
+        *(pytest.param("forecast", plan, id=f"forecast-{name(plan)}") for plan in PLANS),
+        *(pytest.param("largest_batch", plan, id=f"largest_batch-{name(plan)}") for plan in PLANS[:3]),
+        *(
+            pytest.param("largest_batch", plan, id=f"largest_batch-{name(plan)}", marks=pytest.mark.slow)
+            for plan in PLANS[3:]
+        ),
+    ],
+)
 def test_it_trains_on_to_the_same_bits(plan: Plan, question: str) -> None:
     check(plan, question)
 
 
-@pytest.mark.parametrize("plan", [Plan(precision="bf16", optimizer="fused"), Plan(activation_checkpointing="block")])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(activation_checkpointing="block"),
+        pytest.param(Plan(precision="bf16", optimizer="fused"), marks=pytest.mark.slow),
+    ],
+)
 def test_so_it_does_where_measures_were_timed(plan: Plan) -> None:
     check(plan, "fit_to_memory")
 
@@ -144,7 +163,7 @@ def test_with_clipping() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what compiling looks at
 @pytest.mark.skipif(not compiler_is_there(), reason="needs a C++ compiler")
-@pytest.mark.parametrize("question", ["forecast", "largest_batch"])
+@pytest.mark.parametrize("question", ["forecast", pytest.param("largest_batch", marks=pytest.mark.slow)])
 def test_compiled_code_stays_in_use(question: str) -> None:
     from torch._inductor import config
 
@@ -190,11 +209,12 @@ def test_copies_of_moments_in_8_bits_can_be_trained() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        {"activation_checkpointing": "block"},
         {"optimizer_in_backward": True},
-        {"optimizer": "fused"},
         {"precision": "bf16"},
-        {"loss": "chunked"},
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ({"activation_checkpointing": "block"}, {"optimizer": "fused"}, {"loss": "chunked"})
+        ),
     ],
     ids=str,
 )
@@ -249,6 +269,7 @@ def test_a_model_and_loss_with_generators_and_ties_of_their_own() -> None:
     assert torch.equal(model.noise.get_state(), state)
 
 
+@pytest.mark.slow
 def test_the_plan_that_fits_is_gone_on_with() -> None:
     step = made(Plan(), clip_norm=1.0)
     batch = torch.randn(256, 64), torch.randint(0, 5, (256,))

@@ -100,7 +100,7 @@ torch.save(weights(step), {out!r})
 """
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kills_at_any_moment_leave_the_same_weights(tmp_path: Path, background: bool, python: Python) -> None:
     folder, out = tmp_path / "run", tmp_path / "weights.pt"
     program = PROGRAM.format(

@@ -103,6 +103,7 @@ def test_every_plan_trains_the_same_model(plan: Plan, tolerance: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.slow
 def test_compiled_with_levers_around_it() -> None:
     ours, theirs = net(), net()
     expected = by_hand(theirs, data(3))

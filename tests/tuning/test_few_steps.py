@@ -430,6 +430,7 @@ open("written-by-the-script.txt", "w").write("x")
 
 
 @pytest.mark.usefixtures("forked_trials", "brief")
+@pytest.mark.slow
 def test_a_script_of_four_steps_with_closures_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.tuning.verifier.own_start_seconds", lambda folder: 0.5)
     monkeypatch.chdir(tmp_path)

@@ -190,6 +190,7 @@ BYTES_A_COPY = 8 * 256 * 256 * 4
 
 
 @pytest.mark.usefixtures("forked_trials", "brief")
+@pytest.mark.slow
 def test_gradients_are_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with moments in 8 bits takes a minute: `python -m benchmarks.memory.fit_script`."""
     monkeypatch.chdir(tmp_path)

@@ -57,9 +57,10 @@ CASES: dict[str, Case] = {
     "Bert": lambda: (Bert(BertConfig(**SMALL)), {"tokens": tokens(3, 6), "valid": torch.tensor([6, 3, 4])}),  # type: ignore[arg-type]
     "GPT2": lambda: (GPT2(GPT2Config(**SMALL)), torch.zeros(1, 6, dtype=torch.int64)),  # type: ignore[arg-type]
 }
+SLOW = ("Bert", "ConvNet", "LSTM", "ResNet")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
 def test_our_models_in_every_format_but_the_compiled(name: str, tmp_path: Path) -> None:
     model, example = CASES[name]()
     report = export(model, example, tmp_path / "net", format=["pt2", "onnx", "torchscript"])
@@ -78,7 +79,7 @@ def test_our_models_in_every_format_but_the_compiled(name: str, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "net.pt2", "net.torchscript.pt"]
 
 
-@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+@pytest.mark.parametrize("name", ["GPT2", pytest.param("Bert", marks=pytest.mark.slow)])
 def test_the_length_may_vary_within_the_positions(name: str, tmp_path: Path) -> None:
     model, example = CASES[name]()
     formats: tuple[Format, ...] = ("pt2", "onnx") if name == "Bert" else ("pt2",)
@@ -93,9 +94,14 @@ def test_the_length_may_vary_within_the_positions(name: str, tmp_path: Path) -> 
         loaded(**{**example, "tokens": tokens(3, 17)}) if name == "Bert" else loaded(tokens(2, 17))
 
 
-def test_compiled_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiler", ["none", pytest.param("g++", marks=pytest.mark.slow)])
+def test_compiled_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    """Without a compiler the file holds the program as it is, which takes a tenth of the time."""
     import torch._inductor.config
 
+    if compiler == "none":
+        monkeypatch.setattr("torch._inductor.aoti_compile_and_package", _packaged)
+        monkeypatch.setattr("torch._inductor.aoti_load_package", lambda path: torch.export.load(path).module())
     ahead = torch._inductor.config.aot_inductor
     monkeypatch.setattr(ahead, "compile_wrapper_opt_level", "O0")  # what surrounds the kernels takes g++ the longest
     monkeypatch.setattr(ahead, "precompile_headers", False)  # for one file
@@ -107,6 +113,10 @@ def test_compiled_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(9, 4)
     got = torch._inductor.aoti_load_package(str(tmp_path / "net.pt2"))(x=x, scale=3.0, mask=torch.ones(9))
     torch.testing.assert_close(got["nested"][1], model.eval()(x, 3.0, torch.ones(9))["nested"][1])
+
+
+def _packaged(program: torch.export.ExportedProgram, *, package_path: str) -> None:
+    torch.export.save(program, package_path)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +216,8 @@ def test_bf16(tmp_path: Path) -> None:
     assert "bfloat16" in report.files[1].failure.what
 
 
-def test_transformers_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["GPT-2", pytest.param("BERT", marks=pytest.mark.slow)])
+def test_transformers_models(tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 50, "bos_token_id": None, "eos_token_id": None}
     gpt2 = transformers.GPT2LMHeadModel(
@@ -216,12 +227,12 @@ def test_transformers_models(tmp_path: Path) -> None:
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **shape))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
     example = {"attention_mask": mask, "input_ids": tokens(3, 5)}
-    for model, formats in ((gpt2, ("pt2",)), (bert, ("pt2", "onnx"))):
-        report = export(model, example, tmp_path / "net", format=formats, dynamic="length")  # type: ignore[arg-type]
-        assert report.ok, export_text(report)
-        assert all(file.dynamic == ("batch", "length") for file in report.files)
-        assert model.training
-        assert any("past_key_values" in note for note in report.notes) == (model is gpt2)
+    model, formats = {"GPT-2": (gpt2, ("pt2",)), "BERT": (bert, ("pt2", "onnx"))}[name]
+    report = export(model, example, tmp_path / "net", format=formats, dynamic="length")
+    assert report.ok, export_text(report)
+    assert all(file.dynamic == ("batch", "length") for file in report.files)
+    assert model.training
+    assert any("past_key_values" in note for note in report.notes) == (name == "GPT-2")
 
 
 def test_a_report_is_frozen_and_reads_as_text_and_json(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_script_sees_a_new_process(tmp_path: Path, server: ForkServer) -> None
     assert (ended.value.status, ended.value.steps) == (0, 40)
 
 
+@pytest.mark.slow
 def test_its_numbers_are_those_of_a_new_process(tmp_path: Path, server: ForkServer) -> None:
     found = []
     for way in (server, None):
@@ -133,6 +134,7 @@ def test_what_needs_a_process_of_its_own_gets_one(
         server.obstacle = ""
 
 
+@pytest.mark.slow
 def test_a_script_that_sets_variables_for_torch_runs(tmp_path: Path, server: ForkServer) -> None:
     script = "import os; os.environ['KMP_BLOCKTIME'] = '3'\nimport torch, random\n" + STEPS
     try:
@@ -170,6 +172,7 @@ def test_an_answer_that_nobody_read_is_passed_over(tmp_path: Path, server: ForkS
         assert process._process.wait(60) == KILLED
 
 
+@pytest.mark.slow
 def test_without_a_server_trials_are_new_processes(tmp_path: Path, server: ForkServer) -> None:
     with ForkServer() as other:
         other._process.kill()

@@ -37,9 +37,12 @@ def started(folder: Path, before: str, terminal_size: tuple[int, int] | None) ->
     return trial.log_tail()
 
 
-@pytest.mark.usefixtures("forked_trials")
-def test_a_script_that_measures_its_terminal_finds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # not forked: a whole start
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_script_that_measures_its_terminal_finds_one(
+    tmp_path: Path, forked: bool, request: pytest.FixtureRequest
+) -> None:
+    if forked:
+        request.getfixturevalue("forked_trials")
     before = "print(os.popen('stty size').read().split(), os.isatty(0), flush=True)"
     assert started(tmp_path, before, (31, 117)) == "['31', '117'] True"
 
@@ -184,6 +187,7 @@ def test_long_starts_that_leave_cores_idle_go_side_by_side(
     assert replace(setup, fork_server=None).starts_overlap
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_a_plain_start_is_timed_with_the_cores_that_it_kept_busy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(0.5)\n" + PLAIN)
     setup = TrialSetup(target=Target(path=str(tmp_path / "train.py")), work_folder=tmp_path)
