@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def export(
@@ -66,7 +69,7 @@ def export(
     return 0 if report.ok else 1
 
 
-def _model_and_inputs(model: str, specs: list[str]) -> tuple[Any, Any]:
+def _model_and_inputs(model: str, specs: list[str]) -> tuple[nn.Module, object]:
     from flatout.errors import UsageError
     from flatout.infer.exporting.input_specs import FORM, example_inputs
     from flatout.infer.model_source import load_model

@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flatout.cli.plan_option import plan_with
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.infer.generation.generated import Generation, Piece
+    from flatout.infer.generation.token_generator import TokenGenerator
+    from flatout.infer.tokenizer_source import Tokenizer
+    from flatout.plan import Plan
+
 
 ModelArgument = Annotated[str, typer.Argument(help="file.py:name, package.module:name or a Hugging Face folder.")]
 PromptsFile = Annotated[
@@ -83,8 +92,7 @@ def generate(
     generator = _generator(model, tokenizer, chosen, draft, slots, device)
     has_words = generator.tokenizer is not None
     given = _prompts(prompt or [], prompts, has_tokenizer=has_words)
-    settings: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+    settings: dict[str, Any] = {  # Any: arguments of generate, each of its type
         "stop": [_text_or_ids(one, has_words) for one in stop or []] or None,
         "temperature": temperature,
         "top_k": top_k,
@@ -94,7 +102,7 @@ def generate(
         "seed": seed,
         "decoder_start_token_id": decoder_start_token_id,
     }
-    made = _made(generator, given, settings, shown=not json and out is None)
+    made = _made(generator, given, max_new_tokens, settings, shown=not json and out is None)
     if json:
         print(to_text(generation_document(made)))
     if out is not None:
@@ -103,7 +111,14 @@ def generate(
     return 0
 
 
-def _made(generator: Any, given: list[Any], settings: dict[str, Any], *, shown: bool) -> Any:
+def _made(
+    generator: TokenGenerator,
+    given: list[object],
+    max_new_tokens: int | None,
+    settings: dict[str, Any],
+    *,
+    shown: bool,
+) -> Generation:
     """The texts; one alone is shown as it comes, several when all are there, with a bar meanwhile."""
     from flatout.infer.progress_bar import progress_bar
     from flatout.report.generation_text import generation_text
@@ -112,6 +127,7 @@ def _made(generator: Any, given: list[Any], settings: dict[str, Any], *, shown: 
     with progress_bar(len(given), shown=not alone) as bar:
         made = generator.generate(
             given,
+            max_new_tokens=max_new_tokens,
             **settings,
             progress=lambda ended, tokens: bar(ended, f"{tokens} tokens"),
             pieces=_shown_as_it_comes if alone and shown else None,
@@ -122,8 +138,8 @@ def _made(generator: Any, given: list[Any], settings: dict[str, Any], *, shown: 
 
 
 def _generator(
-    model: str, tokenizer: str | None, plan: Any, draft: str | None, slots: int | None, device: str | None
-) -> Any:
+    model: str, tokenizer: str | None, plan: Plan, draft: str | None, slots: int | None, device: str | None
+) -> TokenGenerator:
     from flatout.infer.generation.token_generator import TokenGenerator
 
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our text
@@ -132,7 +148,7 @@ def _generator(
         return TokenGenerator(network, plan, tokenizer=words, draft=smaller, slots=slots)
 
 
-def _model(spec: str, tokenizer: str | None, device: str | None) -> tuple[Any, Any]:
+def _model(spec: str, tokenizer: str | None, device: str | None) -> tuple[nn.Module, Tokenizer | None]:
     from flatout.infer.model_source import load_model
     from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
 
@@ -140,12 +156,12 @@ def _model(spec: str, tokenizer: str | None, device: str | None) -> tuple[Any, A
     return network, tokenizer_beside(spec) if tokenizer is None else load_tokenizer(tokenizer)
 
 
-def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> list[Any]:
+def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> list[object]:
     import json
 
     from flatout.errors import UsageError
 
-    given = [_text_or_ids(one, has_tokenizer) for one in texts]
+    given: list[object] = [_text_or_ids(one, has_tokenizer) for one in texts]
     if file is None:
         if not given:
             raise UsageError("there is no prompt", remedy="pass --prompt TEXT or --prompts FILE")
@@ -166,7 +182,7 @@ def _prompts(texts: list[str], file: Path | None, *, has_tokenizer: bool) -> lis
     return given
 
 
-def _text_or_ids(text: str, has_tokenizer: bool) -> Any:
+def _text_or_ids(text: str, has_tokenizer: bool) -> str | list[int]:
     """Ids only where there is no tokenizer: a text may well be '12,7'."""
     from flatout.errors import UsageError
 
@@ -180,6 +196,6 @@ def _text_or_ids(text: str, has_tokenizer: bool) -> Any:
         raise UsageError(what, limit="a model reads token ids", remedy=remedy) from None
 
 
-def _shown_as_it_comes(piece: Any) -> None:
+def _shown_as_it_comes(piece: Piece) -> None:
     text = piece.text if piece.text is not None else "".join(f"{token} " for token in piece.tokens)
     print(text, end="", flush=True)

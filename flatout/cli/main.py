@@ -26,7 +26,7 @@ TARGET = "SCRIPT [ARGUMENTS]..."
 class Verb(TyperCommand):
     """Its epilog is a list of commands, shown as they are typed."""
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # Any: typer does not export these types
         with formatter.section("Examples"):
             for line in str(self.epilog).split("\n"):
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
@@ -140,7 +140,7 @@ def _with_run_options(verb: Callable[..., int]) -> Callable[..., int]:
     """`run` with a parameter for each option of its table."""
 
     @functools.wraps(verb)
-    def described(**options: Any) -> int:
+    def described(**options: Any) -> int:  # Any: typer gives each option its type
         return verb(options["target"])
 
     own = inspect.signature(verb, eval_str=True)

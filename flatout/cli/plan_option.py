@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flatout.plan import Plan
+    from flatout.plan_choices import ChoiceValue
 
 
-def plan_with(path: Path | None, **choices: Any) -> Any:
+def plan_with(path: Path | None, **choices: ChoiceValue | None) -> Plan:
     """The plan in the file (an empty one without a file), with each choice that is not None made anew."""
     from flatout.plan import Plan, read_plan
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import typer
 
 from flatout.cli.plan_option import plan_with
 
+if TYPE_CHECKING:
+    from flatout.infer.input_files import Encode
+    from flatout.plan import Plan
+
 FAILURES_SHOWN = 5
+
+
+class MadeWith(TypedDict):
+    """Arguments of a Predictor."""
+
+    batch_size: int | None
+    device: str | None
+    check_finite: bool
 
 
 def predict(
@@ -46,7 +57,7 @@ def predict(
     """
     options = {"precision": precision, "weights": weights, "activations": activations}
     chosen = plan_with(plan, **options, batching=batching, batch_tokens=batch_tokens)
-    made = {"batch_size": batch_size, "device": device, "check_finite": check_finite}
+    made: MadeWith = {"batch_size": batch_size, "device": device, "check_finite": check_finite}
     return _run(model, inputs, out, chosen, made, tokenizer=tokenizer, keep=keep, restart=restart, as_json=json)
 
 
@@ -54,8 +65,8 @@ def _run(
     model: str,
     inputs: Path,
     out: Path,
-    plan: Any,
-    made: dict[str, Any],
+    plan: Plan,
+    made: MadeWith,
     *,
     tokenizer: str | None,
     keep: str,
@@ -87,20 +98,22 @@ def _run(
             results.close()
     for failure in failures:
         print(failure, file=sys.stderr)
-    told: dict[str, Any] = {"out": str(out), "done_before": before, "failed": results.failed}
-    figures = predictions.figures
-    print(to_text(predict_document(figures, first=failures, **told)) if as_json else predict_text(figures, **told))
+    figures, place, failed = predictions.figures, str(out), results.failed
+    if as_json:
+        print(to_text(predict_document(figures, first=failures, out=place, done_before=before, failed=failed)))
+    else:
+        print(predict_text(figures, out=place, done_before=before, failed=failed))
     return 1 if results.failed else 0
 
 
-def _encode(model: str, tokenizer: str | None) -> Callable[[str], Any] | None:
+def _encode(model: str, tokenizer: str | None) -> Encode | None:
     from flatout.infer.tokenizer_source import load_tokenizer, tokenizer_beside
 
     found = load_tokenizer(tokenizer) if tokenizer is not None else tokenizer_beside(model)
     return None if found is None else found.encode
 
 
-def _described(model: str, inputs: Path, plan: Any, keep: str) -> dict[str, Any]:
+def _described(model: str, inputs: Path, plan: Plan, keep: str) -> dict[str, object]:
     """What results are of: they must not be mixed with others."""
     return {
         "model": model,

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 from flatout.application.applied_plan import PLAN_NAME, AppliedPlan
 from flatout.cli.command_line import Option, parse_options
@@ -23,6 +23,8 @@ from flatout.script.entry import Target, execute, show_uncaught
 from flatout.script.own_modules import own_imports
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from flatout.diagnose.run_summary import RunSummary
     from flatout.report.live import StatusLine
 
@@ -238,7 +240,7 @@ class Run:
 
             write_document(self.report, self._document(self._summary()))
 
-    def _document(self, summary: RunSummary) -> dict[str, Any]:
+    def _document(self, summary: RunSummary) -> dict[str, object]:
         from flatout.report.run_text import run_document
 
         return run_document(summary, include_private="--include-private" in self.options)
@@ -278,10 +280,10 @@ def _first_rank() -> bool:
     return (environment.rank() or 0) == 0
 
 
-def _is_terminal(stream: Any) -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
     """A stream can be None (pythonw), closed, or somebody's object."""
     try:
-        return bool(stream.isatty())
+        return stream is not None and stream.isatty()
     except (AttributeError, ValueError):
         return False
 
@@ -290,7 +292,7 @@ def _show_nothing_more() -> None:
     """Python shows once more what reaches its top; the hook that is there now is back when the exit handlers run."""
     hook = sys.excepthook
 
-    def show_nothing(kind: Any, error: Any, trace: Any) -> None:
+    def show_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = hook
 
     sys.excepthook = show_nothing

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -106,7 +106,7 @@ def _told_and_saved(result: TuneResult, output: Path, json: bool, command: list[
     return 0 if result.fits else 1
 
 
-def _save(result: TuneResult, document: dict[str, Any], output: Path, *, include_private: bool) -> None:
+def _save(result: TuneResult, document: dict[str, object], output: Path, *, include_private: bool) -> None:
     """Write plan and report; minutes of work must not be lost to a disk that is full by now."""
     from flatout.plan import write_plan
     from flatout.report.document import write_document

@@ -58,7 +58,7 @@ def tune_inference(
     from flatout.plan import read_plan
     from flatout.units import parse_seconds
 
-    asked: dict[str, Any] = {
+    asked: dict[str, Any] = {  # Any: the arguments of tune_inference, each of its type
         "task": task,
         "plan": None if plan is None else read_plan(plan),
         "items": items,
@@ -78,7 +78,7 @@ def _run(
     out: Path,
     tokenizer: str | None,
     device: str | None,
-    asked: dict[str, Any],
+    asked: dict[str, Any],  # Any: as above
     *,
     as_json: bool,
 ) -> int:
@@ -104,7 +104,7 @@ def _run(
     return 0
 
 
-def _sample(path: Path, model: str, tokenizer: str | None) -> list[Any]:
+def _sample(path: Path, model: str, tokenizer: str | None) -> list[object]:
     import numpy as np
     import torch
 
