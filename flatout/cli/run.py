@@ -283,7 +283,7 @@ def _first_rank() -> bool:
 def _is_terminal(stream: TextIO | None) -> bool:
     """A stream can be None (pythonw), closed, or somebody's object."""
     try:
-        return stream is not None and stream.isatty()
+        return stream is not None and bool(stream.isatty())
     except (AttributeError, ValueError):
         return False
 

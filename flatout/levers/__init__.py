@@ -1,1 +1,1 @@
-"""Levers: each one change of how a loop runs, in one flat ordered list (`flatout.levers.catalogue.LEVERS`)."""
+"""Levers: changes to how a training loop runs, in one flat ordered list (`flatout.levers.catalogue.LEVERS`)."""

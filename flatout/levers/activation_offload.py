@@ -1,11 +1,10 @@
-"""Keep activations in the host's memory between forward and backward: less on the GPU, for two trips over its link.
+"""Keep activations in host memory between forward and backward: less GPU memory for two copies over PCIe.
 
-What autograd saves for the backward pass goes to page-locked memory, and comes back when the backward pass asks for it.
-Both copies are queued behind the operations that make and need them, so nothing waits on the host; they take the
-link's time. Weights stay where they are, and so does what is too small to be worth a copy.
+What autograd saves for the backward pass is copied to page-locked memory, and copied back when the backward pass needs
+it. Both copies are queued in stream order, so the host does not wait. Weights stay on the GPU, and so do tensors too
+small to be worth a copy.
 
-It saves memory, not time, and on a CPU there is nowhere else to go. `flatout tune` tries it only where steps have to
-fit (--fit).
+It saves memory, not time, and does nothing for a CPU. `flatout tune` tries it only with `--fit`.
 """
 
 from __future__ import annotations
@@ -14,62 +13,83 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flatout.errors import MachineError
-from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
-from flatout.levers.subject import Subject
+from flatout.levers.subject import Subject, Wrapper
 from flatout.machine.description import Machine
 from flatout.torch_private.late import dispatch, tensors
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 LEAST_BYTES = 64 * 1024
-"""A copy of less takes mostly the time to start it."""
+"""Smaller copies take mostly launch overhead."""
+
+T = TypeVar("T")
 
 
-class Host:
-    """Where tensors wait. `copies`: bytes that went there. A stand-in overrides what touches the devices."""
+class Storage(Generic[T]):
+    """Where tensors are kept until the backward pass, each as a T. `moved_bytes`: what was copied there so far."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
 
-    def takes(self, tensor: Any) -> bool:
-        return bool(tensor.is_cuda)
+    def takes(self, tensor: Tensor) -> bool:
+        raise NotImplementedError
 
-    def out(self, tensor: Any) -> Any:
-        """What stands for the tensor until `back`."""
+    def out(self, tensor: Tensor) -> T:
+        """What represents the tensor until `back`."""
+        raise NotImplementedError
+
+    def back(self, there: T, device: torch.device) -> Tensor:
+        raise NotImplementedError
+
+
+class Host(Storage["Tensor"]):
+    """The host's page-locked memory. Tests override what touches the devices."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def out(self, tensor: Tensor) -> Tensor:
         import torch
 
         there = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        there.copy_(tensor, non_blocking=True)  # in the stream's order: the host does not wait for it
+        there.copy_(tensor, non_blocking=True)  # in stream order: the host does not wait for it
         return there
 
-    def back(self, there: Any, device: Any) -> Any:
+    def back(self, there: Tensor, device: torch.device) -> Tensor:
         return there.to(device, non_blocking=True)
 
 
-class PretendedHost(Host):
-    """For fake tensors, of whichever device: what left holds nothing, what comes back has its shape."""
+class PretendedHost(Storage["tuple[torch.Size, tuple[int, ...], torch.dtype]"]):
+    """For fake tensors on any device: keeps shape, strides and dtype, and no memory."""
 
-    def takes(self, tensor: Any) -> bool:
+    def takes(self, tensor: Tensor) -> bool:
         return True
 
-    def out(self, tensor: Any) -> Any:
+    def out(self, tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
         return tensor.shape, tensor.stride(), tensor.dtype
 
-    def back(self, there: Any, device: Any) -> Any:
+    def back(self, there: tuple[torch.Size, tuple[int, ...], torch.dtype], device: torch.device) -> Tensor:
         import torch
 
         shape, stride, dtype = there
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-_host: ContextVar[Host | None] = ContextVar("host", default=None)
+AnyStorage = Storage[Any]  # each keeps tensors in its own form
+_host: ContextVar[AnyStorage | None] = ContextVar("host", default=None)
+S = TypeVar("S", bound=AnyStorage)
 
 
 @contextlib.contextmanager
-def offloading_to(host: Host) -> Iterator[Host]:
-    """Have the lever use this host, on any device, for as long as the context lasts."""
+def offloading_to(host: S) -> Iterator[S]:
+    """Have the lever use this host, on any device, until the context ends."""
     token = _host.set(host)
     try:
         yield host
@@ -80,7 +100,7 @@ def offloading_to(host: Host) -> Iterator[Host]:
 class ActivationOffload(Lever):
     """Keep activations in host memory between forward and backward (CUDA only).
 
-    They go to page-locked memory and come back when backward needs them; the copies are queued, so the host does
+    They are copied to page-locked memory and back when backward needs them; the copies are queued, so the host does
     not wait. It saves memory and takes time, so `flatout tune` tries it only with `--fit`.
     """
 
@@ -93,11 +113,11 @@ class ActivationOffload(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.device.startswith("cuda"):
-            return refuse("on a CPU the activations are in the host's memory already")
-        return offer(True, reason="saves memory, costs the link's time")
+            return refuse("on a CPU the activations are in host memory already")
+        return offer(True, reason="saves memory, costs the time of the copies")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         host = _host.get()
         if not value:
             yield
@@ -106,7 +126,7 @@ class ActivationOffload(Lever):
             if any(not one.is_cuda for module in subject.modules for one in module.parameters()):
                 raise MachineError(
                     "the model is on the CPU",
-                    limit="its activations are in the host's memory already",
+                    limit="its activations are in host memory already",
                     remedy="drop activation_offload",
                 )
             host = Host()
@@ -114,27 +134,27 @@ class ActivationOffload(Lever):
             yield
 
 
-def _offloaded(host: Host) -> Callable[[Any, Callable[[], Any]], Any]:
+def _offloaded(host: Storage[T]) -> Wrapper:
     import torch
 
-    def wrapper(module: Any, call: Callable[[], Any]) -> Any:
+    def wrapper(module: torch.nn.Module, call: Callable[[], object]) -> object:
         if not torch.is_grad_enabled():
             return call()
-        away = _Away(host, module)
-        with torch.autograd.graph.saved_tensors_hooks(away.pack, away.unpack):
+        saved = _Offloaded(host, module)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             return call()
 
     return wrapper
 
 
-class _Waiting:
-    """One tensor that is away, for all operations that saved it."""
+class _OffloadedTensor(Generic[T]):
+    """One offloaded tensor, shared by all operations that saved it."""
 
-    def __init__(self, host: Host, tensor: Any) -> None:
+    def __init__(self, host: Storage[T], tensor: Tensor) -> None:
         self._host, self._device, self._there = host, tensor.device, host.out(tensor)
-        self._here: weakref.ref[Any] | None = None
+        self._here: weakref.ref[Tensor] | None = None
 
-    def fetch(self) -> Any:
+    def fetch(self) -> Tensor:
         here = self._here() if self._here is not None else None
         if here is None:
             here = self._host.back(self._there, self._device)
@@ -142,15 +162,16 @@ class _Waiting:
         return here
 
 
-class _Away:
+class _Offloaded(Generic[T]):
     """What one forward pass saved. A tensor that two operations save is copied once."""
 
-    def __init__(self, host: Host, module: Any) -> None:
+    def __init__(self, host: Storage[T], module: torch.nn.Module) -> None:
         self._host = host
         self._staying = {_storage_of(one) for one in (*module.parameters(), *module.buffers())}
-        self._known: dict[Any, tuple[weakref.ref[Any], weakref.ref[_Waiting]]] = {}
+        self._known: dict[object, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_OffloadedTensor[T]]]] = {}
+        """By storage and view."""
 
-    def pack(self, tensor: Any) -> Any:
+    def pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor[T]:
         if not self._goes(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -159,15 +180,15 @@ class _Away:
         alive, known = self._known.get(key, (None, None))
         waiting = known() if known is not None and alive is not None and alive() is not None else None
         if waiting is None:
-            waiting = _Waiting(self._host, tensor.detach())
+            waiting = _OffloadedTensor(self._host, tensor.detach())
             self._host.moved_bytes += tensor.nbytes
             self._known[key] = weakref.ref(storage), weakref.ref(waiting)
         return waiting
 
-    def unpack(self, packed: Any) -> Any:
-        return packed.fetch() if isinstance(packed, _Waiting) else packed
+    def unpack(self, packed: Tensor | _OffloadedTensor[T]) -> Tensor:
+        return packed.fetch() if isinstance(packed, _OffloadedTensor) else packed
 
-    def _goes(self, tensor: Any) -> bool:
+    def _goes(self, tensor: Tensor) -> bool:
         import torch
 
         if (
@@ -181,7 +202,7 @@ class _Away:
         return self._host.takes(tensor) and _storage_of(tensor) not in self._staying
 
 
-def _storage_of(tensor: Any) -> int:
+def _storage_of(tensor: Tensor) -> int:
     try:
         return int(tensors().storage_identity(tensor.untyped_storage()))
     except (RuntimeError, NotImplementedError):

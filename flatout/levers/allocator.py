@@ -1,6 +1,7 @@
-"""CPU memory: keep what was freed, instead of giving it back to the system and faulting it in again every step.
+"""CPU memory: keep freed memory, instead of returning it to the system and faulting it in again every step.
 
-glibc maps each large tensor anew and unmaps it when it is freed, so every step pays for zeroing the same pages.
+glibc maps each large tensor when it is allocated and unmaps it when it is freed, so every step pays for zeroing the
+same pages.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 from flatout.environment import preloaded_libraries
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
@@ -27,24 +27,24 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 PRELOADABLE = ("jemalloc", "tcmalloc", "mimalloc")
 
 UNSEEN_SHARE = 0.3
-"""What page faults may take in the next process of a script that has none in this one: it depends on where its heap
-lies, and was seen to change from one process to the next."""
+"""What page faults may take in the next process of a script that has none in this one: it depends on where the heap
+is, and was seen to change from one process to the next."""
 
 
 class RetainMemory(Lever):
-    """Let glibc keep freed memory instead of giving it back to the system and faulting it in again in every step."""
+    """Let glibc keep freed memory instead of returning it to the system and faulting it in again in every step."""
 
     name = "malloc retains memory"
     plan_field = "allocator"
     switch = "start"
-    """Once mallopt was called, glibc no longer adapts its thresholds: such a process is no plain one any more."""
+    """Once mallopt was called, glibc no longer adapts its thresholds: the process can no longer serve as a baseline."""
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
         return _saved_faults(observed)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
-            return refuse("the tensors live on the GPU, whose allocator keeps memory already")
+            return refuse("the tensors are on the GPU, whose allocator keeps memory already")
         if any(name in preloaded_libraries() for name in PRELOADABLE):
             return refuse("another allocator is preloaded already")
         if not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "mallopt"):
@@ -52,7 +52,7 @@ class RetainMemory(Lever):
         return offer("retain", reason="large tensors are mapped and unmapped every step by default")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -60,17 +60,17 @@ class RetainMemory(Lever):
         try:
             yield
         finally:
-            # Where glibc's adaptive thresholds settle by themselves once tensors have come and gone.
+            # Where glibc's adaptive thresholds settle once tensors have been allocated and freed.
             libc.mallopt(M_MMAP_MAX, 65536)
             libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
             libc.mallopt(M_TRIM_THRESHOLD, 64 << 20)
             libc.mallopt(M_TOP_PAD, 128 << 10)
             libc.malloc_trim(0)
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: Value) -> bool:
         return value == "retain"
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name
 
 
@@ -82,12 +82,12 @@ class PreloadedAllocator(Lever):
     switch = "process"
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
-        faults = _saved_faults(observed)  # and what many small tensors cost
+        faults = _saved_faults(observed)  # plus what allocating many small tensors costs
         return Saving(expected=faults.expected, least=-0.1, most=min(0.9, faults.most + 0.1))
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
-            return refuse("the tensors live on the GPU")
+            return refuse("the tensors are on the GPU")
         if any(name in preloaded_libraries() for name in PRELOADABLE):
             return refuse("one is preloaded already")
         found = [name for name in PRELOADABLE if _library(name)]
@@ -95,19 +95,19 @@ class PreloadedAllocator(Lever):
             return refuse("none of jemalloc, tcmalloc, mimalloc is installed")
         return offer(*found, reason="it is installed")
 
-    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: Value) -> bool:
         return value in PRELOADABLE
 
-    def environment(self, value: Any) -> dict[str, str]:
-        library = _library(value)
+    def environment(self, value: Value) -> dict[str, str]:
+        library = _library(str(value))
         return {"LD_PRELOAD": library} if library else {}
 
 
 def _saved_faults(observed: Observed) -> Saving:
-    """What the page faults of a step take, which an allocator that keeps its memory does not have."""
+    """The time of a step's page faults, which an allocator that keeps its memory avoids."""
     if observed.page_faults_per_step is None or not observed.step_seconds:
         return Saving(expected=0.05, least=-0.05, most=0.5)
     share = min(0.9, observed.page_faults_per_step * page_fault_seconds() / observed.step_seconds)
@@ -117,7 +117,7 @@ def _saved_faults(observed: Observed) -> Saving:
 
 @functools.cache
 def _library(name: str) -> str | None:
-    """Looked up once: ctypes starts processes for that, some 40 ms in all."""
+    """Cached: ctypes starts processes to look it up, some 40 ms in all."""
     return ctypes.util.find_library(name) or (
         ctypes.util.find_library("tcmalloc_minimal") if name == "tcmalloc" else None
     )

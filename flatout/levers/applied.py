@@ -1,4 +1,4 @@
-"""The levers that are on at this moment, and the way to turn them on and off.
+"""The levers that are currently on, and how they are turned on and off.
 
 applied = Applied(subject)
 applied.set([Choice(lever, value), ...])     # exactly these, from now on
@@ -25,7 +25,7 @@ class RolledBack:
 
 
 class Applied:
-    """Turns choices on and off for one subject. Later choices are undone first."""
+    """Turns choices on and off for one subject. They are undone last to first."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -37,7 +37,7 @@ class Applied:
         return [choice for choice, _ in self._active]
 
     def set(self, choices: Sequence[Choice]) -> None:
-        """Make `choices` the active ones: undo what is not among them, then apply what is missing, in their order.
+        """Make `choices` the active ones: undo those that are not among them, then apply the missing ones in order.
 
         A choice that could not be applied before stays off.
         """

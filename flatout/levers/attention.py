@@ -1,36 +1,39 @@
 """Attention that a model computes by hand, run by torch's fused kernel: the scores are never written to memory.
 
-The modules that do so are known by their code: a forward, or a function that it calls, that takes a softmax between
-two products. Each is traced by torch.compile's front end, without its code generator: the graph is searched for the
-attention (`attention_graph`), everything else in it runs as it stands, and torch's guards see to it that another
-shape or mode is traced anew.
+Such modules are recognized by their code: a forward, or a function that it calls, that takes a softmax between two
+products. Each is traced by torch.compile's front end, without its code generator: the attention in the graph is
+replaced (`attention_graph`), everything else runs unchanged, and torch's guards retrace it for another shape or mode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dis
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
-from flatout.levers.model_call import set_call, set_training_call, versions_allowed
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
+from flatout.levers.model_call import Call, set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+    from torch.nn import Module
+
 PRODUCTS = {"matmul", "bmm", "einsum"}
 DEPTH = 3
-"""A forward, the method that it calls, the function which that one calls."""
+"""A forward, a method that it calls, a function that the method calls."""
 
 
 class FusedAttention(Lever):
     """Compute `softmax(q @ k.T) @ v`, written by hand in a model, with torch's fused kernel.
 
-    The matrix of attention weights is never written to memory. Where the weights are dropped out or returned, the
-    module is left as it is.
+    The matrix of attention weights is never written to memory. Modules that apply dropout to the weights or return
+    them are left alone.
     """
 
     name = "fused attention"
@@ -49,18 +52,18 @@ class FusedAttention(Lever):
         return offer("fused", reason="there is a softmax between two matrix products")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        def tell(why: str) -> None:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
+        def report(why: str) -> None:
             subject.note_incident(self.name, why)
 
-        with versions_allowed(), subject.modules.each(lambda module: _fuse(subject, module, tell)):
+        with versions_allowed(), subject.modules.each(lambda module: _fuse(subject, module, report)):
             yield
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name
 
 
-def attention_by_hand(model: Any) -> list[Any]:
+def attention_by_hand(model: Module) -> list[Module]:
     """The innermost modules of `model` whose own code takes a softmax between two products."""
     verdicts: dict[type, bool] = {}
     found = [module for module in model.modules() if _by_hand(module, verdicts)]
@@ -68,11 +71,11 @@ def attention_by_hand(model: Any) -> list[Any]:
     return [module for module in found if not any(id(inner) in known for inner in _below(module))]
 
 
-def _below(module: Any) -> Iterator[Any]:
+def _below(module: Module) -> Iterator[Module]:
     return (inner for inner in module.modules() if inner is not module)
 
 
-def _by_hand(module: Any, verdicts: dict[type, bool]) -> bool:
+def _by_hand(module: Module, verdicts: dict[type, bool]) -> bool:
     kind = type(module)
     if kind not in verdicts:
         names: set[str] = set()
@@ -83,8 +86,8 @@ def _by_hand(module: Any, verdicts: dict[type, bool]) -> bool:
     return verdicts[kind]
 
 
-def _names(function: Any, module: Any, names: set[str], depth: int) -> None:
-    """Add the names that a function calls by, `@` as 'matmul', and those of the script's functions it calls."""
+def _names(function: object, module: Module, names: set[str], depth: int) -> None:
+    """Add the names that a function uses, `@` as 'matmul', and those of the script's functions that it calls."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or not depth or _is_torchs(function):
         return
@@ -104,23 +107,23 @@ def _is_torchs(function: FunctionType) -> bool:
     return function.__module__.partition(".")[0] == "torch"
 
 
-def _fuse(subject: Subject, model: Any, tell: Any) -> Undo[Any] | None:
+def _fuse(subject: Subject, model: Module, report: Callable[[str], None]) -> Undo[Module] | None:
     import torch
 
     from flatout.levers.attention_graph import fuse_attention
 
-    def backend(graph_module: Any, examples: Any) -> Any:
+    def backend(graph_module: GraphModule, examples: object) -> Call:
         if not fuse_attention(graph_module) and "softmax" in str(graph_module.code):
-            tell("the weights are dropped out, returned or computed in a way that is not known")
+            report("the weights are dropped out, returned or computed in a way that is not recognized")
         return graph_module.forward
 
     targets = attention_by_hand(model)
     before = [getattr(target, COMPILED_CALL) for target in targets]
     for target, call in zip(targets, before, strict=True):
-        plain = call or plain_call(target)
+        plain: Call = call or plain_call(target)
         set_training_call(subject, target, torch.compile(plain, backend=backend), plain)
 
-    def undo(model: Any) -> None:
+    def undo(model: Module) -> None:
         for target, call in zip(attention_by_hand(model), before, strict=True):
             set_call(target, call)
 

@@ -1,20 +1,20 @@
-"""Attention written by hand, found in a traced graph and put through torch's fused kernel.
+"""Attention written by hand, found in a traced graph and replaced by torch's fused kernel.
 
-What is looked for, in the order in which a script computes it:
+The pattern, in the order in which a script computes it:
 
     scores = query @ key^T                    matmul, bmm or einsum
     scores = scores * a, / b, + bias, masked_fill(mask, value), float()   any of them, in any order
     weights = softmax(scores, last dimension)
     output = weights @ value
 
-None of the intermediate values may be used elsewhere, because the fused kernel never has them in memory. Weights that
-are dropped out are left alone: the kernel would draw other random numbers than the script.
+None of the intermediate values may be used elsewhere, because the fused kernel never has them in memory. Attention with
+dropout on the weights is left alone: the kernel would draw other random numbers than the script.
 
-A mask decides at each call. The kernel is right where every query keeps a key: what is masked then weighs exactly 0,
-whether it was filled with -1e9 or with -inf. A row that is masked whole is another matter: with a finite value its
-weights are equal and its scores get no gradient, with -inf they are NaN, and a bias of -1e9 swallows the logarithm from
-which the kernel's backward pass takes the weights. So the masks and biases are looked at first (not the scores, which
-are not there), and where a row is not safe that call computes what the script says, in the script's order.
+Masks are checked at each call. The kernel is right where every query keeps a key: masked keys then weigh exactly 0,
+whether they were filled with -1e9 or with -inf. Fully masked rows differ: with a finite value their weights are equal
+and their scores get no gradient, with -inf they are NaN, and a bias of -1e9 swallows the logarithm from which the
+kernel's backward pass takes the weights. So masks and biases are examined first (not the scores, which do not exist),
+and where a row is not safe that call computes what the script says, in the script's order.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from torch.nn import functional
 CASTS = {"float", "to", "type_as", "type", "contiguous"}
 PRODUCTS = {"matmul", "bmm", "__matmul__"}
 
-
 SAFE_BIAS = 1e3
-"""Past it, fp32 has too few digits left for the logarithm of a row's sum."""
+"""Above it, fp32 has too few digits left for the logarithm of a row's sum."""
 UNDERFLOW = 104.0
 """exp(-104) is 0 in fp32: a score that far below the row's largest weighs nothing."""
 
-Step = tuple[Any, ...]
+Step = tuple[Any, ...]  # in the graph a bias is a Node, at run time a tensor
 """('mul', number), ('div', number), ('add', bias) or ('fill', mask, value put where it is true)"""
 
 
 @dataclass
 class Scores:
-    """The way from the product of queries and keys to the softmax."""
+    """The product of queries and keys, and the steps from there to the softmax."""
 
     query: Node | None = None
     key: Node | None = None
     key_is_transposed: bool = True
-    """[..., features, keys], as a product takes it; False: [..., keys, features], as an equation names it."""
+    """True: [..., features, keys], as a product takes it; False: [..., keys, features], as in an einsum."""
     steps: list[Step] = field(default_factory=list)
-    """As the script has them, the first one on the product itself."""
+    """In the script's order; the first one applies to the product itself."""
 
 
 def fuse_attention(graph_module: GraphModule) -> int:
@@ -108,14 +107,14 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, steps: tuple[Step, ...]) -
 
 @dataclass
 class _Masking:
-    """What the steps amount to: softmax(scale * scores + bias, with what is hidden left out)."""
+    """The steps combined: softmax(scale * scores + bias, without the hidden scores)."""
 
     scale: float = 1.0
     bias: Tensor | None = None
     hidden: Tensor | None = None
     """True where a score was replaced."""
-    highest: Any = -math.inf
-    """The largest value that was put in the place of a score, with what came after."""
+    highest: float = -math.inf
+    """The largest value that replaced a score, after the steps that follow."""
 
     @classmethod
     def of(cls, steps: tuple[Step, ...]) -> _Masking:
@@ -138,10 +137,10 @@ class _Masking:
 
     @torch.no_grad()
     def is_safe(self, query: Tensor, key: Tensor) -> bool:
-        """Does every query keep a key, by a bias that leaves fp32 its digits, with all that is hidden far below?"""
+        """Does every query keep a key, with a bias small enough for fp32 and all hidden scores far below?"""
         if self.bias is None and self.hidden is None:
             return True
-        lowest: Any = 0.0
+        lowest = 0.0
         if self.bias is None:
             assert self.hidden is not None
             if self.hidden.all(-1).any():
@@ -158,7 +157,7 @@ class _Masking:
         return bool(self.highest + UNDERFLOW < lowest - abs(self.scale) * query.shape[-1] * largest[0] * largest[1])
 
     def for_kernel(self, query: Tensor) -> Tensor | None:
-        """True where a key is kept, or what is added to the scores."""
+        """A boolean mask, True where a key is kept, or a bias that is added to the scores."""
         mask = self.bias
         if mask is None:
             mask = None if self.hidden is None else ~self.hidden
@@ -169,7 +168,7 @@ class _Masking:
 
 
 def _weights_and_value(node: Node) -> tuple[Node, Node] | None:
-    """The factors of a product that may be the attention's last."""
+    """The factors of a product that may be the last one of attention."""
     if _called(node) == "einsum":
         factors = _einsum_factors(node)
         if factors is None:
@@ -179,11 +178,11 @@ def _weights_and_value(node: Node) -> tuple[Node, Node] | None:
         return (left, right) if fits and a[-1] not in out else None
     if _called(node) not in PRODUCTS:
         return None
-    left, right = _argument(node, 0, "input"), _argument(node, 1, "other", "mat2")
-    return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
+    first, second = _argument(node, 0, "input"), _argument(node, 1, "other", "mat2")
+    return (first, second) if isinstance(first, Node) and isinstance(second, Node) else None
 
 
-def _softmax_below(node: Any) -> Node | None:
+def _softmax_below(node: object) -> Node | None:
     """The softmax over the last dimension that `node` is, through casts and a dropout that is off."""
     while isinstance(node, Node) and len(node.users) == 1:
         name = _called(node)
@@ -196,8 +195,8 @@ def _softmax_below(node: Any) -> Node | None:
     return None
 
 
-def _scores(node: Any) -> Scores | None:
-    """Walk from the softmax's input up to the product; None where something else stands between."""
+def _scores(node: object) -> Scores | None:
+    """Walk from the softmax's input up to the product; None where there is anything else in between."""
     found, factor = Scores(), 1.0
     while isinstance(node, Node) and len(node.users) == 1:
         name = _called(node)
@@ -221,7 +220,7 @@ def _scores(node: Any) -> Scores | None:
         elif name in ("masked_fill", "masked_fill_"):
             fill = _argument(node, 2, "value")
             if not isinstance(second, Node) or not isinstance(fill, int | float) or not fill * factor <= -1e3:
-                return None  # a value that softmax does not take for zero
+                return None  # softmax would not turn this value into 0
             found.steps.insert(0, ("fill", second, float(fill)))
         else:
             return None
@@ -238,8 +237,10 @@ def _with_product(found: Scores, node: Node) -> Scores | None:
         found.key_is_transposed = False
         return found if a[:-2] == b[:-2] == out[:-2] and a[-1] == b[-1] and out[-2:] == a[-2] + b[-2] else None
     query, key = _argument(node, 0, "input"), _argument(node, 1, "other", "mat2")
+    if not (isinstance(query, Node) and isinstance(key, Node)):
+        return None
     found.query, found.key = query, key
-    return found if isinstance(query, Node) and isinstance(key, Node) else None
+    return found
 
 
 def _einsum_factors(node: Node) -> tuple[Node, Node, tuple[str, str, str]] | None:
@@ -255,8 +256,8 @@ def _einsum_factors(node: Node) -> tuple[Node, Node, tuple[str, str, str]] | Non
     return left, right, (a, b, out)
 
 
-def _leads_to_product(node: Any) -> bool:
-    """Is this the side of a sum that the scores come from?"""
+def _leads_to_product(node: object) -> bool:
+    """Is this the operand of a sum that the scores come from?"""
     while isinstance(node, Node) and node.args:
         name = _called(node)
         if name in PRODUCTS or name == "einsum":
@@ -268,7 +269,7 @@ def _leads_to_product(node: Any) -> bool:
 
 
 def _called(node: Node) -> str:
-    """The name of what a node calls, the same for functions, methods and operators."""
+    """The name of what a node calls, which is the same for functions, methods and operators."""
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
@@ -276,8 +277,8 @@ def _called(node: Node) -> str:
     return str(getattr(node.target, "__name__", ""))
 
 
-def _argument(node: Node, position: int, *names: str) -> Any:
-    """An argument given by place or by one of its names; None where it was not given."""
+def _argument(node: Node, position: int, *names: str) -> object:
+    """An argument given by position or by one of its names; None where it was not given."""
     if position < len(node.args):
         return node.args[position]
     return next((node.kwargs[name] for name in names if name in node.kwargs), None)

@@ -1,25 +1,29 @@
 """Autocast: the model's products in bf16 or fp16, its weights, loss and optimizer in fp32.
 
-It is put around each outermost module call that trains, and what comes out is fp32 again, so the script's own loss,
-metrics and `.numpy()` see what they always saw. Activations that the model keeps, or that a hook gets, are in the
-dtype of the region; numpy, which has no bf16, gets them in fp32.
+It wraps each outermost module call that trains, whose outputs are cast back to fp32, so the script's own loss, metrics
+and `.numpy()` see what they always saw. Activations that the model keeps, or that a hook receives, are in the dtype of
+the region; numpy, which has no bf16, gets them in fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.precision.autocast import autocast_call, loss_scaled_backward
 from flatout.replaced import replaced
 
+if TYPE_CHECKING:
+    from numpy import ndarray
+    from torch import Tensor
+
 CAST_SECONDS = 10e-6
-"""What casting the inputs and results of one operation takes, where these are small, at the most."""
+"""The most that casting the inputs and results of one operation takes, where these are small."""
 
 
 class Autocast(Lever):
@@ -47,7 +51,8 @@ class Autocast(Lever):
             return refuse("no module was called: autocast needs one to wrap")
         if any(set(module.dtypes) - {"float32"} for module in observed.modules):
             return refuse("the model's weights are not fp32")
-        fast = _fast_dtypes(machine, observed.device)
+        place = observed.gpu(machine) if observed.device.startswith("cuda") else machine.cpu
+        fast = place.fast_dtypes if place is not None else ()
         if "bf16" in fast:
             return offer("bf16", reason="this device has bf16 instructions")
         if "fp16" in fast and not observed.scaler_in_script and observed.optimizers:
@@ -55,32 +60,25 @@ class Autocast(Lever):
         return refuse("this device has no fast 16-bit format")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(subject.around_calls(autocast_call(value)))
+            stack.enter_context(subject.around_calls(autocast_call(str(value))))
             stack.enter_context(replaced(torch.Tensor, "numpy", _numpy_of_fp32))
             if value == "fp16":
                 stack.enter_context(subject.around_backward(loss_scaled_backward(subject.optimizers, subject.modules)))
             yield
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return f"{value} autocast"
 
 
-def _numpy_of_fp32(original: Any) -> Any:
+def _numpy_of_fp32(original: Callable[..., ndarray]) -> Callable[..., ndarray]:
     import torch
 
-    def numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def numpy(tensor: Tensor, *args: object, **kwargs: object) -> ndarray:
         readable = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         return original(readable, *args, **kwargs)
 
     return numpy
-
-
-def _fast_dtypes(machine: Machine, device: str) -> tuple[str, ...]:
-    if not device.startswith("cuda"):
-        return machine.cpu.fast_dtypes
-    index = int(device.partition(":")[2] or 0)
-    return next((gpu.fast_dtypes for gpu in machine.devices if gpu.index == index), ())

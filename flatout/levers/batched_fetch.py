@@ -1,12 +1,11 @@
-"""Take whole batches out of in-memory data instead of one sample at a time."""
+"""Read whole batches from in-memory data instead of one sample at a time."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from flatout.data.fetch import batched_fetch
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
@@ -39,8 +38,8 @@ class BatchedFetch(Lever):
             return refuse(observed.loaders[0].fetch_obstacle)
         return offer("batched", reason=f"the data is in memory ({found.dataset})")
 
-    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
         return batched_fetch(on_mismatch=lambda why: subject.incidents.append((self.name, why)))
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name

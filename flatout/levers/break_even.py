@@ -1,4 +1,4 @@
-"""Does a start-up cost pay? 'compile costs 61 s and saves 0.1 s a step: pays off after 610 steps'."""
+"""Does a start-up cost pay off? 'compile costs 61 s and saves 0.1 s a step: pays off after 610 steps'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEGLIGIBLE_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What the cost is set against, in words."""
+    """What is counted, in the words of reports."""
 
     unit: str = "steps"
     unknown: str = "how many the script runs is unknown; give --steps"
@@ -20,7 +20,7 @@ class Counted:
 
 
 def payoff_steps(startup_seconds: float, baseline_seconds: float, candidate_seconds: float) -> int | None:
-    """Steps after which the start-up is earned back; None where there is none to speak of, or nothing is saved."""
+    """Steps after which the start-up cost is earned back; None where it is negligible, or nothing is saved."""
     saved = baseline_seconds - candidate_seconds
     if startup_seconds < NEGLIGIBLE_SECONDS or saved <= 0:
         return None
@@ -28,14 +28,14 @@ def payoff_steps(startup_seconds: float, baseline_seconds: float, candidate_seco
 
 
 def pays(payoff: int | None, total_steps: int | None) -> bool:
-    """Unknown length counts as long enough: the figure is shown, so that a person can judge."""
+    """An unknown length counts as long enough: the report shows the payoff, so that the user can judge."""
     return payoff is None or total_steps is None or payoff < total_steps
 
 
 def describe(
     startup_seconds: float, payoff: int | None, total_steps: int | None, counted: Counted | None = None
 ) -> str:
-    """The sentence a person reads; '' where there is no start-up cost to speak of."""
+    """The sentence in a report; '' where the start-up cost is negligible."""
     if payoff is None:
         return ""
     counted = counted or Counted()

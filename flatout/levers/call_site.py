@@ -1,12 +1,12 @@
-"""What a script does right after a backward pass, read from the source of the code that runs.
+"""What a script does right after a backward pass, read from its source.
 
-Whether a step takes place as soon as the gradients are there, with nothing between that could look at gradients or
-weights, cannot be seen from calls: what is between may be done once in a thousand steps. But the source says it, where
+Whether anything between `backward()` and `step()` looks at gradients or weights cannot be learned by watching calls: it
+may happen once in a thousand steps. The source shows it where
 
     loss.backward()
     optimizer.step()
 
-stand directly after one another, and no handler around them would go on after half a backward pass.
+directly follow one another, and no exception handler around them could continue after half a backward pass.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 HARMLESS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
-"""Exceptions that no backward pass raises by itself; signals wait until it is over."""
+"""Exceptions that no backward pass raises by itself; signals are deferred until it is over."""
 
 Names = tuple[str, ...]
-"""'self.optimizer' as its parts."""
+"""A dotted name in parts: ('self', 'optimizer')."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,27 +38,27 @@ class Site:
     steps: tuple[Names, ...] = ()
     """The objects whose `step()` is called next, one statement after the other."""
     zeroed: tuple[Names, ...] = ()
-    """Those whose `zero_grad()` follows directly on that."""
+    """The objects whose `zero_grad()` is called directly after that."""
     obstacle: str = ""
-    """Why it is none; '' where at least one step follows."""
+    """Why this is no such statement; '' where at least one step follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSite:
-    """A Site with the live objects that its names stand for."""
+    """A Site with the live objects in place of names."""
 
-    optimizers: tuple[Any, ...] = ()
-    zeroed: tuple[Any, ...] = ()
+    optimizers: tuple[Optimizer, ...] = ()
+    zeroed: tuple[object, ...] = ()
     obstacle: str = ""
 
 
 def after_backward(frame: FrameType | None) -> FoundSite:
-    """Of the script's call of `backward` in which `frame` runs. `frame`: of whoever asks, inside the call."""
+    """The site of the script's `backward` call that `frame` runs inside of."""
     return _found(frame, ("/torch/_tensor.py", "/torch/autograd/__init__.py"), "backward")
 
 
 def before_step(frame: FrameType | None) -> FoundSite:
-    """The same of the script's call of an optimizer's `step` in which `frame` runs: of the backward pass before it."""
+    """The site of the backward pass before the script's optimizer `step` that `frame` runs inside of."""
     return _found(frame, ("/torch/optim/optimizer.py", "/torch/optim/lr_scheduler.py"), "step")
 
 
@@ -94,17 +97,17 @@ def _resolved(frame: FrameType, site: Site) -> FoundSite:
     return FoundSite(optimizers=tuple(optimizers), zeroed=tuple(zeroed))
 
 
-def _object(frame: FrameType, path: Names) -> Any:
-    """What these names stand for, without running any code of the script's; None where that would be needed."""
-    found = frame.f_locals.get(path[0], frame.f_globals.get(path[0]))
+def _object(frame: FrameType, path: Names) -> object:
+    """The object of that name, without running any of the script's code; None where that would be needed."""
+    found: object = frame.f_locals.get(path[0], frame.f_globals.get(path[0]))
     for name in path[1:]:
         found = getattr(found, "__dict__", {}).get(name)
     return found
 
 
 def _caught(frame: FrameType) -> str:
-    """Where an exception of the backward pass would be handled, so that the script may go on after half of it; ''
-    where nothing would, up to the script's first line."""
+    """Where an exception from the backward pass would be handled, so that the script could continue after half of it;
+    '' where nothing handles it up to the script's top level."""
     at: FrameType | None = frame
     while at is not None:
         caught = _handler(at.f_code, at.f_code.co_filename, at.f_lasti)
@@ -118,7 +121,7 @@ def _caught(frame: FrameType) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _site(code: CodeType, file: str, instruction: int, method: str) -> Site:
-    """file: that of the code, by which alone Python does not tell two codes apart."""
+    """file: that of the code; code objects of different files may compare equal."""
     where, place, tree = Path(file).name, _place(code, instruction), _tree(code)
     if tree is None or place is None:
         return Site(obstacle=f"the source of {where} cannot be read, or is not what runs")
@@ -154,9 +157,9 @@ def _site_in(block: Sequence[ast.stmt], index: int, where: str) -> Site:
 
 
 def _call(statement: ast.stmt, method: str) -> Names | None:
-    """The parts of `a.b` in the statement `a.b.method()`; () where that is no plain name. None: another statement.
+    """The parts of `a.b` in the statement `a.b.method()`; None for any other statement.
 
-    Of `backward` the arguments do not matter; others have none.
+    `backward` may be called on any expression, with arguments: for it the parts are ().
     """
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return None
@@ -224,7 +227,7 @@ def _place(code: CodeType, instruction: int) -> Place | None:
 
 
 def _tree(code: CodeType) -> ast.Module | None:
-    """Of the file that the code is from, if that still says what runs."""
+    """The syntax tree of the code's file, if the file still holds the code that runs."""
     try:
         written = os.stat(code.co_filename).st_mtime_ns
     except OSError:

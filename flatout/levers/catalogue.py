@@ -14,14 +14,14 @@ SWITCHES = ("live", "start", "loader", "process")
 
 @functools.cache
 def levers_of(scope: Scope) -> tuple[Lever, ...]:
-    """Those that apply there: as `flatout.plan_choices` orders the choices, but what holds from the start of a process
-    or loader after what is switched, and before all what makes another lever of every other one."""
+    """The levers of a scope, in the order of `flatout.plan_choices`, except that those with `comes_first` are first and
+    those that need a new loader or process come after live ones."""
     found = [_lever(path) for one in declared().values() if scope in one.scopes for path in one.levers]
     return tuple(sorted(found, key=_turn))
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:
-    """As a plan applies them."""
+    """In the order in which a plan applies them."""
     places = {name: place for place, name in enumerate(declared())}
     return sorted(choices, key=lambda one: (*_turn(one.lever), places[one.field]))
 
@@ -37,9 +37,9 @@ def _lever(path: str) -> Lever:
 
 
 LEVERS = levers_of("script")
-"""Those of an unmodified script, and so of `flatout tune`."""
+"""The levers of unmodified scripts, and so of `flatout tune`."""
 
 INTERACTING: tuple[tuple[str, str], ...] = tuple(
     (other, name) for name, one in declared().items() for other in one.pairs_with
 )
-"""Pairs of choices that may help together although one of them did not help alone."""
+"""Pairs of choices that may help together even if one of them did not help alone."""

@@ -1,15 +1,15 @@
-"""Fused linear + cross-entropy: the scores of a last layer, [tokens, vocabulary], are never held whole.
+"""Fused linear + cross-entropy: the scores of a last layer, [tokens, vocabulary], are never fully in memory.
 
-Whatever calls a linear layer wide enough gets `LazyScores`. If they go into cross-entropy, loss and gradients are
-computed chunk by chunk from the layer's own input (`kernels/linear_cross_entropy`); if the script does anything else
-with them, they are computed then. A layer for which that is the rule (a wide hidden layer, scores that are divided by
-a temperature, an accuracy every step) is left as it is from then on.
+Calls of a wide linear layer return `LazyScores`. If these go into cross-entropy, loss and gradients are computed chunk
+by chunk from the layer's input (`kernels/linear_cross_entropy`); if the script does anything else with them, they are
+computed then. A layer whose scores are usually computed (a wide hidden layer, scores divided by a temperature, an
+accuracy in every step) is left alone from then on.
 
-This is the one way by which a plan, `fit_to_memory`, our models, a user's model and an unmodified script get this
-loss. Inside code that torch.compile made it does nothing; there `flatout.linear_cross_entropy` is called by hand.
+This is how a plan, `fit_to_memory`, our models, a user's model and an unmodified script all get this loss. In code
+compiled by torch.compile it does nothing; call `flatout.linear_cross_entropy` there.
 
-It saves memory and seldom time. So a search keeps it where it is faster, or where memory is short, or where a plan
-written by hand asks for it.
+It saves memory and rarely time. So a search keeps it where it is faster, where memory is short, or where a plan asks
+for it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,37 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
+from flatout.levers.training_call import is_checkpointing
 from flatout.machine.description import Machine
 from flatout.replaced import replaced
 from flatout.torch_private.late import dispatch
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.levers.lazy_scores import Source
+
+R = TypeVar("R")
+
 LEAST_CLASSES = 1024
 LEAST_SCORES_BYTES = 4 << 20
-"""Of one call's scores: fewer are no material part of a step's memory."""
+"""Of one call: smaller scores are no material part of a step's memory."""
 LOOKS_FORGIVEN = 4
-"""A layer may have its scores looked at once in so many losses, and a first time."""
+"""A layer's scores may be used for something else once in so many losses, plus a first time."""
 
 
 class ChunkedLoss(Lever):
     """Never hold the scores of a wide last layer, `[tokens, vocabulary]`, as a whole.
 
     Where the scores go into cross-entropy and nowhere else, loss and gradients are computed chunk by chunk from the
-    layer's input. If the script does something else with them, they are computed then. It saves memory and seldom
+    layer's input. If the script does something else with them, they are computed then. It saves memory and rarely
     time, so a search keeps it where it is faster, where memory is short, or where the plan asks for it.
     """
 
@@ -52,39 +62,45 @@ class ChunkedLoss(Lever):
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):
             return refuse("the script compiles its model itself, and compiled code materialises the scores")
         if not observed.optimizers:
-            return refuse("the script has no optimizer object, so it is not known when the weights change")
+            return refuse("the script has no optimizer object, so Flatout cannot see when the weights change")
         widest = max((module.widest_output for module in observed.modules), default=0)
         if widest < LEAST_CLASSES:
             return refuse(f"the widest layer has {widest} outputs: scores are a small part of a step's memory")
-        return offer("chunked", reason=f"a layer has {widest:,} outputs, whose scores are held several times")
+        return offer("chunked", reason=f"a layer has {widest:,} outputs, and its scores are in memory several times")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         layers = _Layers(subject, lambda why: subject.note_incident(self.name, why))
         with layers.in_place(), subject.optimizers.each(layers.watch_optimizer):
             yield
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name
 
 
-def widest_output(model: Any) -> int:
-    """The most outputs that one of a model's matrices of weights may give; 0 without any."""
+def widest_output(model: Module) -> int:
+    """The most outputs that one of a model's weight matrices may produce; 0 without any."""
     import torch
 
     widest = 0
     for module in model.modules():
-        table = isinstance(module, torch.nn.Linear | torch.nn.Embedding)  # an embedding's may be the last layer's too
+        table = isinstance(module, torch.nn.Linear | torch.nn.Embedding)  # an embedding may share the last layer's
         for weight in module.parameters(recurse=False):
             if weight.ndim == 2:
                 widest = max(widest, weight.shape[0] if table else max(weight.shape))
     return widest
 
 
-class _Layer:
-    """What became of one weight's scores so far."""
+class Linear(Protocol):
+    """torch.nn.functional.linear"""
 
-    def __init__(self, weight: Any) -> None:
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
+
+
+class WideLayer:
+    """How one weight's scores were used so far."""
+
+    def __init__(self, weight: Tensor) -> None:
         self.weight = weakref.ref(weight)
         self.losses = self.looks = 0
         self.given_up = False
@@ -93,18 +109,18 @@ class _Layer:
 class _Layers:
     """The wide linear layers that are called while the lever is on."""
 
-    def __init__(self, subject: Subject, tell: Callable[[str], None]) -> None:
-        self._subject, self._tell = subject, tell
-        self._known: dict[int, _Layer] = {}
+    def __init__(self, subject: Subject, report: Callable[[str], None]) -> None:
+        self._subject, self._report = subject, report
+        self._known: dict[int, WideLayer] = {}
         self._uses: list[str] = []
         self._judged = False
         self.busy = False
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Calls whose scores somebody may still ask for."""
+        self._open: weakref.WeakSet[Source] = weakref.WeakSet()
+        """Calls whose scores may still be used."""
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Stand in for torch's linear layer and for the product with a matrix of weights."""
+        """Replace torch's linear layer and its product with a weight matrix."""
         import torch
         from torch.nn import functional
 
@@ -118,9 +134,9 @@ class _Layers:
             for name in ("__matmul__", "matmul"):
                 stack.enter_context(replaced(torch.Tensor, name, self._product))
 
-        def without(original: Any) -> Any:
-            def script(*args: Any, **kwargs: Any) -> Any:
-                stack.close()  # it knows torch's functions by their identity
+        def without(original: Callable[..., R]) -> Callable[..., R]:
+            def script(*args: object, **kwargs: object) -> R:
+                stack.close()  # it recognizes torch's functions by identity
                 try:
                     return original(*args, **kwargs)
                 finally:
@@ -132,7 +148,7 @@ class _Layers:
             put_in()
             yield
 
-    def watch_optimizer(self, optimizer: Any) -> Undo[Any]:
+    def watch_optimizer(self, optimizer: Optimizer) -> Undo[Optimizer]:
         hook = optimizer.register_step_pre_hook(lambda *_: self._weights_change())
         return lambda optimizer: hook.remove()
 
@@ -142,54 +158,54 @@ class _Layers:
         if not self._judged:
             self._judged = True
             if not any(layer.losses for layer in self._known.values()):
-                uses = "; ".join(dict.fromkeys(self._uses)) or "none is wide enough, or its input too short"
-                self._tell(f"no cross-entropy takes the scores of a linear layer as they are: {uses}")
+                uses = "; ".join(dict.fromkeys(self._uses)) or "none is wide enough, or its input is too short"
+                self._report(f"no cross-entropy takes the scores of a linear layer as they are: {uses}")
 
     # what a script calls
 
-    def _linear(self, original: Any) -> Any:
+    def _linear(self, original: Linear) -> Linear:
         import torch
 
-        def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             if torch.compiler.is_compiling() or not self._worth(input, weight, weight):
                 return original(input, weight, bias)
             return self._lazy(input, weight, bias, weight)
 
         return linear
 
-    def _product(self, original: Any) -> Any:
+    def _product(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         import torch
 
-        def matmul(input: Any, other: Any, **kwargs: Any) -> Any:
+        def matmul(input: Tensor, other: Tensor, **kwargs: object) -> Tensor:
             if torch.compiler.is_compiling() or kwargs or getattr(other, "ndim", 0) != 2:
                 return original(input, other, **kwargs)
             base = other if other.is_leaf else other._base
-            if not self._worth(input, base, None) or not self._worth(input, other.t(), base):
+            if base is None or not self._worth(input, base, None) or not self._worth(input, other.t(), base):
                 return original(input, other)
             return self._lazy(input, other.t(), None, base)
 
         return matmul
 
-    def _lazy(self, input: Any, weight: Any, bias: Any, key: Any) -> Any:
+    def _lazy(self, input: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
         from flatout.levers.lazy_scores import lazy_linear
 
         scores = lazy_linear(input, weight, bias, self._layer(key), self)
         self._open.add(scores.place.source)
         return scores
 
-    def _layer(self, key: Any) -> _Layer:
-        """Those of another TrainStep's model are given up from the start: two steps take turns, each with its own."""
+    def _layer(self, key: Tensor) -> WideLayer:
+        """Layers of another TrainStep's model are given up from the start: each step handles its own."""
         layer = self._known.get(id(key))
         if layer is None or layer.weight() is not key:
-            layer = self._known[id(key)] = _Layer(key)
+            layer = self._known[id(key)] = WideLayer(key)
             layer.given_up = not (self._subject.any_model or self._is_ours(key))
         return layer
 
-    def _is_ours(self, key: Any) -> bool:
+    def _is_ours(self, key: Tensor) -> bool:
         return any(key is one for module in self._subject.modules for one in module.parameters())
 
-    def _worth(self, input: Any, weight: Any, key: Any) -> bool:
-        """May this call be put off? Asked of every linear layer: the cheapest questions come first."""
+    def _worth(self, input: Tensor, weight: Tensor | None, key: Tensor | None) -> bool:
+        """May this call be deferred? Runs for every linear layer: the cheapest checks come first."""
         import torch
 
         if (
@@ -220,35 +236,32 @@ class _Layers:
             and not (_transformed() or _recomputed())
         )
 
-    # what became of the scores
+    # how the scores were used
 
-    def fused(self, source: Any) -> None:
+    def fused(self, source: Source) -> None:
         source.key.losses += source.in_training
 
-    def formed(self, source: Any, by: str) -> None:
+    def formed(self, source: Source, by: str) -> None:
         self._open.discard(source)
         layer = source.key
         layer.looks += source.in_training
         if not source.in_training or (layer.losses and layer.looks <= 1 + layer.losses // LOOKS_FORGIVEN):
             return
         layer.given_up = True
-        use = f"the scores of a layer of {source.classes:,} outputs are used by {by!r} and so formed"
+        use = f"the scores of a layer of {source.classes:,} outputs are used by {by!r} and so computed"
         if layer.losses:
-            self._tell(use)
-        else:  # a wide layer inside the model is no news, unless it turns out to be all there is
+            self._report(use)
+        else:  # a wide layer inside the model is worth reporting only if there is no other
             self._uses.append(use)
 
 
 def _recomputed() -> bool:
-    """In a checkpointed part, or in its recomputation: what is saved in the one must be what is saved in the other."""
-
-    hooks = dispatch().saved_tensor_hooks(True)
-    checkpointed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-    return checkpointed or dispatch().current_graph_task() != -1
+    """In a checkpointed part, or in its recomputation: both must save the same tensors."""
+    return is_checkpointing() or dispatch().current_graph_task() != -1
 
 
 def _transformed() -> bool:
-    """Inside torch.func, or in inference mode: there tensors are more than they seem, and gradients none of ours."""
+    """Under torch.func or in inference mode, where tensors are wrapped and gradients are not autograd's."""
     import torch
 
     return torch.is_inference_mode_enabled() or dispatch().transform_level() is not None

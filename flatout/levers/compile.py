@@ -1,18 +1,18 @@
-"""torch.compile, in place: state dict keys and the module's type stay what they are.
+"""torch.compile, in place: state dict keys and the module's type stay the same.
 
-Random numbers keep their eager order on the CPU (`fallback_random`), so a compiled run can be compared with a plain one
-step by step, dropout included.
+Random numbers keep their eager order on the CPU (`fallback_random`), so a compiled run can be compared with an eager
+one step by step, dropout included.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from flatout.levers.first_compilation import compiler_is_there, in_our_cache, usual_compile_seconds
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.model_call import set_call, set_training_call, versions_allowed
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
@@ -21,16 +21,19 @@ from flatout.replaced import settings_changed
 from flatout.torch_private.attributes import COMPILED_CALL, plain_call
 from flatout.torch_private.compiler import autograd_settings, inductor_settings, versions_tried_in_order
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
 LITTLE_LONGER_SECONDS = 8.0
-"""Up to that a whole model is compiled before its blocks are tried, as it gains more: by 6 to 25 % of a step in the
-public scripts whose long tunes tried both (`python -m benchmarks.search.short_and_long`)."""
+"""If compiling the whole model takes at most that much longer than its blocks, it is tried first, as it gains more: 6
+to 25 % of a step in the public scripts whose long tunes tried both (`python -m benchmarks.search.short_and_long`)."""
 
 
 class Compile(Lever):
-    """torch.compile, in place: keys of the state dict and the type of the module stay as they are.
+    """torch.compile, in place: state dict keys and the module's type stay the same.
 
     `regional` compiles each repeated block once, which starts sooner; the other modes compile the whole model.
-    Random numbers keep their eager order on the CPU, so dropout draws the same. The start-up cost is weighed
+    Random numbers keep their eager order on the CPU, so dropout masks are the same. The start-up cost is weighed
     against the gain.
     """
 
@@ -60,24 +63,25 @@ class Compile(Lever):
             values.insert(0 if longer > LITTLE_LONGER_SECONDS else 1, "regional")
         if observed.device.startswith("cuda"):
             values += ["reduce-overhead", "max-autotune"]
-        return offer(*values, reason="fuses what lies between the products")
+        return offer(*values, reason="fuses the operations between matrix products")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        with _as_eager(), versions_allowed(), subject.modules.each(lambda module: _compile(subject, module, value)):
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
+        mode = str(value)
+        with _as_eager(), versions_allowed(), subject.modules.each(lambda module: _compile(subject, module, mode)):
             yield
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name if value == "default" else f"torch.compile {value}"
 
 
 @contextlib.contextmanager
 def _as_eager() -> Iterator[None]:
-    """Compiled code that behaves as the script's own: random numbers in eager order, and a graph that may be run
-    backwards more than once, also where the script begins to do so late.
+    """Compiled code that behaves as eager code does: random numbers in the same order, and graphs that allow more than
+    one backward pass, even if the script starts to do that late.
 
-    Equal calls also run equal graphs. By default the graph used last is tried first, so that after a batch of another
-    size activation checkpointing may recompute with a graph that saves other tensors than the one in forward did.
+    Equal calls also run equal graphs. By default the graph used last is tried first, so after a batch of another size
+    activation checkpointing could recompute with a graph that saves other tensors than the one in forward did.
     """
     with (
         settings_changed(inductor_settings(), fallback_random=True),
@@ -88,10 +92,10 @@ def _as_eager() -> Iterator[None]:
         yield
 
 
-def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
+def _compile(subject: Subject, module: Module, mode: str) -> Undo[Module] | None:
     targets = repeated_blocks(module) if mode == "regional" else [module]
-    # Blocks of one class share their compiled code. Where they differ in shape (a ResNet's), the compiler would take
-    # the second block's sizes for a changing dimension and give all of them slow code for any size.
+    # Blocks of one class share their compiled code. Where they differ in shape (a ResNet's), the compiler would treat
+    # the second block's sizes as a dynamic dimension and generate slower code for all of them.
     shapes = {tuple(parameter.shape for parameter in target.parameters()) for target in targets}
     for target in targets:
         compile_in_place(
@@ -101,32 +105,32 @@ def _compile(subject: Subject, module: Any, mode: str) -> Undo[Any] | None:
         )
         set_training_call(subject, target, getattr(target, COMPILED_CALL), plain_call(target))
 
-    def undo(module: Any) -> None:
+    def undo(module: Module) -> None:
         for target in repeated_blocks(module) if mode == "regional" else [module]:
             set_call(target, None)
 
     return undo
 
 
-def compile_in_place(module: Any, **options: Any) -> None:
-    """`module.compile(**options)`, which passes over torch's own modules, an nn.Sequential say, silently: those
-    are called from a function of ours, into which the compiler does look."""
+def compile_in_place(module: Module, **options: Any) -> None:  # keywords of torch.compile
+    """`module.compile(**options)`, which silently does nothing for torch's own modules, such as an nn.Sequential: those
+    are called from a function of ours, which the compiler does trace."""
     import torch
 
     if not type(module).__module__.startswith("torch.nn."):
         module.compile(**options)
         return
-    inside = plain_call(module)
+    inside: Callable[..., object] = plain_call(module)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return inside(*args, **kwargs)
 
     set_call(module, torch.compile(call, **options))
 
 
-def repeated_blocks(module: Any) -> list[Any]:
-    """The modules of the class that stands most often side by side in one container, with weights of their own."""
-    best: tuple[int, Any] = (1, None)
+def repeated_blocks(module: Module) -> list[Module]:
+    """The modules of the class that occurs most often side by side in one container, with weights of their own."""
+    best: tuple[int, type[Module] | None] = (1, None)
     for container in module.modules():
         counts = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
         for kind, count in counts.items():
@@ -135,8 +139,8 @@ def repeated_blocks(module: Any) -> list[Any]:
     return [] if best[1] is None else list(dict.fromkeys(_outermost(module, best[1])))
 
 
-def _outermost(module: Any, kind: Any) -> Iterator[Any]:
-    """The modules of a class below `module`, but none inside another: a Sequential may hold blocks that are such."""
+def _outermost(module: Module, kind: type[Module]) -> Iterator[Module]:
+    """The modules of a class below `module`, but none inside another: a Sequential may hold Sequentials."""
     for child in module.children():
         if type(child) is kind:
             yield child

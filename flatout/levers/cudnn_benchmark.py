@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
@@ -35,11 +34,11 @@ class CudnnBenchmark(Lever):
         return offer(True, reason="the model has convolutions")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
 
         before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = value
+        torch.backends.cudnn.benchmark = bool(value)
         try:
             yield
         finally:

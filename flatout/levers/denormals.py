@@ -1,24 +1,23 @@
-"""Flush denormal numbers to zero: saturated softmaxes and decayed moments are full of them."""
+"""Flush denormal numbers to zero: saturated softmaxes and decayed moments contain many of them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.precision.denormals import flush_denormals
 
 DOUBT = 3.0
-"""Times the predicted cost: operations differ in what denormal numbers cost them."""
+"""A factor on the predicted cost: operations differ in how much denormal numbers slow them."""
 
 
 class FlushDenormals(Lever):
     """Treat values below 1.2e-38 as 0 in every compute thread: CPUs compute with denormal numbers slowly.
 
-    Saturated softmaxes and decayed moments are full of them.
+    Saturated softmaxes and decayed moments contain many of them.
     """
 
     name = "flush denormals"
@@ -30,9 +29,9 @@ class FlushDenormals(Lever):
         if share is None:
             return Saving(expected=0.01, least=-0.02, most=0.5)
         if not share:
-            return Saving(expected=0.0, least=-0.02, most=0.0, why="a step met no denormal number")
+            return Saving(expected=0.0, least=-0.02, most=0.0, why="a step has no denormal numbers")
         slowdown = observed.denormal_slowdown or 1.0
-        added = share * (slowdown - 1)  # to a step that takes 1 without
+        added = share * (slowdown - 1)  # relative to a step without denormals
         most = DOUBT * added / (1 + DOUBT * added)
         why = f"{share:.2g} of a step's values are denormal, which take x{slowdown:.1f} here"
         return Saving(expected=added / (1 + added), least=-0.02, most=most, why=why)
@@ -44,5 +43,5 @@ class FlushDenormals(Lever):
             return refuse("the script flushes them already")
         return offer(True, reason="some CPUs compute with denormals many times slower")
 
-    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
+    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
         return flush_denormals()

@@ -1,5 +1,5 @@
-"""A first compilation by torch.compile on a CPU: how long it takes, what of it need not be done, and files that are
-whole or not there.
+"""A first compilation by torch.compile on a CPU: how long it takes, which of its steps can be skipped, and atomic
+writes of what it builds.
 
 with in_our_cache():
     ...                         # whatever compiles
@@ -15,29 +15,30 @@ import shutil
 from collections.abc import Callable, Iterator
 
 from flatout.environment import compiled_headers, cpp_compiler, headers_are_compiled
+from flatout.levers.lever import Value
 from flatout.levers.observed import Observed
 from flatout.replaced import replaced, settings_changed
 from flatout.torch_private.compiler import HEADER_FOLDER, HEADER_LOCKS, codecache, cpp_builder, inductor_settings
 
 COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION, HEADERS_SECONDS = 6.0, 0.012, 8.0
-"""What a first compilation takes, as a rule, on two cores, and what its headers take where they were never compiled on
-this machine (`python -m benchmarks.search.compiling`). What it really took is measured."""
+"""What a first compilation usually takes on two cores, and what its headers take where they were never compiled on this
+machine (`python -m benchmarks.search.compiling`). What it really took is measured."""
 COMPILED_AGAIN = 0.1
-"""Times that: what it takes in a later process, which finds the kernels in the cache (0.04 to 0.09 there)."""
+"""The share of that in a later process, which finds the kernels in the cache (0.04 to 0.09 in that benchmark)."""
 USUAL_OPERATIONS = 500
 """Of a step, where they were not counted."""
 
 
 @contextlib.contextmanager
 def in_our_cache() -> Iterator[None]:
-    """What a first compilation on a CPU need not do, or not twice; each takes as long as several kernels.
+    """Skip what a first compilation on a CPU need not do, or not twice; each takes as long as several kernels.
 
     Before its first kernel, inductor builds a library for each instruction set of the processor, to see whether
-    compiler and torch know it. It asks the processor in any case, and a torch of today knows them all. And its
-    precompiled headers lie in the folder for temporary files, where a trial leaves nothing.
+    compiler and torch support it. It asks the processor in any case, and current torch supports them all. And its
+    precompiled headers are in the temporary directory, where a trial leaves nothing behind.
 
-    Inductor takes a file that is there for a whole one. A process that is killed while its compiler writes would leave
-    half of one, for every later run: so each gets its name when it is whole.
+    Inductor assumes that an existing file is complete. A process killed while its compiler writes would leave a partial
+    file to every later run, so files are renamed into place once they are complete.
     """
     folder, cpp = str(compiled_headers()), inductor_settings().cpp
     known = cpp.vec_isa_ok is None and platform.machine() in ("x86_64", "AMD64")
@@ -67,12 +68,12 @@ def _named_when_whole(run: Callable[[str, str], None]) -> Callable[[str, str], N
 
 
 def compiler_is_there() -> bool:
-    """A C++ compiler, without which torch.compile on the CPU does nothing."""
+    """Is there a C++ compiler, without which torch.compile on the CPU does not work?"""
     return any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++"))
 
 
-def usual_compile_seconds(observed: Observed, value: str = "default") -> float:
-    """Expected of a first compilation, of the whole model or ('regional') of one of its repeated blocks."""
+def usual_compile_seconds(observed: Observed, value: Value = "default") -> float:
+    """Expected for a first compilation of the whole model or ('regional') of one of its repeated blocks."""
     operations = USUAL_OPERATIONS if observed.operations_per_step is None else observed.operations_per_step
     if value == "regional":
         operations //= max((module.repeated_blocks for module in observed.modules), default=1) or 1

@@ -1,7 +1,7 @@
-"""Gradients that are not there while a script takes them to be zeros: who holds one, and how it comes back.
+"""Gradients that were freed while a script assumes they are zeros: what else holds one, and how it is restored.
 
-Imported when the lever is on, after the script has imported torch. It runs for each gradient of each step: it asks as
-few questions as will do.
+Imported when the lever is on, after the script has imported torch. It runs for each gradient of each step, so it checks
+no more than it must.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from flatout.errors import MachineError
-from flatout.replaced import overlaid
+from flatout.levers.grad_attribute import delete_grad, get_grad, grad_replaced, set_grad
 from flatout.torch_private.attributes import IS_REPLICA
 from flatout.torch_private.dispatch import without_torch_function
 from flatout.torch_private.tensors import storage_identity, storage_users, tensor_users
 
-_SLOT: Any = torch.Tensor.grad
-"""torch's own attribute."""
-_get, _put, _drop = _SLOT.__get__, _SLOT.__set__, _SLOT.__delete__
 _strided, _Tensor, _Parameter = torch.strided, torch.Tensor, torch.nn.Parameter
 _count_references = sys.getrefcount
 
 Owners = tuple[int, int, int, int]
-"""How many hold a gradient and its memory, each in Python and in torch, who asks included."""
+"""Reference counts of a gradient and its memory, each in Python and in torch, including those of the caller."""
 
-HOLDING: tuple[Callable[[Any], Any], ...] = (
+HOLDING: tuple[Callable[[Tensor], object], ...] = (
     lambda gradient: gradient,
     lambda gradient: gradient[:1],
     lambda gradient: gradient.detach(),
     lambda gradient: gradient.data,
     lambda gradient: gradient.untyped_storage(),
 )
-"""Ways to hold a gradient or its memory, which torch has to tell from nobody holding it."""
+"""Ways to hold a gradient or its memory, each of which has to show in torch's counts."""
 
 
 class FreedGradients:
-    """Those that were freed and not asked for since. `tell` is called with what keeps gradients from being freed."""
+    """Gradients that were freed and not read since. `report` is called with what keeps gradients from being freed."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._waiting: dict[int, weakref.ref[Any]] = {}
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._waiting: dict[int, weakref.ref[Tensor]] = {}
         """By identity, the parameters whose gradient was freed."""
         self._alone = _owners_where_nobody_else()
 
     # what the script calls
 
-    def of_optimizer(self, original: Any) -> Any:
-        def zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    def of_optimizer(self, original: Callable[[Optimizer, bool], None]) -> Callable[[Optimizer, bool], None]:
+        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
             if set_to_none or not _is_plain():
                 original(optimizer, set_to_none)
             else:
@@ -59,8 +59,8 @@ class FreedGradients:
 
         return zero_grad
 
-    def of_module(self, original: Any) -> Any:
-        def zero_grad(module: Any, set_to_none: bool = True) -> None:
+    def of_module(self, original: Callable[[Module, bool], None]) -> Callable[[Module, bool], None]:
+        def zero_grad(module: Module, set_to_none: bool = True) -> None:
             if set_to_none or not _is_plain() or getattr(module, IS_REPLICA, False):
                 original(module, set_to_none)
             else:
@@ -68,10 +68,10 @@ class FreedGradients:
 
         return zero_grad
 
-    def after_backward(self, original: Any) -> Any:
-        """Of every pass, in whichever thread: what one leaves in shared memory, the next may overwrite."""
+    def after_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        """After every pass, in any thread: a gradient left in shared memory may be overwritten by the next pass."""
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def backward(*args: object, **kwargs: object) -> None:
             try:
                 return original(*args, **kwargs)
             finally:
@@ -81,70 +81,67 @@ class FreedGradients:
 
     @contextlib.contextmanager
     def read_as_zeros(self) -> Iterator[None]:
-        """`.grad` of a parameter whose gradient was freed gives zeros, which are its gradient from then on."""
+        """Reading `.grad` of a parameter whose gradient was freed gives zeros, which are its gradient from then on."""
         waiting = self._waiting
 
-        def read(parameter: Any) -> Any:
+        def read(parameter: Tensor) -> Tensor | None:
             if id(parameter) in waiting:
                 self._settle(parameter)
-            return _get(parameter)
+            return get_grad(parameter)
 
-        def write(parameter: Any, gradient: Any) -> None:
-            _put(parameter, gradient)
+        def write(parameter: Tensor, gradient: Tensor | None) -> None:
+            set_grad(parameter, gradient)
             waiting.pop(id(parameter), None)
 
-        def delete(parameter: Any) -> None:
-            _drop(parameter)
+        def delete(parameter: Tensor) -> None:
+            delete_grad(parameter)
             waiting.pop(id(parameter), None)
 
-        ours = property(read, write, delete)
-        with overlaid(torch.nn.Parameter, "grad", ours):
+        with grad_replaced(read, write, delete):
             try:
                 yield
             finally:
                 for parameter in self._those_waiting():
                     self._settle(parameter)
 
-    # what becomes of gradients
-
-    def _free(self, parameters: Iterable[Any]) -> None:
+    def _free(self, parameters: Iterable[Tensor]) -> None:
         waiting, alone, freed, kept = self._waiting, self._alone, 0, 0
         for parameter in parameters:
             if _owners(parameter) in alone:
-                _put(parameter, None)
+                set_grad(parameter, None)
                 waiting[id(parameter)] = weakref.ref(parameter)
                 freed += 1
-            elif (gradient := _get(parameter)) is not None:
+            elif (gradient := get_grad(parameter)) is not None:
                 _fill_with_zeros(gradient)
                 kept += 1
         if kept and not freed:
-            self._tell("gradients are held elsewhere too, or are no plain tensors: they are set to zero")
+            self._report("gradients are held elsewhere too, or are not plain tensors: they are set to zero")
 
     def _look_at_new_ones(self) -> None:
-        """What got a gradient has one of its own; what got none reads as zeros still."""
+        """Parameters that got a gradient own it; those that got none still read as zeros."""
         for parameter in self._those_waiting():
             if _owners(parameter) in self._alone:
                 self._waiting.pop(id(parameter), None)
-            elif _get(parameter) is not None:
+            elif get_grad(parameter) is not None:
                 self._settle(parameter)
 
-    def _settle(self, parameter: Any) -> None:
-        """The gradient is what it would be, had it been filled with zeros."""
+    def _settle(self, parameter: Tensor) -> None:
+        """Make the gradient what it would be if it had been filled with zeros."""
         reference = self._waiting.pop(id(parameter), None)
         if reference is None or reference() is not parameter:
             return
         if _owners(parameter) in self._alone:
             return
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            gradient = _get(parameter)
+            gradient = get_grad(parameter)
             if gradient is None:
-                _put(parameter, _zeros(parameter))
+                set_grad(parameter, _zeros(parameter))
             elif gradient.layout is not _strided:
-                _put(parameter, _zeros(parameter).add_(gradient))
+                set_grad(parameter, _zeros(parameter).add_(gradient))
             elif not gradient.requires_grad:
-                _put(parameter, gradient.clone())
+                set_grad(parameter, gradient.clone())
 
-    def _those_waiting(self) -> list[Any]:
+    def _those_waiting(self) -> list[Tensor]:
         alive = []
         for key, reference in list(self._waiting.items()):
             parameter = reference()
@@ -155,9 +152,9 @@ class FreedGradients:
         return alive
 
 
-def _owners(parameter: Any) -> Owners | None:
-    """Of its gradient; None where it has none that backward would make anew: a plain tensor that lies as it does."""
-    gradient = _get(parameter)
+def _owners(parameter: Tensor) -> Owners | None:
+    """Of its gradient; None unless that is what backward would create: a plain tensor with the parameter's strides."""
+    gradient = get_grad(parameter)
     if (
         type(gradient) is not _Tensor
         or type(parameter) is not _Parameter
@@ -175,27 +172,33 @@ def _owners(parameter: Any) -> Owners | None:
 
 
 def _owners_where_nobody_else() -> set[Owners | None]:
-    """Of gradients that nobody else holds: fresh from a backward pass, and once Python has seen them.
+    """Of gradients that nothing else holds: right after a backward pass, and once Python has seen them.
 
-    Raises MachineError where one that is held too cannot be told from them.
+    Raises MachineError where the counts of a gradient that is held elsewhere are the same.
     """
     alone: set[Owners | None] = set()
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         parameter = torch.nn.Parameter(torch.zeros(2))
-        accumulation: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+        accumulation: Any = torch.autograd.graph.get_gradient_edge(parameter).node  # callable, though not typed so
         accumulation(torch.ones(2))
         alone |= {_owners(parameter), _owners(parameter)}
         for hold in HOLDING:
-            held = hold(_get(parameter))
+            held = hold(_gradient(parameter))
             if None in alone or _owners(parameter) in alone:
-                told = f"it counts {_owners(parameter)} and {alone}"
-                raise MachineError("torch does not tell who holds a gradient", limit=told)
+                counts = f"it counts {_owners(parameter)} and {alone}"
+                raise MachineError("torch does not show what holds a gradient", limit=counts)
             del held
     return alone
 
 
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = get_grad(parameter)
+    assert gradient is not None
+    return gradient
+
+
 def _is_plain() -> bool:
-    """Not traced by torch.compile, not recorded for a CUDA graph, not in a stream of its own: each has its memory."""
+    """Not traced by torch.compile, not captured in a CUDA graph and not in another stream: those own their memory."""
     if torch.compiler.is_compiling():
         return False
     cuda = torch.cuda
@@ -204,7 +207,7 @@ def _is_plain() -> bool:
     )
 
 
-def _fill_with_zeros(gradient: Any) -> None:
+def _fill_with_zeros(gradient: Tensor) -> None:
     """As torch does."""
     if gradient.grad_fn is not None:
         gradient.detach_()
@@ -213,8 +216,8 @@ def _fill_with_zeros(gradient: Any) -> None:
     gradient.zero_()
 
 
-def _zeros(parameter: Any) -> Any:
-    """As if made when the script asked for them: on a GPU its main stream makes them, and the current one waits."""
+def _zeros(parameter: Tensor) -> Tensor:
+    """As if made by the script's zero_grad: on a GPU the main stream makes them, and the current one waits."""
     if not parameter.is_cuda:
         return torch.zeros_like(parameter, requires_grad=False)
     main, current = torch.cuda.default_stream(parameter.device), torch.cuda.current_stream(parameter.device)

@@ -1,19 +1,25 @@
 """The optimizer's step as one kernel ('fused') or one per operation ('foreach') instead of a loop over tensors.
 
-The flags are set just for the duration of each step, so a state dict that the script saves never shows them.
+The flags are set only for the duration of each step, so a state dict that the script saves never shows them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.low_bit import low_bit_obstacle
 from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.optim.optimizer import Args, Kwargs
 
 
 class FusedOptimizer(Lever):
@@ -47,24 +53,24 @@ class FusedOptimizer(Lever):
             return refuse(f"{kinds} has no faster implementation here")
         return offer(*values, reason=f"{kinds} loops over {sum(seen.parameters for seen in open_ones)} tensors")
 
-    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        def visit(optimizer: Any) -> Undo[Any] | None:
+    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
+        def visit(optimizer: Optimizer) -> Undo[Optimizer] | None:
             seen = see_optimizer(optimizer)
             fits = seen.can_fuse if value == "fused" else seen.can_foreach
-            return None if seen.obstacle or not fits else _switch(optimizer, value)
+            return None if seen.obstacle or not fits else _switch(optimizer, str(value))
 
         return subject.optimizers.each(visit)
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return f"{value} optimizer"
 
 
-def _switch(optimizer: Any, value: str) -> Undo[Any]:
+def _switch(optimizer: Optimizer, value: str) -> Undo[Optimizer]:
     flags: dict[str, bool | None] = {"fused": value == "fused", "foreach": value == "foreach"}
     unset = dict.fromkeys(flags)
     prepare = _Preparation() if value == "fused" else None
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def before(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         _set_flags(optimizer, flags)
         if prepare is None:
             _move_step_counters(optimizer, to_device=False)
@@ -76,25 +82,25 @@ def _switch(optimizer: Any, value: str) -> Undo[Any]:
         others = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], _prepared(optimizer, closure, prepare), *args[2:]), others
 
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         _set_flags(optimizer, unset)
 
     hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
 
-    def undo(optimizer: Any) -> None:
+    def undo(optimizer: Optimizer) -> None:
         for hook in hooks:
             hook.remove()
-        _set_flags(optimizer, unset)  # a step that raised has left them
+        _set_flags(optimizer, unset)  # a step that raised did not unset them
         _move_step_counters(optimizer, to_device=False)
 
     return undo
 
 
-def _prepared(optimizer: Any, closure: Any, prepare: _Preparation) -> Any:
-    """A closure makes the gradients inside the step: only behind it they can be prepared."""
+def _prepared(optimizer: Optimizer, closure: Callable[[], object], prepare: _Preparation) -> Callable[[], object]:
+    """A closure computes the gradients inside the step: they can be prepared only after it has run."""
 
     @functools.wraps(closure)
-    def prepared() -> Any:
+    def prepared() -> object:
         loss = closure()
         prepare(optimizer)
         return loss
@@ -102,8 +108,8 @@ def _prepared(optimizer: Any, closure: Any, prepare: _Preparation) -> Any:
     return prepared
 
 
-def _set_flags(optimizer: Any, flags: dict[str, bool | None]) -> None:
-    """Only where the optimizer knows the flag: a state dict gets no key that it never had."""
+def _set_flags(optimizer: Optimizer, flags: Mapping[str, bool | None]) -> None:
+    """Only flags that the optimizer has: a state dict gets no key that it never had."""
     for group in optimizer.param_groups:
         for name, flag in flags.items():
             if name in group:
@@ -111,19 +117,19 @@ def _set_flags(optimizer: Any, flags: dict[str, bool | None]) -> None:
 
 
 class _Preparation:
-    """What the fused kernels take for granted: gradients and moments lie as their parameter does, step counters are
-    beside the weights, and either all parameters of a group have a momentum or none has (an unfrozen layer comes
-    without). It runs in every step, and so asks each tensor for its strides and for nothing else."""
+    """Ensures what the fused kernels assume: gradients and moments have the strides of their parameter, step counters
+    are on its device, and either all parameters of a group have a momentum buffer or none has (those of a layer that
+    was just unfrozen have none). It runs in every step, so it reads only the strides of each tensor."""
 
     def __init__(self) -> None:
         self._seen: tuple[list[int], list[int]] | None = None
         """Identity and length of each parameter's state, when `_moments` was made."""
         self._moments: list[tuple[str, ...]] = []
-        """By parameter, what of its state is as large as itself."""
+        """For each parameter, the state entries of its own shape."""
         self._complete = False
-        """Has each of these parameters a moment?"""
+        """Does each of these parameters have a moment?"""
 
-    def __call__(self, optimizer: Any) -> None:
+    def __call__(self, optimizer: Optimizer) -> None:
         self._look_at(optimizer.state)
         for (parameter, state), moments in zip(optimizer.state.items(), self._moments, strict=True):
             gradient = parameter.grad
@@ -141,7 +147,7 @@ class _Preparation:
         if len(optimizer.state) < parameters or not self._complete:
             _prepare_stateless(optimizer)
 
-    def _look_at(self, states: Any) -> None:
+    def _look_at(self, states: Mapping[Tensor, dict[str, Tensor]]) -> None:
         seen = list(map(id, states.values())), list(map(len, states.values()))
         if seen != self._seen:
             self._moments = [_moments(parameter, state) for parameter, state in states.items()]
@@ -152,15 +158,15 @@ class _Preparation:
             self._seen = None if open_ones else seen  # what is None may become a moment
 
 
-def _moments(parameter: Any, state: dict[str, Any]) -> tuple[str, ...]:
+def _moments(parameter: Tensor, state: Mapping[str, object]) -> tuple[str, ...]:
     import torch
 
     shape, tensors = parameter.shape, {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
     return tuple(name for name, one in tensors.items() if one.dim() and one.shape == shape)
 
 
-def _prepare_stateless(optimizer: Any) -> None:
-    """Parameters before their first step, or beside others that have a momentum already."""
+def _prepare_stateless(optimizer: Optimizer) -> None:
+    """Parameters before their first step, or in a group where others have a momentum buffer already."""
     for group in optimizer.param_groups:
         ready = [parameter for parameter in group["params"] if parameter.grad is not None]
         without = [one for one in ready if optimizer.state.get(one, {}).get("momentum_buffer") is None]
@@ -171,8 +177,8 @@ def _prepare_stateless(optimizer: Any) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = _first_momentum(parameter, group)
 
 
-def as_laid_out(tensor: Any, model: Any) -> Any:
-    """`tensor` with the strides of `model`; itself where it has them already."""
+def as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:
+    """`tensor` with the strides of `model`; the same tensor if it has them already."""
     import torch
 
     if tensor.stride() == model.stride():
@@ -180,28 +186,29 @@ def as_laid_out(tensor: Any, model: Any) -> Any:
     return torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _first_momentum(parameter: Any, group: dict[str, Any]) -> Any:
-    """What the next update turns into the bare gradient, as torch starts a momentum: it is not dampened at first."""
+def _first_momentum(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:  # an item of param_groups
+    """The buffer that the next update turns into the bare gradient: torch starts momentum without dampening."""
+    assert parameter.grad is not None
     gradient = -parameter.grad if group["maximize"] else parameter.grad
     decayed = gradient.add(parameter.detach(), alpha=group["weight_decay"])
     return as_laid_out(decayed * (group["dampening"] / group["momentum"]), parameter)
 
 
-def _move_step_counters(optimizer: Any, *, to_device: bool) -> None:
+def _move_step_counters(optimizer: Optimizer, *, to_device: bool) -> None:
     for parameter, state in optimizer.state.items():
         if not parameter.is_cpu:
             _move_step_counter(parameter, state, to_device=to_device)
 
 
-def _move_step_counter(parameter: Any, state: dict[str, Any], *, to_device: bool) -> None:
-    """On CUDA the fused kernel wants its step counters beside the weights; torch's default keeps them on the host."""
-    step: Any = state.get("step")
-    if hasattr(step, "device") and step.is_cpu == to_device:
+def _move_step_counter(parameter: Tensor, state: dict[str, Tensor], *, to_device: bool) -> None:
+    """On CUDA the fused kernel needs its step counters on the GPU; torch's default keeps them on the CPU."""
+    step = state.get("step")
+    if step is not None and hasattr(step, "device") and step.is_cpu == to_device:
         state["step"] = step.to(parameter.device if to_device else "cpu")
 
 
-def see_optimizer(optimizer: Any) -> OptimizerSeen:
-    """Describe a live optimizer: which implementations it could use, and what stands against them."""
+def see_optimizer(optimizer: Optimizer) -> OptimizerSeen:
+    """Describe a live optimizer: which implementations it could use, and what rules them out."""
     import torch
 
     groups = optimizer.param_groups
@@ -235,8 +242,8 @@ def see_optimizer(optimizer: Any) -> OptimizerSeen:
     )
 
 
-def _is_dense(tensor: Any) -> bool:
-    """Does it fill its memory without gaps and overlaps, in whatever order? Fused kernels walk it flat."""
+def _is_dense(tensor: Tensor) -> bool:
+    """Does it fill its memory without gaps and overlaps, in any order? Fused kernels read it as a flat array."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -245,8 +252,8 @@ def _is_dense(tensor: Any) -> bool:
     return True
 
 
-def _holds_tensor(value: Any) -> bool:
-    """A learning rate or betas as tensors: 'foreach' refuses them."""
+def _holds_tensor(value: object) -> bool:
+    """Is it a learning rate or betas as tensors? 'foreach' rejects them."""
     import torch
 
     return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(_holds_tensor(part) for part in value))

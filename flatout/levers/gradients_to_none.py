@@ -1,19 +1,18 @@
 """`zero_grad(set_to_none=False)` frees gradients instead of filling them with zeros: backward need not add to zeros.
 
-To the script nothing changes. A gradient that was freed is a tensor of zeros again as soon as anything reads `.grad`:
-an optimizer (with momentum or decay it moves weights that got no gradient, where it skips those without one), a clip,
-a hook, the script itself. And a gradient is freed only while nothing else holds it or its memory; one that backward
-left in memory that it shares gets a copy of its own, as adding to zeros would have made. What remains is the sign of
-zeros: 0 + -0 is 0, and a gradient that is written anew may hold -0. That is why it claims no more than rounding.
+For the script nothing changes. A freed gradient becomes a tensor of zeros again as soon as anything reads `.grad`: an
+optimizer (which skips parameters without a gradient, but moves those with a zero gradient if it has momentum or decay),
+a clip, a hook, the script itself. A gradient is freed only if nothing else holds it or its memory; one that backward
+left in shared memory is copied, as adding to zeros would have done. What may differ is the sign of zeros: 0 + -0 is 0,
+and a fresh gradient may hold -0. That is why it claims only 'rounding'.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
@@ -21,19 +20,18 @@ from flatout.machine.process_memory import page_fault_seconds
 from flatout.replaced import replaced
 
 PASSES_OVER_GRADIENTS = 4
-"""To fill them with zeros is one, to add to them three: two are read, one is written."""
+"""Filling them with zeros is one, adding to them three: two reads and one write."""
 OPERATIONS_A_GRADIENT = 2
 LOOK_SECONDS = 3e-6
-"""To see who holds a gradient, before it is freed and when there is a new one."""
+"""To check what holds a gradient, before it is freed and when there is a new one."""
 BYTES_OF_FP32, PAGE_BYTES = 4, 4096
 
 
 class GradientsToNone(Lever):
-    """Free gradients where a script says `zero_grad(set_to_none=False)`, so that backward need not add to zeros.
+    """Free gradients where a script calls `zero_grad(set_to_none=False)`, so that backward need not add to zeros.
 
-    A freed gradient reads as zeros wherever anything asks for it, so weight decay and momentum still move
-    parameters that got no gradient. A gradient that is held elsewhere is set to zero as written. Only the sign of a
-    zero may differ.
+    A freed gradient reads as zeros, so weight decay and momentum still move parameters that got no gradient. A
+    gradient that is held elsewhere is set to zero as written. Only the sign of a zero may differ.
     """
 
     name = "gradients set to None"
@@ -67,7 +65,7 @@ class GradientsToNone(Lever):
         return offer("none", reason="the script's zero_grad fills gradients with zeros, and backward adds to them")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
 
         from flatout.levers.freed_gradients import FreedGradients
@@ -81,12 +79,12 @@ class GradientsToNone(Lever):
         ):
             yield
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name
 
 
 def _zeroing_seconds(machine: Machine, observed: Observed) -> float | None:
-    """What it takes to fill the gradients and to add to them, at the rates of this machine; None: not measured."""
+    """The time to fill the gradients and to add to them, at the rates of this machine; None: not measured."""
     rates = observed.ceilings(machine)
     if rates is None or rates.memory_copy_bytes_per_second is None or rates.launches_per_second is None:
         return None
@@ -95,10 +93,10 @@ def _zeroing_seconds(machine: Machine, observed: Observed) -> float | None:
 
 
 def _freeing_seconds(observed: Observed) -> tuple[float, float]:
-    """(what freeing them and making new ones is expected to cost, and at the most).
+    """(the expected cost of freeing gradients and allocating new ones, the highest cost).
 
-    On a CPU, memory that is given back comes again page by page; not where the process keeps it, as then it has next to
-    no page faults.
+    On a CPU, memory returned to the system has to be faulted in again page by page. A process whose allocator keeps
+    freed memory has almost no page faults.
     """
     looks = LOOK_SECONDS * _gradients(observed)
     if observed.device != "cpu":

@@ -1,30 +1,28 @@
-"""A script that trains on the GPU what its processor would train faster: it gets to see no GPU.
+"""Hide the GPU from a script whose model the CPU would train faster.
 
-A GPU starts each operation for some microseconds, whatever its size, so a small model can be quicker on the CPU. A
-script that asks whether there is a GPU then trains on the CPU by its own means; one that does not ask fails in its
-trial, and stays where it is.
+Launching an operation on a GPU takes some microseconds whatever its size, so a small model can be faster on the CPU. A
+script that checks whether there is a GPU then trains on the CPU; one that does not check fails in its trial, and stays
+on the GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 
 OPERATION_SECONDS = 5e-6
-"""That an operation takes on a CPU beside its arithmetic, with its part of the backward pass."""
+"""The overhead of an operation on a CPU, including its part of the backward pass."""
 MOST_FLOPS, USUAL_FLOPS = 200e9, 30e9
-"""A second, in fp32 on one core: more than any core of today does, and what small products reach."""
+"""Per second, in fp32 on one core: more than any current core reaches, and what small products reach."""
 
 
 class HiddenGpu(Lever):
     """Hide the GPU from a script whose steps are too small for it.
 
     Launching an operation on a GPU takes some microseconds whatever its size, so a small model can be faster on the
-    CPU. A script that asks whether there is a GPU then trains on the CPU. One that does not ask fails in its trial,
-    and the lever is dropped.
+    CPU. A script that checks whether there is a GPU then trains on the CPU. One that does not check fails in its
+    trial, and the lever is dropped.
     """
 
     name = "trained on the CPU"
@@ -58,11 +56,11 @@ class HiddenGpu(Lever):
             return refuse(observed.orders_device_work or observed.captures_graphs)
         return offer("cpu", reason="its steps are too small for the GPU to pay")
 
-    def environment(self, value: Any) -> dict[str, str]:
+    def environment(self, value: Value) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: Value) -> bool:
         return bool(value == "cpu")
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name

@@ -1,21 +1,25 @@
-"""Update each parameter as soon as its gradient is there, and free that gradient: never are all of them held at once.
+"""Update each parameter as soon as its gradient is ready, and free that gradient: they are never all held at once.
 
-The updates are those of the same optimizer on the same gradients, so the weights keep their bits. What needs all
-gradients before the first update (clipping, scaling, looking for NaN, accumulation, DDP) cannot be had with it.
+The updates are those of the same optimizer on the same gradients, so the weights are bit-identical. Anything that needs
+all gradients before the first update (clipping, scaling, checking for NaN, accumulation, DDP) rules it out.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
 
 
 class UpdatesInBackward:
     """Hooks on the optimizer's parameters, until `close`."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._handles = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self.update, group))
@@ -28,8 +32,8 @@ class UpdatesInBackward:
         for handle in self._handles:
             handle.remove()
 
-    def update(self, group: dict[str, Any], parameter: Any) -> None:
-        """One step of this parameter alone, which is in `group`; its gradient is gone then."""
+    def update(self, group: dict[str, object], parameter: Tensor) -> None:
+        """Step this parameter alone, which is in `group`, and free its gradient."""
         groups = self._optimizer.param_groups
         alone = {**group, "params": [parameter]}
         self._optimizer.param_groups = [alone]
@@ -42,6 +46,7 @@ class UpdatesInBackward:
 
 
 def check_in_backward(*, clip_norm: float | None, ranks: int) -> None:
+    """Raises UsageError where the updates need all gradients first."""
     if clip_norm is not None:
         raise UsageError(
             f"clip_norm is {clip_norm} while optimizer_in_backward is true",
@@ -51,6 +56,6 @@ def check_in_backward(*, clip_norm: float | None, ranks: int) -> None:
     if ranks > 1:
         raise UsageError(
             f"optimizer_in_backward is true over {ranks} ranks",
-            limit="gradients are averaged over the ranks only after they are there",
+            limit="gradients are averaged over the ranks only after they were computed",
             remedy="drop it, or train on one device",
         )

@@ -1,16 +1,16 @@
-"""What a lever is: one reversible change of how a loop runs. It carries out one choice of a plan.
+"""A lever: one reversible change to how a training loop runs. It carries out one choice of a plan.
 
 What the choice declares (`flatout.plan_choices`) holds for its levers too. `exactness` says what the change may do to
 the numbers:
     bit-identical   every bit of every weight stays the same
     rounding        the same arithmetic in another order: differences of the size of fp32 rounding
-    reduced         fewer bits in some products, by intent
+    reduced         deliberately fewer bits in some products
 
-`switch` says when it can be turned:
+`switch` says when it can be turned on or off:
     live       between two steps of a running process
     start      before the script trains: what it changes in a process stays changed
     loader     when a loader makes its next iterator
-    process    only from the environment of a new process
+    process    only through the environment of a new process
 
 In a trial, all but `live` are on from the start of a process of their own.
 """
@@ -29,12 +29,15 @@ from flatout.plan_choices import Aim, Declared, Exactness, declared
 
 Switch = Literal["live", "start", "loader", "process"]
 
+Value = str | int | bool
+"""What a plan may hold for one of its choices."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """May a lever be tried here? `values` are the settings worth trying; empty means no, and `reason` says why."""
 
-    values: tuple[Any, ...] = ()
+    values: tuple[Value, ...] = ()
     reason: str = ""
 
     def __bool__(self) -> bool:
@@ -43,9 +46,9 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What a lever is predicted to save: shares of a step's time, up to 1; below 0 the step takes longer.
+    """What a lever is predicted to save: shares of a step's time, up to 1; negative where the step takes longer.
 
-    `python -m benchmarks.search.predictions` says how far off they are, and how many lie between `least` and `most`.
+    `python -m benchmarks.search.predictions` reports how far off they are, and how many lie in `least` to `most`.
     """
 
     expected: float
@@ -54,22 +57,22 @@ class Saving:
     why: str = ""
     """What bounds it: 'the optimizer takes 0.4% of a step'."""
     earlier: str = ""
-    """What earlier tunes made of it: 'measured x1.31 here on 2026-11-20'."""
+    """What earlier tunes measured: 'measured x1.31 here on 2026-11-20'."""
     own_expected: float | None = None
-    """What the lever expected by itself, where earlier tunes changed it."""
+    """The lever's own prediction, where earlier tunes changed it."""
 
     @property
     def ratios(self) -> tuple[float, float, float]:
-        """(least, expected, most) as times as fast."""
+        """(least, expected, most) as speedups."""
         return (times_as_fast(self.least), times_as_fast(self.expected), times_as_fast(self.most))
 
 
 COSTS_TIME = Saving(expected=-0.3, least=-2.0, most=0.0, why="it saves memory and takes time: flatout tune --fit")
-"""Of a lever that is for memory alone."""
+"""Of a lever that only saves memory."""
 
 
 def times_as_fast(saved: float) -> float:
-    """Of a share of the time that is saved; at most 1000."""
+    """The speedup that saving this share of the time makes; at most 1000."""
     return 1 / max(1e-3, 1 - saved)
 
 
@@ -77,32 +80,32 @@ def refuse(reason: str) -> Verdict:
     return Verdict(values=(), reason=reason)
 
 
-def offer(*values: Any, reason: str) -> Verdict:
+def offer(*values: Value, reason: str) -> Verdict:
     return Verdict(values=values, reason=reason)
 
 
 class Lever:
-    """One lever. A subclass sets the class attributes and says when it applies and how it is applied."""
+    """A subclass sets the class attributes, decides where it applies, and applies it."""
 
     name: ClassVar[str]
     plan_field: ClassVar[str]
     switch: ClassVar[Switch] = "live"
     acts_on_forward: ClassVar[bool] = False
-    """True where it changes what runs inside the model: a failure there names this lever before others."""
+    """True where it changes what runs inside the model: it is the first suspect of a failure there."""
     compiles: ClassVar[bool] = False
     """True where the first steps pay for compilation, so that a silent minute is not taken for a hang."""
 
     of_process: ClassVar[bool] = False
     """Is it a setting of the whole process, rather than of a model, an optimizer or a loader?"""
     cheap_to_switch: ClassVar[bool] = False
-    """Such a setting that TrainStep turns on for its own calls alone, so that other models keep their numbers."""
+    """A process setting that TrainStep turns on only for its own calls, so that other models keep their numbers."""
     halves_activations: ClassVar[bool] = False
-    """True where what is kept for the backward pass takes half the memory."""
+    """True where activations saved for backward take half the memory."""
     comes_first: ClassVar[bool] = False
-    """True where every other lever is another one once this is on."""
+    """True where it changes what every other lever does, so that it has to be decided before them."""
 
     exactness: Exactness
-    """What it does to the numbers: as its choice declares."""
+    """What it may do to the numbers: as its choice declares."""
     aim: Aim
     """What it is for: as its choice declares."""
 
@@ -117,27 +120,27 @@ class Lever:
         return declared()[self.plan_field]
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:
-        """What it is predicted to save of a step. It decides when the lever is tried, and whether it can pay at all."""
+        """The predicted saving, which decides when the lever is tried and whether it can pay off at all."""
         return Saving(expected=0.01, least=-0.1, most=0.3)
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
-        """Which values to try on this machine for this loop, or why none."""
+        """The values to try on this machine for this loop, or why there are none."""
         raise NotImplementedError
 
-    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        """Turn it on for `subject` until the context ends."""
+    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
+        """Apply it to `subject` until the context ends."""
         return nullcontext()
 
-    def environment(self, value: Any) -> dict[str, str]:
-        """Variables that a new process needs (only for switch == 'process')."""
+    def environment(self, value: Value) -> dict[str, str]:
+        """Environment variables of a new process (only for switch == 'process')."""
         return {}
 
-    def takes(self, value: Any) -> bool:
-        """Is a plan's `value` for this lever? Only where two levers share a plan field is it ever not."""
+    def takes(self, value: Value) -> bool:
+        """Is a plan's `value` for this lever? Only levers that share a plan field ever decline one."""
         return True
 
-    def label(self, value: Any) -> str:
-        """How a person reads this choice."""
+    def label(self, value: Value) -> str:
+        """The choice as reports name it."""
         return self.name if value is True else f"{self.name} {value}"
 
 
@@ -146,13 +149,13 @@ class Choice:
     """A lever with a value: the unit that a search tries and a plan holds."""
 
     lever: Lever
-    value: Any
+    value: Any  # a Value; `Plan(**{field: value})` takes narrower types, and checks them itself
     relaxed: bool = False
-    """The script's numbers changed by more than its lever claims, so that it claims 'reduced' here."""
+    """The script's numbers changed by more than the lever claims, so here it claims only 'reduced'."""
 
     @property
     def exactness(self) -> Exactness:
-        """What it claims to leave of the numbers."""
+        """What it claims about the numbers."""
         return "reduced" if self.relaxed else self.lever.exactness
 
     @property
@@ -164,31 +167,33 @@ class Choice:
         return self.lever.label(self.value)
 
     @property
-    def choices(self) -> dict[str, Any]:
-        """The field of a plan that it sets."""
+    def choices(self) -> dict[str, Value]:
+        """The plan field that it sets, with its value."""
         return {self.field: self.value}
 
     @property
     def replaces(self) -> tuple[str, ...]:
-        """Fields of other choices whose work it does."""
+        """Fields of other choices that it makes redundant."""
         return self.lever.declared.replaces
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[Value]:
         return [self.lever.name, self.value]
 
 
 def split_by_switch(choices: Sequence[Choice]) -> tuple[list[Choice], list[Choice]]:
-    """(those that must hold from a process's start, those that may be switched while it runs)"""
+    """(those that must be on from the start of a process, those that may be switched while it runs)"""
     live = [choice for choice in choices if choice.lever.switch == "live"]
     return [choice for choice in choices if choice not in live], live
 
 
-def choices_from_json(data: Sequence[Sequence[Any]], levers: Sequence[Lever]) -> list[Choice]:
+def choices_from_json(data: Sequence[Sequence[Value]], levers: Sequence[Lever]) -> list[Choice]:
     by_name = {lever.name: lever for lever in levers}
-    return [Choice(by_name[name], value) for name, value in data]
+    return [Choice(by_name[str(name)], value) for name, value in data]
 
 
-def choices_of_plan(chosen: Mapping[str, Any], levers: Sequence[Lever], relaxed: Collection[str] = ()) -> list[Choice]:
+def choices_of_plan(
+    chosen: Mapping[str, Value | None], levers: Sequence[Lever], relaxed: Collection[str] = ()
+) -> list[Choice]:
     """The levers that carry out a plan's choices, in the catalogue's order; `relaxed`: a plan's `proved_reduced`."""
     found: list[Choice] = []
     for lever in levers:

@@ -1,12 +1,12 @@
-"""Adam's two moments in one byte an element each, by torchao: a quarter of what they take in fp32.
+"""Adam's two moments in one byte per element, by torchao: a quarter of what they take in fp32.
 
 The moments of every large parameter are kept as codes with a scale for each block of 256 elements; they are read and
-written as fp32 within one compiled kernel a parameter, so the update itself is Adam's. Parameters of fewer than 4096
-elements, or not of whole blocks, are stepped by the user's own optimizer as ever. The numbers are not Adam's to the
-last bits: a code has 256 values. One of them is not used as torchao does: a second moment is never zero.
+written as fp32 within one compiled kernel per parameter, so the update itself is Adam's. Parameters of fewer than 4096
+elements, or not of whole blocks, are still stepped by the user's own optimizer. The numbers differ from Adam's, as a
+code has 256 values. In one point torchao's codes are changed: a second moment is never zero.
 
-The state stays in the user's optimizer, so schedules, checkpoints and everything else that looks there go on working;
-`close` gives it back in the parameters' dtype.
+The state stays in the user's optimizer, so schedules, checkpoints and other code that reads it continue to work;
+`close` converts it back to the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ import functools
 import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from flatout.errors import MachineError, UsageError
 from flatout.torch_private.compiler import compile_errors, not_counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torchao.optim.subclass_8bit import OptimState8bit
 
 LEAST_ELEMENTS = 4096
 BLOCK = 256
@@ -28,12 +34,12 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Name -> signed."""
 _CHUNK = 1 << 16
 _CHUNKS = 64
-"""Elements that are turned into codes at once where a state is taken over, and into how many parts a large one is cut:
-a part takes 13 times its size on the way."""
+"""An existing state is converted in chunks of at least so many elements, or in so many parts if it is large: converting
+takes 13 times the size of a chunk."""
 REMEDY = "install it with: pip install 'flatout[low-bit]'"
 
 
-def low_bit_obstacle(optimizer: Any) -> str | None:
+def low_bit_obstacle(optimizer: Optimizer) -> str | None:
     """Why this optimizer's state cannot be held in 8 bits; None if it can."""
     import torch
 
@@ -51,7 +57,7 @@ def low_bit_obstacle(optimizer: Any) -> str | None:
     return None
 
 
-def _is_large(parameter: Any) -> bool:
+def _is_large(parameter: Tensor) -> bool:
     from flatout.torch_private.dispatch import is_traceable_wrapper_subclass
 
     plain = parameter.dtype.is_floating_point and not is_traceable_wrapper_subclass(parameter)
@@ -60,15 +66,18 @@ def _is_large(parameter: Any) -> bool:
 
 
 class LowBitOptimizer:
-    """The user's optimizer for whoever steps it: `step`, and `param_groups`, which are the user's own."""
+    """Steps the user's optimizer: has its `step`, and its own `param_groups`.
 
-    def __init__(self, optimizer: Any) -> None:
+    Raises UsageError for an optimizer whose state cannot be held in 8 bits.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
         obstacle = low_bit_obstacle(optimizer)
         if obstacle is not None:
             raise UsageError(
                 f"optimizer_state is '8bit', and {obstacle}",
                 limit="it is for the moments of torch.optim.Adam and AdamW, and needs torchao",
-                remedy=REMEDY if "torchao" in obstacle else "drop optimizer_state, or take another optimizer",
+                remedy=REMEDY if "torchao" in obstacle else "drop optimizer_state, or use another optimizer",
             )
         self._optimizer = optimizer
         large = [one for group in optimizer.param_groups for one in group["params"] if _is_large(one)]
@@ -77,34 +86,34 @@ class LowBitOptimizer:
         self._adopt()
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> list[dict[str, object]]:
         return self._optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
+    def param_groups(self, groups: list[dict[str, object]]) -> None:
         self._optimizer.param_groups = groups
 
     def step(self) -> None:
-        """One step of all parameters that have a gradient, with the groups' hyperparameters of this moment."""
+        """Step all parameters that have a gradient, with the groups' current hyperparameters."""
         self.step_large()
         self._step_small(self._optimizer.param_groups)
 
     def step_large(self) -> None:
-        """The same of those alone whose moments are in codes."""
+        """Step only the parameters whose moments are in codes."""
         self._adopt()
         self._codes.state = self._optimizer.state
         self._codes.param_groups = [self._large_group(group) for group in self._optimizer.param_groups]
         self._codes.step()
 
-    def small_groups(self) -> list[dict[str, Any]]:
-        """The groups with the other parameters alone."""
+    def small_groups(self) -> list[dict[str, object]]:
+        """The groups with only the other parameters."""
         return [
             {**group, "params": [one for one in group["params"] if id(one) not in self._large]}
             for group in self._optimizer.param_groups
         ]
 
     def close(self) -> None:
-        """Give the user's optimizer its state back as it keeps it by itself."""
+        """Give the user's optimizer its state back in its own format."""
         import torch
 
         flags = {id(one): group for group in self._optimizer.param_groups for one in group["params"]}
@@ -118,8 +127,8 @@ class LowBitOptimizer:
                 if group.get("fused") or group.get("capturable"):  # torch keeps those counters on the device
                     state["step"] = state["step"].to(parameter.device)
 
-    def _step_small(self, groups: Any) -> None:
-        """Also where there are none: schedulers and hooks look out for the optimizer's own step."""
+    def _step_small(self, groups: list[dict[str, object]]) -> None:
+        """Called even if there are none: schedulers and hooks depend on the optimizer's own step."""
         alone = self.small_groups()
         self._optimizer.param_groups = alone
         try:
@@ -129,21 +138,21 @@ class LowBitOptimizer:
         for group, stepped in zip(groups, alone, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
-    def _large_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _large_group(self, group: Mapping[str, Any]) -> dict[str, object]:  # one of param_groups
         import torch
 
         rate = group["lr"] if isinstance(group["lr"], torch.Tensor) else torch.tensor(float(group["lr"]))
         same = {name: group[name] for name in ("betas", "eps", "weight_decay", "amsgrad")}
         return {**same, "lr": rate, "params": [one for one in group["params"] if id(one) in self._large]}
 
-    def _held(self) -> Iterator[Any]:
+    def _held(self) -> Iterator[Tensor]:
         """Large parameters that have a state."""
         for parameter, state in self._optimizer.state.items():
             if id(parameter) in self._large and "exp_avg" in state:
                 yield parameter
 
     def _adopt(self) -> None:
-        """Turn into codes what the optimizer by itself, or a checkpoint, made of large parameters' moments."""
+        """Convert moments of large parameters that the optimizer itself, or a checkpoint, has set."""
         import torch
 
         with torch.no_grad():
@@ -154,13 +163,12 @@ class LowBitOptimizer:
                         state[name] = write_codes(state[name], self._codes._new_buffer(parameter, _MOMENTS[name]))
 
 
-def is_in_codes(value: Any) -> bool:
+def is_in_codes(value: object) -> TypeGuard[OptimState8bit]:
     return hasattr(value, "codes") and hasattr(value, "dequantize")
 
 
-def copied_codes(optimizer: Any) -> dict[int, Any]:
-    """What `copy.deepcopy` is to be given with the optimizer: copies of moments in codes, which have no way of their
-    own to be copied."""
+def copied_codes(optimizer: Optimizer) -> dict[int, OptimState8bit]:
+    """A memo for `copy.deepcopy` of the optimizer: copies of moments in codes, which deepcopy cannot copy."""
     held = (one for state in optimizer.state.values() for one in state.values() if is_in_codes(one))
     return {
         id(one): type(one)(one.codes.clone(), one.scale.clone(), one.qmap.clone(), one.signed, dtype=one.dtype)
@@ -168,10 +176,10 @@ def copied_codes(optimizer: Any) -> dict[int, Any]:
     }
 
 
-def without_codes(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict in which moments that are held in codes stand as the values they mean.
+def without_codes(state: Mapping[str, Any]) -> dict[str, object]:  # a state_dict, as torch types it
+    """An optimizer's state_dict with moments in codes replaced by their values.
 
-    Turned into codes again, these give the same codes: whoever resumes may hold them in 8 bits, or not.
+    Converted again, they give the same codes, so a run may resume with or without 8-bit moments.
     """
     plain = {
         number: {key: one.dequantize() if is_in_codes(one) else one for key, one in entry.items()}
@@ -182,8 +190,8 @@ def without_codes(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": plain}
 
 
-def write_codes(plain: Any, made: Any) -> Any:
-    """`plain` written into a state of codes, a stretch at a time."""
+def write_codes(plain: Tensor, made: OptimState8bit) -> OptimState8bit:
+    """Write `plain` into a state of codes of the same shape, chunk by chunk; returns that state."""
     codes, values = made.codes.view(-1), plain.reshape(-1)
     chunk = max(_CHUNK, values.numel() // _CHUNKS // BLOCK * BLOCK)
     for start in range(0, values.numel(), chunk):
@@ -198,11 +206,11 @@ def write_codes(plain: Any, made: Any) -> Any:
     return made
 
 
-def _find_scales_again(part: Any, values: Any) -> None:
-    """Values that once were codes get the same codes again, so that a resumed run has the same bits.
+def _find_scales_again(part: OptimState8bit, values: Tensor) -> None:
+    """Values that came from codes get the same codes again, so that a resumed run is bit-identical.
 
-    A block's scale is its largest magnitude, which has a code if it is positive; a negative one comes back 0.7 %
-    smaller. Then the scale was that value over its code's, give or take the last bit.
+    values: [blocks, BLOCK]. A block's scale is its largest magnitude, which has a code if it is positive; a negative
+    one comes back 0.7 % smaller. Then the scale was that value divided by its code's, within one ulp.
     """
     import torch
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
@@ -216,70 +224,67 @@ def _find_scales_again(part: Any, values: Any) -> None:
         part.scale[same] = scale[same]
 
 
-def _decoupled(optimizer: Any) -> bool:
+def _decoupled(optimizer: Optimizer) -> bool:
     import torch
 
     return isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
 
 
-def import_torchao() -> Any:
+def import_torchao() -> ModuleType:
     """torchao.optim."""
     with _torchao_keeps_quiet():
         import torchao.optim
-    return torchao.optim
+
+    found: ModuleType = torchao.optim
+    return found
 
 
 @functools.cache
-def _optimizer_class(decoupled: bool) -> Any:
-    """torchao's optimizer, whose step is a compiled kernel a parameter, with its memory told to who follows it."""
+def _optimizer_class(decoupled: bool) -> Callable[[Sequence[Tensor]], Any]:  # torchao is untyped
+    """torchao's optimizer, whose step is one compiled kernel per parameter, with memory that trackers can see."""
     import torch
 
     optimizers = import_torchao()
     from flatout.memory.fake_run import is_fake
     from flatout.memory.tracking import unseen
 
-    base: Any = optimizers.AdamW8bit if decoupled else optimizers.Adam8bit
-    with unseen():  # torchao keeps the values of its codes from their first use on: on fake tensors they would be wrong
+    base = optimizers.AdamW8bit if decoupled else optimizers.Adam8bit
+    with unseen():  # torchao caches the values of its codes on first use: made from fake tensors they would be wrong
         for signed in (True, False):
             base._subclass_zeros(torch.empty(BLOCK), signed, BLOCK)
 
-    class Codes(base):
-        def step(self, closure: Any = None) -> None:
-            stepped = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
-            for parameter in stepped:
-                self._make_state(parameter)
-                _as_long_as_a_kernel_holds_them(parameter)
-            if stepped and not is_fake(stepped[0]):
-                with unseen(), _kernels_compile():
-                    super().step()
-                for parameter in stepped:
-                    _keep_above_zero(self.state[parameter]["exp_avg_sq"])
-
-        def _make_state(self, parameter: Any) -> None:
-            state = self.state[parameter]
-            if not state:
+    def step(self: Any) -> None:  # a method of the class that is returned
+        stepped = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        for parameter in stepped:
+            if not (state := self.state[parameter]):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = self._new_buffer(parameter, True)
                 state["exp_avg_sq"] = self._new_buffer(parameter, False)
+            _allocate_like_the_kernel(parameter)
+        if stepped and not is_fake(stepped[0]):
+            with unseen(), _kernels_compile():
+                base.step(self)
+            for parameter in stepped:
+                _keep_above_zero(self.state[parameter]["exp_avg_sq"])
 
-    return Codes
+    return type("Codes", (base,), {"step": step})
 
 
-def _keep_above_zero(moment: Any) -> None:
-    """A second moment under a millionth of its block's largest has the code of zero, but its first moment has not.
+def _keep_above_zero(moment: OptimState8bit) -> None:
+    """A second moment below a millionth of its block's largest gets the code of zero, but its first moment does not.
 
-    Divided by the root of next to nothing, such an element moves hundreds of learning rates in one step. One code up,
-    it moves less than its due instead.
+    Divided by the root of almost 0, such an element would move by hundreds of learning rates in one step. One code
+    higher, it moves less than it should instead.
     """
     if not moment.signed:
         moment.codes.clamp_(min=1)
 
 
-def _as_long_as_a_kernel_holds_them(parameter: Any) -> None:
+def _allocate_like_the_kernel(parameter: Tensor) -> None:
     """The compiled update holds both new moments in fp32, as torch's record of its CPU allocations shows.
 
-    Compiled code cannot be followed operation by operation, and does not run on fake tensors: whoever follows sees
-    these two instead, which are never written to and so take nothing.
+    Compiled code cannot be tracked operation by operation, and does not run on fake tensors: memory trackers see
+    these two tensors instead, which are never written to and so take no memory.
     """
     import torch
 
@@ -289,15 +294,15 @@ def _as_long_as_a_kernel_holds_them(parameter: Any) -> None:
 
 @contextlib.contextmanager
 def _kernels_compile() -> Iterator[None]:
-    """torchao's step calls torch.compile; say so where this machine cannot."""
-    with not_counted(), warnings.catch_warnings():  # counts tell whether a script compiles
-        warnings.simplefilter("ignore")  # torch's own, of what compiling imports and caches
+    """torchao's step calls torch.compile: raises MachineError where that fails on this machine."""
+    with not_counted(), warnings.catch_warnings():  # from counts Flatout sees whether a script compiles
+        warnings.simplefilter("ignore")  # from torch, about what compiling imports and caches
         try:
             yield
         except compile_errors() as error:
             words = " ".join(str(error).split("\n")[:2])
             raise MachineError(
-                f"optimizer_state is '8bit', and its kernel does not compile: {words}",
+                f"optimizer_state is '8bit', but its kernel does not compile: {words}",
                 limit="torchao's step is compiled: it needs a C++ compiler on the CPU, Triton on CUDA",
                 remedy="install one, or drop optimizer_state",
             ) from error
@@ -305,7 +310,7 @@ def _kernels_compile() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torchao_keeps_quiet() -> Iterator[None]:
-    """As it is imported, torchao logs which of its kernels for other machines do not load; none is needed here."""
+    """On import, torchao logs which of its kernels for other machines do not load; none of them is needed here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

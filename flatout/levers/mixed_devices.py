@@ -1,21 +1,21 @@
-"""A script that was written for the CPU alone, with its model on a device: what mixes both is fixed, call by call.
+"""A script written for the CPU, with its model on a GPU: calls that mix devices are fixed one by one.
 
-A mode of torch that stands around every call from the script's thread. A call goes through as it is; where it fails
-and its tensors lie on both sides, they are brought together and it is tried again:
+A torch function mode around every call from the script's thread. Calls run unchanged; one that fails with tensors on
+both devices is retried with its tensors moved to one of them:
 
-    output - targets                  # targets of a loader: to the device
-    total.add_(loss)                  # a tensor of the script's on the CPU that is changed in place: to the CPU
-    output.numpy(), torch.save(...)   # the host's by nature: to the CPU
-    an operation the device lacks     # on the CPU, which is told
+    output - targets                  # targets of a loader: to the GPU
+    total.add_(loss)                  # a CPU tensor that is changed in place: to the CPU
+    output.numpy(), torch.save(...)   # needs host memory: to the CPU
+    an operation the GPU lacks        # runs on the CPU, and is reported
 
-Copies are differentiable, so gradients cross over too. What fails on the CPU as well is the script's own mistake.
+Copies are differentiable, so gradients cross devices too. A call that also fails on the CPU is the script's own error.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,51 +26,59 @@ from flatout.replaced import replaced
 from flatout.torch_private.attributes import PICKLED
 from flatout.torch_private.dispatch import current_function_mode, tree_leaves, tree_map_only
 
-TO_THE_HOST = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
-"""What only makes sense of host memory."""
-LOSSES = frozenset(
+Function = Callable[..., object]
+"""One of torch's."""
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+T = TypeVar("T")
+
+TO_THE_HOST: frozenset[Function] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
+"""These need host memory."""
+LOSSES: frozenset[Function] = frozenset(
     getattr(functional, name) for name in dir(functional) if name.endswith("_loss") or "cross_entropy" in name
 )
-"""They meet a loader's targets every step: these are moved before, not after a failure."""
+"""They get a loader's targets in every step: these are moved up front, not after a failure."""
 
-WRITING_ASIDE = frozenset(
+WRITING_ASIDE: frozenset[Function] = frozenset(
     getattr(functional, name) for name in ("batch_norm", "instance_norm", "embedding", "embedding_bag")
 ) | {torch.batch_norm, torch.instance_norm}
-"""They may change arguments other than the first (running statistics, rows too long), which must not be copies."""
+"""They may modify arguments other than the first (running statistics, renormalized rows), which must not be copies."""
 
 
 class MixedDevices(TorchFunctionMode):
-    """Active between `start` and `stop`; `tell` hears of operations that had to run on the CPU."""
+    """Active between `start` and `stop`; `report` is called with operations that had to run on the CPU."""
 
-    def __init__(self, device: torch.device, tell: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, report: Callable[[str], None]) -> None:
         super().__init__()
-        self.device, self.kind, self._tell = device, device.type, tell
+        self.device, self.kind, self._report = device, device.type, report
         self._on = False
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
         self._on = True
-        self._undo.enter_context(replaced(Tensor, PICKLED, self._pickling_as_the_cpus))
-        self.__enter__()
+        self._undo.enter_context(replaced(Tensor, PICKLED, self._pickling_on_the_cpu))
+        TorchFunctionMode.__enter__(self)
 
     def stop(self) -> None:
-        """Under a mode that the script has entered since, it stays where it is and lets everything pass."""
+        """Where the script has entered another mode since, this one stays on the stack and does nothing."""
         self._on = False
         self._undo.close()
         if current_function_mode() is self:
-            self.__exit__(None, None, None)
+            TorchFunctionMode.__exit__(self, None, None, None)
 
-    def _pickling_as_the_cpus(self, pickled: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], Any]:
-        """Where `torch.save` and `pickle` take a tensor apart, past all modes: a saved one is the CPU's, as the script
-        would have saved it."""
+    def _pickling_on_the_cpu(self, pickled: Callable[[Tensor, int], object]) -> Callable[[Tensor, int], object]:
+        """`torch.save` and `pickle` reduce tensors without going through modes: a GPU tensor is saved as a CPU tensor,
+        as the script would have saved it."""
         kind = self.kind
 
-        def as_the_cpus(tensor: Tensor, protocol: Any) -> Any:
+        def on_the_cpu(tensor: Tensor, protocol: int) -> object:
             return pickled(tensor.cpu() if tensor.device.type == kind else tensor, protocol)
 
-        return as_the_cpus
+        return on_the_cpu
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if not self._on or torch.compiler.is_compiling():
             return func(*args, **kwargs)
@@ -87,12 +95,12 @@ class MixedDevices(TorchFunctionMode):
             failed = error
         return self._together(func, args, kwargs, failed, mixed="cpu" in kinds)
 
-    def _together(self, func: Any, args: Any, kwargs: Any, failed: Exception, *, mixed: bool) -> Any:
+    def _together(self, func: Function, args: Arguments, kwargs: Keywords, failed: Exception, *, mixed: bool) -> object:
         if func in WRITING_ASIDE:
             return _call(func, ((placed(args[0], self.device), *args[1:]), kwargs))
         changed = _changed_in_place(func, args, kwargs)
         if mixed:
-            target: Any = changed.device if changed is not None else self.device
+            target = changed.device if changed is not None else self.device
             try:
                 return _call(func, placed((args, kwargs), target, but=changed))
             except Exception as error:
@@ -100,31 +108,34 @@ class MixedDevices(TorchFunctionMode):
         if changed is not None:
             raise failed
         result = _call(func, placed((args, kwargs), "cpu"))
-        self._tell(
+        self._report(
             f"{getattr(func, '__name__', func)} runs on the CPU: {str(failed).strip().partition(chr(10))[0][:150]}"
         )
         return result
 
-    def _kinds(self, args: Any, kwargs: Any) -> set[str]:
+    def _kinds(self, args: Arguments, kwargs: Keywords) -> set[str]:
         return {one.device.type for one in _tensors((args, kwargs))}
 
 
-def _call(func: Any, arguments: Any) -> Any:
+def _call(func: Function, arguments: tuple[Arguments, Keywords]) -> object:
     args, kwargs = arguments
     return func(*args, **kwargs)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: object) -> Iterator[Tensor]:
     return (one for one in tree_leaves(values) if isinstance(one, Tensor))
 
 
-def placed(values: Any, target: Any, but: Tensor | None = None) -> Any:
-    """The same with its tensors on `target`; those that are there already stay the objects that they are."""
+def placed(values: T, target: torch.device | str, but: Tensor | None = None) -> T:
+    """The same with its tensors on `target`; tensors already there are not copied, nor is `but`."""
     kind = torch.device(target).type
-    return tree_map_only(Tensor, lambda one: one if one is but or one.device.type == kind else one.to(target), values)
+    moved: T = tree_map_only(
+        Tensor, lambda one: one if one is but or one.device.type == kind else one.to(target), values
+    )
+    return moved
 
 
-def _changed_in_place(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _changed_in_place(func: Function, args: Arguments, kwargs: Keywords) -> Tensor | None:
     """The tensor that a call writes to."""
     out = kwargs.get("out")
     if isinstance(out, Tensor):

@@ -1,29 +1,35 @@
-"""A script that trains on the CPU and names no device, on a machine with a GPU: run it there.
+"""Run a script that trains on the CPU and names no device on the GPU of the machine.
 
-Weights are moved in place, so that the optimizer goes on with the very same parameters; its state, buffers and tensors
-that modules hold by themselves go along. Each call of the model gets its inputs on the device; the rest of the script
-goes on with tensors on either side, which `mixed_devices` brings together where they meet.
+Weights are moved in place, so the optimizer keeps the same parameters; its state, buffers and tensors held as module
+attributes move with them. Each call of the model gets its inputs on the GPU; elsewhere the script may hold tensors on
+either device, and `mixed_devices` moves them where an operation mixes both.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 from flatout.machine.device import placement
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
 
 class MovedToDevice(Lever):
-    """Run a script that trains on the CPU and names no device on the GPU that is idle beside it.
+    """Run a script that trains on the CPU and names no device on an idle GPU.
 
     Weights are moved in place, so the optimizer keeps the same parameters; its state, buffers and tensors held by
     modules move with them. Each call of the model gets its inputs on the GPU. The rest of the script may hold
-    tensors on either side: where they meet, they are brought together. CUDA is not touched unless this lever is on.
+    tensors on either device: operations that mix both move them. CUDA is not touched unless this lever is on.
     """
 
     name = "moved to the GPU"
@@ -37,25 +43,21 @@ class MovedToDevice(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not machine.usable_gpus:
-            return refuse("no GPU here that torch can use")
+            return refuse("this machine has no GPU that torch can use")
         if observed.device != "cpu":
             return refuse("the script trains on the GPU")
         if observed.names_device:
             return refuse("the script chooses its device itself")
         if not observed.modules:
             return refuse("no module was called that could be moved")
-        return offer("cuda", reason="the script names no device, and a GPU stands idle")
+        return offer("cuda", reason="the script names no device, and a GPU is idle")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         from flatout.levers.mixed_devices import MixedDevices
 
-        device = placement(value)
-
-        def tell(why: str) -> None:
-            subject.note_incident(self.name, why)
-
-        mode = MixedDevices(device, tell)
+        device = placement(str(value))
+        mode = MixedDevices(device, lambda why: subject.note_incident(self.name, why))
         mode.start()
         try:
             with (
@@ -66,32 +68,34 @@ class MovedToDevice(Lever):
         finally:
             mode.stop()
 
-    def takes(self, value: Any) -> bool:
-        return bool(value != "cpu")
+    def takes(self, value: Value) -> bool:
+        return value != "cpu"
 
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return self.name
 
 
-def _move_module(module: Any, device: Any) -> Undo[Any]:
+def _move_module(module: Module, device: torch.device) -> Undo[Module]:
     from flatout.levers.mixed_devices import placed
 
     _place_module(module, device)
 
-    def before(module: Any, args: Any, kwargs: Any) -> Any:
+    def before(
+        module: Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         return placed(args, device), placed(kwargs, device)
 
     hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
-    def undo(module: Any) -> None:
+    def undo(module: Module) -> None:
         hook.remove()
         _place_module(module, "cpu")
 
     return undo
 
 
-def _place_module(module: Any, device: Any) -> None:
-    """Weights, gradients, buffers and tensors that are plain attributes; each remains the object that it was."""
+def _place_module(module: Module, device: torch.device | str) -> None:
+    """Move weights, gradients, buffers and tensors that are plain attributes; each remains the same object."""
     import torch
 
     for one in module.modules():
@@ -101,20 +105,20 @@ def _place_module(module: Any, device: Any) -> None:
     module.to(device)
 
 
-def _place(tensor: Any, device: Any) -> None:
-    """In place: whoever holds it, holds it there."""
+def _place(tensor: Tensor, device: torch.device | str) -> None:
+    """In place, so that every reference to it sees the move."""
     tensor.data = tensor.data.to(device)
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(device)
 
 
-def _move_optimizer(optimizer: Any, device: Any) -> Undo[Any]:
+def _move_optimizer(optimizer: Optimizer, device: torch.device) -> Undo[Optimizer]:
     _place_optimizer(optimizer, device)
     return lambda optimizer: _place_optimizer(optimizer, "cpu")
 
 
-def _place_optimizer(optimizer: Any, device: Any) -> None:
-    """Its parameters, if no module has taken them along, and its state; step counters stay with the host."""
+def _place_optimizer(optimizer: Optimizer, device: torch.device | str) -> None:
+    """Move its parameters, if no module has moved them already, and its state; step counters stay on the CPU."""
     import torch
 
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""What was seen of a training loop: plain values that travel from a trial process to whoever chooses levers.
+"""What was observed of a training loop: plain values, passed from a trial process to the code that chooses levers.
 
 Live objects (models, optimizers, loaders) stay in `Subject`; this is their description. A field that could not be
-found out is None.
+determined is None.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flatout.machine.ceilings import Ceilings, Peak
-from flatout.machine.description import Machine
+from flatout.machine.description import Gpu, Machine
 
 USUAL_BUSY_SHARE, USUAL_PRODUCTS = 0.6, 0.5
-"""Where nothing was measured: forward and backward of a step, and products of these."""
+"""Where nothing was measured: the share of forward and backward in a step, and of products in these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class OptimizerSeen:
     can_foreach: bool = False
     obstacle: str = ""
     low_bit_obstacle: str | None = None
-    """Why its state cannot be held in 8 bits; '' where it can."""
+    """Why its state cannot be held in 8 bits; '' where it can, None where it was not examined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ class ModuleSeen:
     dtypes: tuple[str, ...] = ()
     repeated_block: str = ""
     repeated_blocks: int = 0
-    """How many of it there are."""
+    """How many of these blocks there are."""
     channels_last: bool = False
     compiled: bool = False
     attention_by_hand: str = ""
     """The class of the modules that compute attention without torch's fused kernel."""
     widest_output: int = 0
-    """Outputs of the widest linear layer, or of one that an embedding's weights may serve."""
+    """Outputs of the widest linear layer, including one that may share an embedding's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """The loop as it runs today."""
+    """The loop as the script runs it."""
 
     device: str = "cpu"
     step_kind: str = "optimizer"
@@ -98,42 +98,42 @@ class Observed:
     cudnn_benchmark: bool = False
     deterministic_algorithms: bool = False
     names_device: bool = False
-    """Does the script's own file speak of a device? Then where it runs is its choice."""
+    """Does the script's own file mention a device? Then where it runs is its choice."""
     differentiates_twice: str = ""
-    """Where the script asks for gradients of gradients, or may come to; '' where nothing suggests it."""
+    """Where the script asks for gradients of gradients, or may do so later; '' where nothing suggests it."""
     gradients_zeroed: bool | None = None
-    """Does zero_grad fill gradients with zeros, or free them? None: no call of it was seen."""
+    """Does zero_grad fill gradients with zeros (True) or free them (False)? None: no call of it was seen."""
     orders_device_work: str = ""
-    """Where the script mentions streams, of copies that nobody waits for, or of addresses; '' where it does not."""
+    """Where the script mentions streams, non-blocking copies or addresses; '' where it does not."""
     reads_gradients: str | None = None
-    """Where the script mentions gradients by themselves (clips, logs or writes them); '' where it does not."""
+    """Where the script handles gradients itself (clips, logs or writes them); '' where it does not."""
     reads_optimizer_state: str | None = None
-    """Where the script mentions what its optimizer holds for each weight; '' where it does not."""
+    """Where the script mentions its optimizer's state; '' where it does not."""
     update_obstacle: str | None = None
-    """Why a backward pass cannot update the weights by itself; '' where nothing speaks against it."""
+    """Why a backward pass cannot update the weights by itself; '' where it can."""
     captures_graphs: str = ""
     """Where the script mentions CUDA graphs; '' where nothing suggests it."""
     backwards_per_step: float | None = None
     flops_per_step: float | None = None
-    """Floating-point operations of the products of one step."""
+    """Floating-point operations of the products in one step."""
     operations_per_step: int | None = None
     """As torch dispatches them."""
     denormal_share: float | None = None
-    """Of the fp32 values that the operations of one step took and gave, as far as they were looked at."""
+    """Of the fp32 inputs and outputs of one step's operations, as far as they were examined."""
     denormal_slowdown: float | None = None
-    """How many times as long this processor takes for such values; None where a step met none."""
+    """How many times longer this processor takes for such values; None where a step had none."""
     page_faults_per_step: float | None = None
-    """Minor ones: memory that the process had given back, or never had."""
+    """Minor faults: memory that the process had returned, or never had."""
 
     def share(self, kind: str) -> float | None:
-        """The share of a step that goes to `kind` ('data', 'forward', ...), 0 to 1; None where it was not measured."""
+        """The share of a step spent in `kind` ('data', 'forward', ...), 0 to 1; None where it was not measured."""
         if not self.step_seconds or kind not in self.breakdown_seconds:
             return None
         return self.breakdown_seconds[kind] / self.step_seconds
 
     @property
     def busy_share(self) -> float:
-        """The share of forward and backward passes; a usual one where it was not measured."""
+        """The share of forward and backward passes; a typical one where it was not measured."""
         shares = [self.share(kind) for kind in ("forward", "backward")]
         return USUAL_BUSY_SHARE if None in shares else min(1.0, sum(share or 0.0 for share in shares))
 
@@ -145,22 +145,29 @@ class Observed:
         return min(self.busy_share, self.flops_per_step / peak.value / self.step_seconds)
 
     def share_of_operations(self, seconds: float) -> float:
-        """The share of a step that so much for each of its operations makes; 0 where they were not counted."""
+        """The share of a step that `seconds` for each of its operations take; 0 where they were not counted."""
         if not self.operations_per_step or not self.step_seconds:
             return 0.0
         return self.operations_per_step * seconds / self.step_seconds
 
     def saved_by_dtype(self, machine: Machine, dtype: str) -> float:
-        """The share that products in this format save, at the measured rates; half of them where one is unknown."""
+        """The share that products in this format save at the measured rates; half of it where a rate is unknown."""
         slow, fast = self._peaks(machine).get("fp32"), self._peaks(machine).get(dtype)
         saved = 1 - slow.value / fast.value if slow and fast else 0.5
         return max(0.0, saved) * self.product_share(machine)
 
     def ceilings(self, machine: Machine) -> Ceilings | None:
-        """Of the device that trains; those of a machine with a GPU are the GPU's. None: not measured."""
+        """Those of the device that trains; None where another device was measured, or none."""
         measured = machine.ceilings
         same = measured is not None and measured.device.partition(":")[0] == self.device.partition(":")[0]
         return measured if same else None
+
+    def gpu(self, machine: Machine) -> Gpu | None:
+        """The GPU that trains; None for the CPU, or where the machine's GPUs were not detected."""
+        if not self.device.startswith("cuda"):
+            return None
+        index = int(self.device.partition(":")[2] or 0)
+        return next((gpu for gpu in machine.devices if gpu.index == index), None)
 
     def _peaks(self, machine: Machine) -> Mapping[str, Peak]:
         measured = self.ceilings(machine)
@@ -168,17 +175,17 @@ class Observed:
 
     @property
     def loop(self) -> str:
-        """What trains, in words: two runs of a script with other arguments may train the same, or not."""
+        """What trains, in words: runs of a script with different arguments may or may not train the same loop."""
         models = [f"{one.kind} of {one.parameters:,} weights ({', '.join(one.dtypes)})" for one in self.modules]
         steps = [f"{one.kind} over {one.parameters} tensors" for one in self.optimizers]
         how = ["autocast"] * self.autocast_in_script + ["torch.compile"] * self.compiled_in_script
         return ", ".join([*models, *steps, *how, f"on {self.device.partition(':')[0]}"])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Observed:
+    def from_json(cls, data: Mapping[str, Any]) -> Observed:  # JSON that `to_json` wrote
         fields = dict(data)
         fields["optimizers"] = tuple(OptimizerSeen(**item) for item in data.get("optimizers", ()))
         fields["loaders"] = tuple(LoaderSeen(**item) for item in data.get("loaders", ()))

@@ -1,25 +1,24 @@
-"""Updates in backward for an unmodified script: each weight is updated as soon as its gradient is there, and the
-gradient is freed, so that never all gradients are held at once.
+"""Updates in backward for an unmodified script: each weight is updated as soon as its gradient is ready, and the
+gradient is freed, so that the gradients are never all held at once.
 
     loss.backward()         # updates by the script's own optimizer, one weight at a time
     optimizer.step()        # finds no gradient left
 
-The weights keep their bits where nothing could look at weights or gradients in between. So it acts only on a backward
-pass that the source shows to be followed by the step and nothing else (`flatout.levers.call_site`), into gradients that
-were freed before, of optimizers that treat each parameter by itself. Every other pass runs as the script has it.
-Whoever asks for a gradient that was freed after its update gets an error, never None.
+The weights are bit-identical if nothing can look at weights or gradients in between. So it acts only on backward passes
+that the source shows to be followed directly by the step (`flatout.levers.call_site`), with gradients freed before, and
+on optimizers that update each parameter independently. Every other pass runs as written. Reading a gradient that was
+freed after its update raises an error; it never gives None.
 
-It saves memory, not time, so `flatout tune` tries it only where steps have to fit (--fit).
+It saves memory, not time, so `flatout tune` tries it only with `--fit`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from flatout.levers.autocast import Autocast
-from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
@@ -27,11 +26,11 @@ from flatout.replaced import replaced
 
 
 class OptimizerInBackward(Lever):
-    """Update each weight as soon as its gradient is there, and free the gradient.
+    """Update each weight as soon as its gradient is ready, and free the gradient.
 
     Only where the source shows `optimizer.step()` right after `backward()` with nothing in between that could look
-    at weights or gradients. Any other pass runs as written, and whoever reads a freed gradient gets an error. It
-    saves memory, so `flatout tune` tries it only with `--fit`.
+    at weights or gradients. Every other pass runs as written, and reading a freed gradient raises an error. It saves
+    memory, so `flatout tune` tries it only with `--fit`.
     """
 
     name = "updates in backward"
@@ -43,9 +42,9 @@ class OptimizerInBackward(Lever):
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.optimizers:
             return refuse("the script has no optimizer object")
-        for told in (observed.differentiates_twice, observed.captures_graphs):
-            if told:
-                return refuse(told)
+        for reason in (observed.differentiates_twice, observed.captures_graphs):
+            if reason:
+                return refuse(reason)
         if observed.compiled_in_script:
             return refuse("the script compiles, and compiled code produces all gradients at once")
         if observed.scaler_in_script or "fp16" in Autocast().applies(machine, observed).values:
@@ -56,10 +55,10 @@ class OptimizerInBackward(Lever):
         for obstacle in (observed.reads_gradients, observed.update_obstacle):
             if obstacle is None or obstacle:
                 return refuse(unknown if obstacle is None else obstacle)
-        return offer(True, reason="saves memory: gradients are never held together")
+        return offer(True, reason="saves memory: gradients are never all held at once")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
 
         from flatout.levers.consumed_gradients import ConsumedGradients

@@ -1,33 +1,36 @@
-"""Adam's moments in 8 bits for an unmodified script: its own optimizer steps as ever, but for the large parameters.
+"""Adam's moments in 8 bits for an unmodified script: its own optimizer still steps the small parameters.
 
-Right before each of its steps the large parameters are stepped by `flatout.levers.low_bit`, and its own step sees a
-stand-in of the optimizer without them. Everything happens where the script's step stands, so clipping, scaling,
-accumulation and skipped steps mean what they meant. `state_dict` holds plain moments: the script loads what it saves
-with or without this lever.
+Right before each of its steps `flatout.levers.low_bit` steps the large parameters, and its own step runs on a copy of
+the optimizer without them. Everything happens at the script's own step, so clipping, scaling, accumulation and skipped
+steps work as before. `state_dict` holds plain moments: the script can load what it saved with or without this lever.
 
-It saves memory, not time, so `flatout tune` tries it only where steps have to fit (--fit).
+It saves memory, not time, so `flatout tune` tries it only with `--fit`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from flatout.levers.lever import COSTS_TIME, Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.low_bit import LowBitOptimizer, import_torchao, low_bit_obstacle, without_codes
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.optimizer import Args, Kwargs
+
 
 class LowBitState(Lever):
     """Hold Adam's two moments in 8 bits (needs torchao).
 
-    For `torch.optim.Adam` and `AdamW` that are stepped without a closure, and parameters of at least 4,096
-    elements. `state_dict` holds plain moments, so a script loads what it saved with or without this lever. It saves
-    memory and takes time, so `flatout tune` tries it only with `--fit`.
+    For `torch.optim.Adam` and `AdamW` stepped without a closure, and parameters of at least 4,096 elements.
+    `state_dict` holds plain moments, so a script can load what it saved with or without this lever. It saves memory
+    and takes time, so `flatout tune` tries it only with `--fit`.
     """
 
     name = "optimizer state"
@@ -52,64 +55,64 @@ class LowBitState(Lever):
         return offer("8bit", reason="saves memory, costs time")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
-        import_torchao()  # now, not in the midst of the script's first step
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
+        import_torchao()  # now, not during the script's first step
 
-        def visit(optimizer: Any) -> Undo[Any] | None:
-            return None if low_bit_obstacle(optimizer) else _hold_in_codes(optimizer, self._tell(subject))
+        def report(why: str) -> None:
+            subject.note_incident(self.name, why)
+
+        def visit(optimizer: Optimizer) -> Undo[Optimizer] | None:
+            return None if low_bit_obstacle(optimizer) else _hold_in_codes(optimizer, report)
 
         with subject.optimizers.each(visit):
             yield
 
-    def _tell(self, subject: Subject) -> Any:
-        return lambda why: subject.note_incident(self.name, why)
-
-    def label(self, value: Any) -> str:
+    def label(self, value: Value) -> str:
         return f"{self.name} in {str(value).removesuffix('bit')} bits"
 
 
 class _LargeFirst:
     """A hook before each step of an optimizer."""
 
-    def __init__(self, optimizer: Any, tell: Any) -> None:
+    def __init__(self, optimizer: Optimizer, report: Callable[[str], None]) -> None:
         self._low_bit: LowBitOptimizer | None = LowBitOptimizer(optimizer)
-        self._tell = tell
+        self._report = report
 
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         obstacle = self._obstacle(optimizer, args, kwargs)
         if obstacle:
-            self._tell(obstacle)
+            self._report(obstacle)
             self.close()
         if self._low_bit is None:
             return None
         self._low_bit.step_large()
-        return (_stand_in(optimizer, self._low_bit.small_groups()), *args[1:]), kwargs
+        return (_copy_over(optimizer, self._low_bit.small_groups()), *args[1:]), kwargs
 
     def close(self) -> None:
-        """The state is the optimizer's own again."""
+        """Give the state back to the optimizer."""
         if self._low_bit is not None:
             self._low_bit.close()
         self._low_bit = None
 
     @staticmethod
-    def _obstacle(optimizer: Any, args: Any, kwargs: Any) -> str:
+    def _obstacle(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> str:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer itself
         if closure is not None:
-            return "the optimizer's step was given a closure, which forms the gradients"
+            return "the optimizer's step got a closure, which computes the gradients"
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            return "the gradient scaler leaves it to the optimizer's kernel to unscale"
+            return "the gradient scaler leaves unscaling to the optimizer's kernel"
         return low_bit_obstacle(optimizer) or ""
 
 
-def _hold_in_codes(optimizer: Any, tell: Any) -> Undo[Any]:
-    hook = _LargeFirst(optimizer, tell)
+def _hold_in_codes(optimizer: Optimizer, report: Callable[[str], None]) -> Undo[Optimizer]:
+    hook = _LargeFirst(optimizer, report)
     handles = (
         optimizer.register_step_pre_hook(hook),
         optimizer.register_state_dict_post_hook(lambda optimizer, state: without_codes(state)),
     )
-    alive = weakref.ref(hook)  # the optimizer has it, and may go with it
+    alive = weakref.ref(hook)  # it belongs to the optimizer, and may be freed with it
 
-    def undo(optimizer: Any) -> None:
+    def undo(optimizer: Optimizer) -> None:
         held = alive()
         for handle in handles:
             handle.remove()
@@ -119,8 +122,8 @@ def _hold_in_codes(optimizer: Any, tell: Any) -> Undo[Any]:
     return undo
 
 
-def _stand_in(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
-    """The optimizer over these groups: a step that raises leaves nothing changed."""
-    other = object.__new__(type(optimizer))
+def _copy_over(optimizer: Optimizer, groups: list[dict[str, object]]) -> Optimizer:
+    """A shallow copy of the optimizer over these groups: a step that raises leaves the optimizer unchanged."""
+    other: Optimizer = object.__new__(type(optimizer))
     vars(other).update(vars(optimizer), param_groups=groups)
     return other

@@ -1,12 +1,12 @@
-"""Copies of batches to the GPU that the host does not wait for: it goes on queueing work while they run.
+"""Copy batches to the GPU without making the host wait: it continues to queue work while they are copied.
 
-A plain `x.to("cuda")` waits until the GPU has done all that was queued before it. Here the values go first, at once, to
-page-locked memory of their own: what the script does to its tensor afterwards, in numpy too, comes too late to matter.
-From there they are copied in the order of the stream, and the memory is used again only after that.
+A plain `x.to("cuda")` waits until the GPU has finished everything queued before it. Here the values are first copied to
+page-locked memory of their own, so the script may change its tensor afterwards, also through numpy. From there they are
+copied in stream order, and that memory is reused only when the copy is done.
 
-What could tell the difference is refused or ends it: another stream, which may not wait for this one (the script's
-files speak of streams, or something enters one), and a copy from the GPU that nobody waits for, and which so far was
-complete after the next copy to it.
+Scripts that could see a difference are refused, or end it: those that use another stream, which may not wait for this
+one (their files mention streams, or something enters one), and those that copy from the GPU without waiting, where so
+far the next copy to the GPU made them wait.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.replaced import replaced
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Copy = Callable[..., "Tensor"]
+"""One of torch's methods that copy a tensor."""
+
 MOST_WAITING_BYTES = 256 << 20
-"""Page-locked memory for copies that have not run yet; more than that is waited for."""
+"""Page-locked memory for copies that have not run yet; beyond that the host waits."""
 WAITED_SHARE = 0.3
-"""What a step may lose besides the copies, as the GPU has nothing queued after each; it was not measured."""
+"""What a step may lose besides the copies, as the GPU has nothing queued after each; an estimate, not measured."""
 
 FROM_THE_GPU = "the script copies from the GPU without waiting"
 IN_ANOTHER_STREAM = "something works in a stream of its own"
@@ -57,12 +64,12 @@ class OverlappedCopies(Lever):
         return offer(True, reason="the host waits for each copy to the GPU")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
 
         copies = _Copies(lambda why: subject.note_incident(self.name, why))
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what was copied from the GPU until now is there: no later copy need wait for it
+            torch.cuda.synchronize()  # copies from the GPU so far are complete: no later copy has to wait for them
         with (
             replaced(torch.Tensor, "to", copies.moved),
             replaced(torch.Tensor, "cuda", copies.moved),
@@ -73,25 +80,25 @@ class OverlappedCopies(Lever):
 
 
 class _Copies:
-    """Those that were queued and may not have run yet."""
+    """Copies that were queued and may not have run yet."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._ended = False
-        self._waiting: deque[tuple[Any, int]] = deque()
-        """(event behind a copy, its bytes)"""
+        self._waiting: deque[tuple[torch.cuda.Event, int]] = deque()
+        """(event recorded after a copy, its bytes)"""
         self._waiting_bytes = 0
 
     # what the script calls
 
-    def moved(self, original: Any) -> Any:
-        """Of `to` and `cuda`."""
+    def moved(self, original: Copy) -> Copy:
+        """Replaces `to` and `cuda`."""
         import torch
 
         of_cuda = original.__name__ == "cuda"
         compiling = torch.compiler.is_compiling
 
-        def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def move(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             if self._ended or compiling():
                 return original(tensor, *args, **kwargs)
             if not tensor.is_cpu:
@@ -105,19 +112,21 @@ class _Copies:
 
         return move
 
-    def copied(self, original: Any) -> Any:
-        def copy_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def copied(self, original: Copy) -> Copy:
+        def copy_(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             if tensor.is_cpu and _asks_not_to_wait(args, kwargs):
                 self._end(FROM_THE_GPU)
             return original(tensor, *args, **kwargs)
 
         return copy_
 
-    def stream_changed(self, original: Any) -> Any:
-        """Of `torch.cuda.set_stream`, which `with torch.cuda.stream(...)` calls too."""
+    def stream_changed(
+        self, original: Callable[[torch.cuda.Stream | None], None]
+    ) -> Callable[[torch.cuda.Stream | None], None]:
+        """Replaces `torch.cuda.set_stream`, which `with torch.cuda.stream(...)` calls too."""
         import torch
 
-        def set_stream(stream: Any) -> None:
+        def set_stream(stream: torch.cuda.Stream | None) -> None:
             if stream is not None and not self._ended and stream != torch.cuda.default_stream(stream.device):
                 self._end(IN_ANOTHER_STREAM)
             original(stream)
@@ -126,7 +135,7 @@ class _Copies:
 
     # what becomes of copies
 
-    def _copy(self, tensor: Any, device: Any, queue: Callable[[Any], Any]) -> Any:
+    def _copy(self, tensor: Tensor, device: torch.device, queue: Callable[[Tensor], Tensor]) -> Tensor:
         import torch
 
         with torch.no_grad():
@@ -143,19 +152,19 @@ class _Copies:
         return copy
 
     def _end(self, why: str) -> None:
-        """From now on each copy is waited for, and with it all that was queued before; so are those under way."""
+        """From now on the host waits for each copy, as without the lever; so it does for those that are queued."""
         self._ended = True
         while self._waiting:
             self._waiting.popleft()[0].synchronize()
-        self._tell(f"{why}: its copies to the GPU are waited for, as written")
+        self._report(f"{why}: its copies to the GPU are waited for, as written")
 
 
-def _asks_not_to_wait(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _asks_not_to_wait(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     return bool(kwargs.get("non_blocking")) or any(one is True for one in args)
 
 
-def _target(args: tuple[Any, ...], kwargs: dict[str, Any], *, of_cuda: bool) -> Any:
-    """The torch.device, where a call says a GPU and nothing else; None otherwise."""
+def _target(args: tuple[object, ...], kwargs: dict[str, object], *, of_cuda: bool) -> torch.device | None:
+    """The GPU that a call names, if it names nothing else; None otherwise."""
     import torch
 
     if len(args) + len(kwargs) > 1 or (kwargs and "device" not in kwargs):
@@ -166,12 +175,12 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any], *, of_cuda: bool) -> 
     try:
         device = torch.device(told)
     except RuntimeError:
-        return None  # the mistake is torch's to explain
+        return None  # torch explains the mistake
     return device if device.type == "cuda" else None
 
 
-def _fits(tensor: Any, device: Any) -> bool:
-    """Plain values, on their way in the main stream of a GPU that records nothing."""
+def _fits(tensor: Tensor, device: torch.device) -> bool:
+    """A plain tensor, copied in the main stream of a GPU that captures no graph."""
     import torch
 
     if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.layout is not torch.strided:

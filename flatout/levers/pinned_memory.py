@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 class PinnedMemory(Lever):
@@ -31,8 +34,8 @@ class PinnedMemory(Lever):
             return refuse("no loader that lacks pin_memory feeds training")
         return offer(True, reason="batches are copied to the GPU every step")
 
-    def apply(self, subject: Subject, value: Any) -> AbstractContextManager[None]:
-        def before_iterator(loader: Any) -> None:
+    def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
+        def before_iterator(loader: DataLoader[object]) -> None:
             loader.pin_memory = True
 
         return subject.before_iterators(before_iterator)

@@ -1,11 +1,12 @@
-"""Operations that only move scores about, done to a layer's input instead, which stands for them.
+"""Operations that only rearrange scores, applied to the layer's input instead of the scores.
 
-Each takes where scores stand (`Stands`), the operation and its further arguments, and gives the same of the result.
+Each function takes the scores' description (`Deferred`), the operation and its other arguments, and returns the
+description of the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,34 +14,37 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Stands(Protocol):
-    """Scores that are not there."""
+class Deferred(Protocol):
+    """Scores that have not been computed."""
 
     like: Tensor
-    """Their shape and type; no memory."""
+    """Their shape and dtype; takes no memory."""
     features: Tensor
-    """As the scores, with the layer's input where the classes are."""
+    """Like the scores, with the layer's input features in place of the classes."""
     axis: int
-    """That of the classes."""
+    """The dimension of the classes."""
     is_normalised: bool
     classes: int
     """How many there are: those of the layer, or the first of them."""
 
 
-def shape_alone(shape: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor of that shape and type that takes no memory: it is one value, seen everywhere."""
-    return torch.empty((), dtype=dtype).expand(shape)
+def shape_alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of that shape and dtype that takes no memory: one value, expanded."""
+    return torch.empty((), dtype=dtype).expand(tuple(shape))
 
 
 class DoesMore(Exception):
-    """An operation that does more than move positions."""
+    """An operation that does more than rearrange."""
 
 
 Moved = tuple[Tensor, Tensor, int]
-"""(the scores' shape and type, the features put through the same, the classes' axis)"""
+"""(shape and dtype of the scores, the features rearranged in the same way, the dimension of the classes)"""
+Operation = Callable[..., Tensor]
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
 
 
-def _reshape(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
+def _reshape(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     like = func(place.like, *args, **kwargs)
     last = like.dim() - 1
     fits = place.axis == place.like.dim() - 1 and like.shape[last] == place.classes
@@ -49,24 +53,24 @@ def _reshape(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
     return like, place.features.reshape(*like.shape[:-1], place.features.shape[-1]), last
 
 
-def _permute(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
+def _permute(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     order = func(torch.empty(tuple(range(place.like.dim())), device="meta"), *args, **kwargs).shape
     return func(place.like, *args, **kwargs), func(place.features, *args, **kwargs), list(order).index(place.axis)
 
 
-def _same(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
+def _same(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     return place.like, place.features, place.axis
 
 
-def _cast(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
+def _cast(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     given = [*args, *kwargs.values()] or [torch.float32]
     if len(given) > 1 or not isinstance(given[0], torch.dtype) or not given[0].is_floating_point:
         raise DoesMore
     return shape_alone(place.like.shape, given[0]), place.features, place.axis
 
 
-def log_softmax(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
-    dimension = kwargs.get("dim", args[0] if args else None)
+def log_softmax(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+    dimension: Any = kwargs.get("dim", args[0] if args else None)  # whatever torch takes for one
     more = {name for name, value in kwargs.items() if value is not None} - {"dim", "_stacklevel"} or len(args) > 1
     if more or dimension is None or dimension % place.like.dim() != place.axis or place.is_normalised:
         raise DoesMore
@@ -74,11 +78,12 @@ def log_softmax(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
     return shape_alone(place.like.shape, torch.float32 if exact else place.like.dtype), place.features, place.axis
 
 
-def _detach(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
+def _detach(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
     return place.like, place.features.detach(), place.axis
 
 
-def _index(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
+def _index(place: Deferred, func: Operation, args: Arguments, kwargs: Keywords) -> Moved:
+    index: Any  # whatever torch takes for one
     (index,) = args
     if (count := first_classes(place, index)) is not None:
         return shape_alone((*place.like.shape[:-1], count), place.like.dtype), place.features, place.axis
@@ -89,8 +94,9 @@ def _index(place: Stands, func: Any, args: Any, kwargs: Any) -> Moved:
     return shape_alone(shape, place.like.dtype), features, len(shape) - 1
 
 
-def first_classes(place: Stands, index: Any) -> int | None:
-    """How many, where an index takes the first classes and nothing else: `scores[..., :50257]` of a padded layer."""
+def first_classes(place: Deferred, index: object) -> int | None:
+    """How many classes, if an index takes the first ones and does nothing else: `scores[..., :50257]` of a padded
+    layer."""
     if place.axis != place.like.dim() - 1 or place.is_normalised or not isinstance(index, tuple) or not index:
         return None
     *others, last = index
@@ -103,12 +109,12 @@ def first_classes(place: Stands, index: Any) -> int | None:
     return min(last.stop, place.classes)
 
 
-def _items(index: Any) -> tuple[Any, ...]:
+def _items(index: object) -> tuple[object, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
-def _spares_classes(index: Any, dimensions: int) -> bool:
-    """Does an index leave the last dimension whole?"""
+def _spares_classes(index: object, dimensions: int) -> bool:
+    """Does an index keep the whole last dimension?"""
     items = _items(index)
     taken = 0
     for one in items:
@@ -124,7 +130,7 @@ def _spares_classes(index: Any, dimensions: int) -> bool:
 
 
 _T = torch.Tensor
-MOVING: dict[Any, Callable[[Any, Any, Any, Any], Moved]] = {
+MOVING: dict[object, Callable[[Deferred, Operation, Arguments, Keywords], Moved]] = {
     **dict.fromkeys((_T.view, _T.reshape, _T.flatten, _T.unsqueeze, _T.squeeze, _T.unflatten), _reshape),
     **dict.fromkeys((torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze, torch.unflatten), _reshape),
     **dict.fromkeys((_T.transpose, _T.permute, _T.swapaxes, _T.movedim, _T.swapdims, _T.moveaxis), _permute),

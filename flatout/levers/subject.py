@@ -1,10 +1,10 @@
-"""The live handles that levers act on: models, optimizers, loaders and the seam around an outermost module call.
+"""The live objects that levers act on: models, optimizers, loaders, and wrappers around outermost module calls.
 
-Handles appear while an unmodified script runs (the discriminator is called before the generator), so a lever does not
-loop over a list: it registers a function, which is called for each handle that is there and for each that comes, and
-whose returned undo is called when the lever is taken back.
+They appear while an unmodified script runs (the discriminator is called before the generator), so a lever does not
+loop over a list: it registers a function that is called for each object, present or future. What that function returns
+undoes it, and is called when the lever is turned off.
 
-    with lever.apply(subject, True):     # acts on what is there and on what comes
+    with lever.apply(subject, True):     # acts on present and future objects
         ...                              # steps run
                                          # all undone
 """
@@ -13,20 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from flatout.levers.training_call import CheckpointedCalls, TrainingModes, is_plain_training, is_recomputation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 T = TypeVar("T")
 Undo = Callable[[T], None]
 Visit = Callable[[T], "Undo[T] | None"]
-Wrapper = Callable[[Any, Callable[[], Any]], Any]
-BackwardWrapper = Callable[[Any, Callable[[Any], Any]], Any]
+Wrapper = Callable[["Module", Callable[[], object]], object]
+Roots: TypeAlias = "Tensor | Sequence[Tensor]"
+"""What a backward pass starts from."""
+BackwardWrapper = Callable[["Roots", Callable[["Roots"], object]], object]
 
 
 class Handles(Generic[T]):
-    """Objects of one kind in the order of appearance, held weakly: a script that makes a model a fold may drop it."""
+    """Objects of one kind in the order of appearance. Held weakly: a script that makes a model per fold may drop it."""
 
     def __init__(self) -> None:
         self._references: dict[int, weakref.ref[T]] = {}
@@ -51,10 +59,10 @@ class Handles(Generic[T]):
 
     @contextlib.contextmanager
     def each(self, visit: Visit[T]) -> Iterator[None]:
-        """`visit` every handle, present and future, until the context ends; then undo in reverse order.
+        """Call `visit` for every object, present and future, until the context ends; then undo in reverse order.
 
-        `visit` returns its undo, a function of the handle, or None where it changed nothing. The undo must not hold
-        the handle itself.
+        `visit` returns its undo, a function of the object, or None where it changed nothing. The undo must not hold
+        a reference to the object itself.
         """
         undos: list[tuple[weakref.ref[T], Undo[T]]] = []
         entry = (visit, undos)
@@ -71,7 +79,7 @@ class Handles(Generic[T]):
                     undo(alive)
 
     def _visit_all(self, visit: Visit[T], undos: list[tuple[weakref.ref[T], Undo[T]]]) -> None:
-        """A function of its own: its loop must not hold the last handle for as long as the context lasts."""
+        """A separate function, so that no loop variable keeps the last object alive while the context lasts."""
         for item in self:
             self._visit(item, visit, undos)
 
@@ -83,52 +91,52 @@ class Handles(Generic[T]):
 
 
 class Subject:
-    """What is being trained. Built by `TrainStep` from its arguments, and by the script runner from what it sees.
+    """What is being trained. Built by `TrainStep` from its arguments, and by the script runner from what it observes.
 
-    training_only: levers leave evaluation as it is. So it is for an unmodified script, whose evaluation no trial runs;
-    who gives a plan to `TrainStep` asks for it himself. any_model: levers act on models that are not in `modules`, too.
+    training_only: levers leave evaluation alone. That is for unmodified scripts, whose evaluation no trial runs; with
+    `TrainStep` the user has chosen the plan. any_model: levers also act on models that are not in `modules`.
     """
 
     def __init__(self, *, training_only: bool = False, any_model: bool = True) -> None:
         self.training_only, self.any_model = training_only, any_model
         self._modes = TrainingModes()
         self._checkpointed = CheckpointedCalls()
-        self.modules: Handles[Any] = Handles()
-        self.optimizers: Handles[Any] = Handles()
-        self.loaders: Handles[Any] = Handles()
+        self.modules: Handles[Module] = Handles()
+        self.optimizers: Handles[Optimizer] = Handles()
+        self.loaders: Handles[DataLoader[object]] = Handles()
         self.wrappers: list[Wrapper] = []
         self.backward_wrappers: list[BackwardWrapper] = []
         self.incidents: list[tuple[str, str]] = []
-        """(lever, what it took back by itself while it was on and why), for the summary."""
-        self.iterator_hooks: list[Callable[[Any], None]] = []
-        self.before_update: list[Callable[[list[Any], Any, int], None]] = []
-        """Called where a backward pass is about to update a parameter by itself: with all that its optimizer holds, the
-        parameter, and how many other optimizers' steps will come before that optimizer's."""
+        """(lever, what it reverted by itself while it was on and why), for the summary."""
+        self.iterator_hooks: list[Callable[[DataLoader[object]], None]] = []
+        self.before_update: list[Callable[[list[Tensor], Tensor, int], None]] = []
+        """Called when a backward pass is about to update a parameter by itself, with all parameters of its optimizer,
+        the parameter, and how many other optimizers step before that optimizer."""
         self.updating = False
-        """Is such an update under way? Its optimizer's step is none of the script's."""
+        """Is such an update running? Its optimizer step is not one of the script's."""
         self.samples_drawn: int | None = None
-        """By the loaders that feed training; None: nobody counts."""
+        """By the loaders that feed training; None where they are not counted."""
 
     def note_incident(self, lever: str, why: str) -> None:
-        """What a lever took back by itself; said once, however often it happens."""
+        """Record what a lever reverted by itself; once, however often it happens."""
         if (lever, why) not in self.incidents:
             self.incidents.append((lever, why))
 
     @property
     def in_use(self) -> bool:
-        """Does any lever need to be called back?"""
+        """Has any lever registered a callback?"""
         return bool(self.wrappers or self.backward_wrappers or self.iterator_hooks)
 
-    def note_training(self, module: Any) -> None:
-        """`module` trains, in the mode that it is in now."""
+    def note_training(self, module: Module) -> None:
+        """Record that `module` trains in the mode it is in now (`module.training`)."""
         self._modes.note(module)
 
-    def acts_on(self, module: Any) -> bool:
+    def acts_on(self, module: Module) -> bool:
         """Do levers act on the call of `module` that is about to run?"""
         return (is_plain_training() or is_recomputation()) and self._is_as_in_training(module)
 
-    def call(self, module: Any, function: Callable[[], Any]) -> Any:
-        """Run an outermost module call through the wrappers that levers have put around it, if it is theirs."""
+    def call(self, module: Module, function: Callable[[], object]) -> object:
+        """Run an outermost module call, inside the levers' wrappers where levers act on it."""
         if is_plain_training():
             self._checkpointed.note(module)
         elif module not in self._checkpointed or not is_recomputation():
@@ -139,7 +147,7 @@ class Subject:
             function = _bind(wrapper, module, function)
         return function()
 
-    def _is_as_in_training(self, module: Any) -> bool:
+    def _is_as_in_training(self, module: Module) -> bool:
         return not self.training_only or self._modes.is_as_in_training(module)
 
     @contextlib.contextmanager
@@ -153,7 +161,7 @@ class Subject:
 
     @contextlib.contextmanager
     def around_backward(self, wrapper: BackwardWrapper) -> Iterator[None]:
-        """Put `wrapper(tensors, run)` around every backward pass; `run(tensors)` performs it."""
+        """Put `wrapper(roots, run)` around every backward pass; `run(roots)` performs it."""
         self.backward_wrappers.append(wrapper)
         try:
             yield
@@ -161,7 +169,7 @@ class Subject:
             self.backward_wrappers.remove(wrapper)
 
     @contextlib.contextmanager
-    def before_iterators(self, hook: Callable[[Any], None]) -> Iterator[None]:
+    def before_iterators(self, hook: Callable[[DataLoader[object]], None]) -> Iterator[None]:
         """Call `hook(loader)` each time before a DataLoader makes an iterator."""
         self.iterator_hooks.append(hook)
         try:
@@ -170,5 +178,5 @@ class Subject:
             self.iterator_hooks.remove(hook)
 
 
-def _bind(wrapper: Wrapper, module: Any, inner: Callable[[], Any]) -> Callable[[], Any]:
+def _bind(wrapper: Wrapper, module: Module, inner: Callable[[], object]) -> Callable[[], object]:
     return lambda: wrapper(module, inner)

@@ -1,29 +1,28 @@
-"""How many threads share one operation on the CPU: small tensors lose more by handing work over than they gain."""
+"""How many threads share one operation on the CPU: with small tensors, handing work over costs more than it saves."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from flatout.levers.lever import Lever, Saving, Verdict, offer, refuse
+from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
 from flatout.units import format_seconds
 
 HANDOVER_SECONDS = 10e-6
-"""What handing a part of one operation to another thread may cost, with the wait for it, at the most."""
+"""The most that handing a part of one operation to another thread costs, including the wait for it."""
 
 EXPECTED_SHARE_A_THREAD = 0.015
-"""Of the most that can be saved. torch does not divide small operations in the first place: in fourteen trials on five
+"""Of the most that can be saved. torch does not split small operations in the first place: in fourteen trials on five
 public scripts with two threads, two were faster with one."""
 
 
 class Threads(Lever):
     """The number of threads that share one operation on the CPU (`torch.set_num_threads`).
 
-    Small tensors lose more by handing work to other threads than they gain.
+    With small tensors, handing work to other threads costs more than it saves.
     """
 
     name = "threads"
@@ -51,11 +50,11 @@ class Threads(Lever):
         return offer(*sorted(values, reverse=True), reason=f"torch uses {observed.threads} of {available} cores")
 
     @contextlib.contextmanager
-    def apply(self, subject: Subject, value: Any) -> Iterator[None]:
+    def apply(self, subject: Subject, value: Value) -> Iterator[None]:
         import torch
 
         before = torch.get_num_threads()
-        torch.set_num_threads(value)
+        torch.set_num_threads(int(value))
         try:
             yield
         finally:

@@ -1,32 +1,34 @@
-"""Which calls of a model the levers act on: those that train, as a trial has seen them and no others.
+"""Which calls of a model the levers act on: those that train, and no others.
 
-A trial proves a lever on training steps. The script's evaluation, what it does after training, and what takes a model
-apart (tracing, torch.func) run exactly as the script has them. What activation checkpointing recomputes runs as it did
-in forward.
+A trial proves a lever on training steps alone. Evaluation, what the script does after training, and what takes a model
+apart (tracing, torch.func) run exactly as written. What activation checkpointing recomputes runs as it did in forward.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 from flatout.torch_private.compiler import fx_trace_is_under_way
 from flatout.torch_private.late import dispatch
 
 
 def is_plain_training() -> bool:
-    """Is an ordinary forward under way that will be differentiated? Not inside a backward pass; not under torch.func,
-    and not while the call is being traced."""
+    """Is this an ordinary forward that will be differentiated: not inside a backward pass, under torch.func or while
+    being traced?"""
     return bool(dispatch().current_graph_task() == -1) and _is_differentiated()
 
 
 def is_recomputation() -> bool:
-    """Does a backward pass run part of a forward again that was an ordinary one?
+    """Is a backward pass recomputing part of an ordinary forward?
 
-    So does `torch.utils.checkpoint` with use_reentrant=False. The other kind, and functions with a backward of their
-    own, ran their forward without gradients, as plain calls, and call them again as such.
+    `torch.utils.checkpoint` with use_reentrant=False does. Reentrant checkpoints, and functions with a backward of
+    their own, ran their forward without gradients, as plain calls, and recompute it in the same way.
     """
-    return dispatch().current_graph_task() != -1 and _saves_for("_recomputation_hook") and _is_differentiated()
+    return dispatch().current_graph_task() != -1 and is_checkpointing("_recomputation_hook") and _is_differentiated()
 
 
 def _is_differentiated() -> bool:
@@ -41,8 +43,8 @@ def _is_differentiated() -> bool:
     )
 
 
-def _saves_for(hook: str) -> bool:
-    """Does `torch.utils.checkpoint` take what is now saved for backward, through the hook of this name?"""
+def is_checkpointing(hook: str = "") -> bool:
+    """Do tensors saved for backward now go to `torch.utils.checkpoint`? hook: only through the hook of this name."""
     hooks = dispatch().saved_tensor_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
         return False
@@ -50,34 +52,35 @@ def _saves_for(hook: str) -> bool:
 
 
 class TrainingModes:
-    """Whether modules are in training mode while they train: a frozen backbone, or all of a script, may never be."""
+    """The mode (`module.training`) that modules are in while they train: a frozen backbone, or a whole script, may
+    train in evaluation mode."""
 
     def __init__(self) -> None:
-        self._modes: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._modes: dict[int, tuple[weakref.ref[Module], bool]] = {}
 
-    def note(self, module: Any) -> None:
+    def note(self, module: Module) -> None:
         """`module` is training now, in the mode that it is in."""
         key = id(module)
         if key not in self._modes:
             self._modes[key] = weakref.ref(module, lambda _: self._modes.pop(key, None)), bool(module.training)
 
-    def is_as_in_training(self, module: Any) -> bool:
-        """True too for one that nothing is known of."""
+    def is_as_in_training(self, module: Module) -> bool:
+        """Is it in the mode it trains in? True for unknown modules."""
         known = self._modes.get(id(module))
         return known is None or known[1] == bool(module.training)
 
 
 class CheckpointedCalls:
-    """Modules of which a whole outermost call was checkpointed, `checkpoint(model, x)`. In a recomputation theirs are
-    outermost calls again; those of other modules were inside one."""
+    """Modules of which a whole outermost call was checkpointed, `checkpoint(model, x)`. When recomputed, their calls
+    are outermost again; those of other modules were inside one."""
 
     def __init__(self) -> None:
-        self._modules: dict[int, weakref.ref[Any]] = {}
+        self._modules: dict[int, weakref.ref[Module]] = {}
 
-    def note(self, module: Any) -> None:
+    def note(self, module: Module) -> None:
         """An outermost call of `module` begins."""
         key = id(module)
-        if _saves_for("_checkpoint_hook") and key not in self._modules:
+        if is_checkpointing("_checkpoint_hook") and key not in self._modules:
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
 
     def __contains__(self, module: object) -> bool:

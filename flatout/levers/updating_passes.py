@@ -1,4 +1,4 @@
-"""Backward passes that update, for a script: which of them may, and what is watched while one does.
+"""Backward passes that update parameters, for a script: which of them may, and what is checked while one does.
 
 Imported when the lever is on, after the script has imported torch.
 """
@@ -9,43 +9,44 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from flatout.errors import ScriptError
 from flatout.levers.call_site import FoundSite, after_backward
 from flatout.levers.consumed_gradients import REMEDY, ConsumedGradients
 from flatout.levers.in_backward import UpdatesInBackward
-from flatout.levers.subject import Subject
+from flatout.levers.subject import Roots, Subject
 from flatout.signals import held_back
 from flatout.torch_private.attributes import STEP_IS_SCHEDULED
 
 _NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 BY_PARAMETER = tuple(getattr(torch.optim, name) for name in (*_NAMES, "Adafactor"))
-"""Whose update of a parameter depends on that, on its gradient and state, and on its group alone."""
+"""Optimizers whose update of a parameter depends only on the parameter, its gradient, its state and its group."""
 
 
 class UpdatingPasses:
-    """`tell` is called with why a pass did not update."""
+    """`report` is called with the reason why a pass did not update."""
 
-    def __init__(self, subject: Subject, consumed: ConsumedGradients, tell: Callable[[str], None]) -> None:
-        self._subject, self._consumed, self._tell = subject, consumed, tell
+    def __init__(self, subject: Subject, consumed: ConsumedGradients, report: Callable[[str], None]) -> None:
+        self._subject, self._consumed, self._report = subject, consumed, report
 
-    def around(self, tensors: Any, run: Callable[[Any], Any]) -> Any:
-        """Put around each backward pass of the script's."""
+    def around(self, roots: Roots, run: Callable[[Roots], object]) -> object:
+        """Wraps each backward pass of the script."""
         site = after_backward(sys._getframe(1))
         obstacle = self._obstacle(site)
         with contextlib.ExitStack() as stack:
             for parameter in self._consumed.parameters():
                 stack.callback(parameter.register_post_accumulate_grad_hook(_already_updated).remove)
             if obstacle:
-                self._tell(obstacle)
-                return run(tensors)
+                self._report(obstacle)
+                return run(roots)
             stack.enter_context(held_back())
             for ahead, optimizer in enumerate(site.optimizers):
-                stack.callback(_Told(optimizer, ahead, self._subject, self._consumed).close)
-            return run(tensors)
+                stack.callback(_GuardedUpdates(optimizer, ahead, self._subject, self._consumed).close)
+            return run(roots)
 
     def _obstacle(self, site: FoundSite) -> str:
         if site.obstacle:
@@ -55,24 +56,24 @@ class UpdatingPasses:
             return found
         freed_next = {id(one) for owner in site.zeroed for one in _parameters_of(owner)}
         for parameter in _trained(site.optimizers):
-            if parameter in self._consumed:  # the hook that raises will tell, should this pass reach it
+            if parameter in self._consumed:  # a hook raises if this pass reaches it
                 continue
             if parameter.grad is not None:
-                return "gradients of an earlier backward pass are there still"
+                return "gradients of an earlier backward pass were not freed"
             if id(parameter) not in freed_next and not self._consumed.was_freed(parameter):
                 return "zero_grad did not free the gradients before the backward pass"
         return ""
 
 
-class _Told(UpdatesInBackward):
-    """The updates of one pass, told to whoever listens."""
+class _GuardedUpdates(UpdatesInBackward):
+    """The updates of one pass, announced to `subject.before_update`."""
 
-    def __init__(self, optimizer: Any, ahead: int, subject: Subject, consumed: ConsumedGradients) -> None:
+    def __init__(self, optimizer: Optimizer, ahead: int, subject: Subject, consumed: ConsumedGradients) -> None:
         self._ahead, self._subject, self._consumed = ahead, subject, consumed
         self._all = [one for group in optimizer.param_groups for one in group["params"]]
         super().__init__(optimizer)
 
-    def update(self, group: dict[str, Any], parameter: Any) -> None:
+    def update(self, group: dict[str, object], parameter: Tensor) -> None:
         if parameter in self._consumed:
             _already_updated(parameter)
         for listener in self._subject.before_update:
@@ -85,18 +86,18 @@ class _Told(UpdatesInBackward):
         self._consumed.add(parameter)
 
 
-def _already_updated(parameter: Any) -> None:
+def _already_updated(parameter: Tensor) -> None:
     raise ScriptError(
         "a parameter that was updated got another gradient before zero_grad",
-        limit="its first one was used and freed within the backward pass",
+        limit="its first gradient was used and freed within the backward pass",
         remedy=REMEDY,
     )
 
 
-def pass_obstacle(optimizers: Sequence[Any], subject: Subject) -> str:
-    """Why a backward pass cannot update what these optimizers hold; '' if it can."""
+def pass_obstacle(optimizers: Sequence[Optimizer], subject: Subject) -> str:
+    """Why a backward pass cannot update the parameters of these optimizers; '' if it can."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "gradients are averaged over ranks after they are there"
+        return "gradients are averaged over ranks only after they were computed"
     for optimizer in optimizers:
         found = _optimizer_obstacle(optimizer)
         if found:
@@ -113,10 +114,10 @@ def pass_obstacle(optimizers: Sequence[Any], subject: Subject) -> str:
     return ""
 
 
-def _optimizer_obstacle(optimizer: Any) -> str:
+def _optimizer_obstacle(optimizer: Optimizer) -> str:
     kind = type(optimizer)
     if kind not in BY_PARAMETER:
-        return f"{kind.__name__} is not known to update each parameter by itself"
+        return f"{kind.__name__} is not known to update each parameter independently"
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, STEP_IS_SCHEDULED):
         return "the script has replaced the optimizer's step"
@@ -134,24 +135,24 @@ def _optimizer_obstacle(optimizer: Any) -> str:
     return ""
 
 
-def _foreign_hooks(optimizer: Any) -> bool:
+def _foreign_hooks(optimizer: Optimizer) -> bool:
     from flatout.torch_private.modules import OPTIMIZER_POST_HOOKS, OPTIMIZER_PRE_HOOKS, step_hooks_of
 
     hooks = (*step_hooks_of(optimizer), *OPTIMIZER_PRE_HOOKS.values(), *OPTIMIZER_POST_HOOKS.values())
     return any(not (getattr(one, "__module__", None) or "").startswith("flatout.") for one in hooks)
 
 
-def _overlap(parameters: Sequence[Any]) -> bool:
+def _overlap(parameters: Sequence[Tensor]) -> bool:
     """Would the update of one parameter change another's values?"""
     ranges = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in parameters if one.nbytes)
     return any(after < end for (_, end), (after, _) in itertools.pairwise(ranges))
 
 
-def _parameters_of(owner: Any) -> Iterator[Any]:
+def _parameters_of(owner: object) -> Iterator[Tensor]:
     if isinstance(owner, torch.optim.Optimizer):
         return (one for group in owner.param_groups for one in group["params"])
     return iter(owner.parameters()) if isinstance(owner, torch.nn.Module) else iter(())
 
 
-def _trained(optimizers: Sequence[Any]) -> Iterator[Any]:
+def _trained(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
     return (one for optimizer in optimizers for one in _parameters_of(optimizer) if one.requires_grad)

@@ -393,7 +393,7 @@ def test_gradients_that_are_held_elsewhere_are_told(watch: Watch) -> None:
     with LEVER.apply(watch.subject, "none"):
         flattened([])
     assert watch.subject.incidents == [
-        ("gradients set to None", "gradients are held elsewhere too, or are no plain tensors: they are set to zero")
+        ("gradients set to None", "gradients are held elsewhere too, or are not plain tensors: they are set to zero")
     ]
 
 

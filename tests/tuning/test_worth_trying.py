@@ -45,7 +45,7 @@ def test_what_cannot_pay_is_left_out_and_says_what_bounds_it() -> None:
     found = {one.name: worth_trying(one, CPU, less, "reduced").reason for one in LEVERS}
     assert found["batched fetch"] == "predicted to save at most 0.3% of a step: waiting for data is 0.3% of a step"
     assert found["optimizer"] == "predicted to save at most 0.2% of a step: the optimizer takes 0.2% of a step"
-    assert found["flush denormals"] == "predicted to save at most 0.0% of a step: a step met no denormal number"
+    assert found["flush denormals"] == "predicted to save at most 0.0% of a step: a step has no denormal numbers"
     assert not found["malloc retains memory"].startswith("predicted")  # the next process may have page faults
     long = replace(less, step_seconds=10.0)
     assert worth_trying(lever("threads"), CPU, long, "reduced").reason.endswith(": an operation takes 100 ms")
