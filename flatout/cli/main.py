@@ -11,13 +11,17 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from flatout import __version__, environment
 from flatout.cli.command_line import Option, asks_for_help, split_target
+
+if TYPE_CHECKING:
+    from typer._click.core import Context
+    from typer._click.formatting import HelpFormatter
 
 TARGET = "SCRIPT [ARGUMENTS]..."
 """How a script and its arguments stand in the usage of a verb that runs one."""
@@ -26,7 +30,7 @@ TARGET = "SCRIPT [ARGUMENTS]..."
 class Verb(TyperCommand):
     """Its epilog is a list of commands, shown as they are typed."""
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # Any: typer does not export these types
+    def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         with formatter.section("Examples"):
             for line in str(self.epilog).split("\n"):
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
@@ -35,19 +39,19 @@ class Verb(TyperCommand):
 class ScriptCommand(Verb):
     """A verb that takes a script: after the script (or -m MODULE) every word is the script's, '--help' too."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         valued = [name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts]
         own, target = split_target(args, valued)
         return super().parse_args(ctx, [*own, "--", *target] if target else own)
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+    def collect_usage_pieces(self, ctx: Context) -> list[str]:
         return ["[OPTIONS]", TARGET]
 
 
 class RunCommand(ScriptCommand):
     """`run` reads its options without typer, which knows them for the help and for completion alone."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         words = ["--help"] if asks_for_help(args, _run_options()) else ["--", *args]
         return Verb.parse_args(self, ctx, words)
 

@@ -25,11 +25,11 @@ from typing import Any, ClassVar, Literal
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.plan_choices import Aim, Declared, Exactness, declared
+from flatout.plan_choices import Aim, ChoiceValue, Declared, Exactness, declared
 
 Switch = Literal["live", "start", "loader", "process"]
 
-Value = str | int | bool
+Value = ChoiceValue
 """What a plan may hold for one of its choices."""
 
 

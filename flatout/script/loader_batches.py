@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flatout.errors import UsageError
 from flatout.levers.lever import Lever
 from flatout.levers.subject import Subject, Undo
+from flatout.plan_choices import ChoiceValue
 from flatout.replaced import replaced
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class BatchSize(Lever):
     name = "batch size"
     plan_field = "batch_size"
 
-    def apply(self, subject: Subject, value: int) -> AbstractContextManager[None]:
+    def apply(self, subject: Subject, value: ChoiceValue) -> AbstractContextManager[None]:
         def visit(loader: DataLoader[object]) -> Undo[DataLoader[object]]:
             sampler = _own_sampler(loader)
-            before, sampler.batch_size = sampler.batch_size, value
+            before, sampler.batch_size = sampler.batch_size, int(value)
             return lambda loader: setattr(loader.batch_sampler, "batch_size", before)
 
         return subject.loaders.each(visit)

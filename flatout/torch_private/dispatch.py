@@ -24,6 +24,9 @@ with imported_from_torch():
 class ListeningMode(TorchDispatchMode):
     """A mode that is never active while torch.compile traces. Opting out of tracing would import the whole compiler."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

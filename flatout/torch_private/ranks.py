@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from torch.distributed import Store
+from typing import TYPE_CHECKING
 
 from flatout.torch_private.lookup import private
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 default_store: Callable[[], Store] = private("torch.distributed.distributed_c10d._get_default_store")

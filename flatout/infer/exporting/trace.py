@@ -229,7 +229,7 @@ def _sort(one: warnings.WarningMessage, notes: list[str]) -> None:
         # nn.LSTM refreshes its own list of weights on every access; it is the same list after the trace.
         names = [name for name in assigned["names"].split(", ") if "._flat_weights[" not in name]
         note = f"forward assigns {', '.join(names)}: the file does not keep it" if names else ""
-    elif issubclass(one.category, torch.jit.TracerWarning):
+    elif issubclass(one.category, torch.jit.TracerWarning):  # type: ignore[attr-defined]
         at = place(one.filename, one.lineno)
         note = f"{ONE_OUTCOME}: {at}" if is_users(one.filename) else ""
     elif any(issubclass(one.category, kind) and re.match(pattern, text) for kind, pattern in _HARMLESS):

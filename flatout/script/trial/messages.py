@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
+from flatout.plan_choices import ChoiceValue
+
 
 class TargetSettings(TypedDict):
     """A Target."""
@@ -17,7 +19,7 @@ class Command(TypedDict, total=False):
     """One command; each uses some of these fields."""
 
     do: str
-    levers: list[list[object]]
+    levers: list[list[ChoiceValue]]
     """[name, value] of each choice."""
     settle: int
     steps: int
@@ -39,7 +41,7 @@ class TrialConfig(TypedDict):
     """Its process id."""
     levers: str
     """Where they are declared: 'package.module:NAME'."""
-    choices: list[list[object]]
+    choices: list[list[ChoiceValue]]
     """Those that are on from the start."""
     read_fd: int
     """Of the commands."""

@@ -33,6 +33,7 @@ from flatout.errors import TrialError
 from flatout.levers.lever import Choice
 from flatout.levers.observed import Observed, StepWork
 from flatout.machine.detect import usable_cores
+from flatout.plan_choices import ChoiceValue
 from flatout.script.child_command import child_command
 from flatout.script.entry import Target
 from flatout.script.isolation import cleanup
@@ -486,5 +487,5 @@ def _piped_in() -> TextIO | None:
     return sys.stdin if piped else None
 
 
-def _json(choices: Sequence[Choice]) -> list[list[object]]:
+def _json(choices: Sequence[Choice]) -> list[list[ChoiceValue]]:
     return [choice.to_json() for choice in choices]
