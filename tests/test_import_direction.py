@@ -39,9 +39,11 @@ def modules(package: Path) -> dict[str, Path]:
     return names
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Our modules that this one imports; a name that is no module stands for the module that holds it."""
-    for node in _nodes(path):
+def imports(name: str, path: Path, known: dict[str, Path], *, types: bool = True) -> Iterator[str]:
+    """Our modules that this one imports; a name that is no module stands for the module that holds it.
+
+    types: those under `if TYPE_CHECKING` too."""
+    for node in _nodes(path, types):
         for target in _targets(node, name, is_package=path.name == "__init__.py"):
             if target == "flatout.__version__" or not f"{target}.".startswith("flatout."):
                 continue
@@ -49,8 +51,12 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 @functools.cache
-def _nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+def _nodes(path: Path, types: bool) -> list[ast.AST]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return list(ast.walk(tree))
 
 
 def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:
@@ -87,7 +93,7 @@ def wrong_directions(package: Path) -> list[str]:
 
 def first_cycle(package: Path) -> list[str]:
     known = modules(package)
-    graph = {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
+    graph = {name: set(imports(name, path, known, types=False)) - {name} for name, path in known.items()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

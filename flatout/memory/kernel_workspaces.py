@@ -134,10 +134,15 @@ def _elementwise_loss(
 def _written_loss(
     out: object, input: Tensor, target: Tensor, weight: object = None, reduction: int = 1, *others: object
 ) -> Workspace | None:
-    """binary_cross_entropy, soft_margin_loss: likewise, without a second tensor."""
+    """binary_cross_entropy: likewise, without a second tensor."""
     if not reduction:
         return None
     return Workspace(inside_bytes=_mean_bytes(input), returned_bytes={0: _bytes(input)})
+
+
+def _soft_margin_loss(out: object, input: Tensor, target: Tensor, reduction: int = 1) -> Workspace | None:
+    """Likewise; it takes no weight."""
+    return _written_loss(out, input, target, None, reduction)
 
 
 def _huber_loss(out: object, input: Tensor, target: Tensor, reduction: int = 1, *others: object) -> Workspace | None:
@@ -212,7 +217,7 @@ _RULES: dict[str, Rule] = {
     "aten::mse_loss": _elementwise_loss,
     "aten::smooth_l1_loss": _elementwise_loss,
     "aten::binary_cross_entropy": _written_loss,
-    "aten::soft_margin_loss": _written_loss,
+    "aten::soft_margin_loss": _soft_margin_loss,
     "aten::huber_loss": _huber_loss,
     "aten::binary_cross_entropy_with_logits": _logits_loss,
     "aten::upsample_nearest2d": _upsample,

@@ -30,7 +30,10 @@ def test_a_shell_completes(
     assert capsys.readouterr().out.split() == found
 
 
-def test_the_completion_of_a_shell_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_completion_of_a_shell_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # then it is named
     with pytest.raises(SystemExit) as ended:
         main(["--show-completion", "bash"])
     assert not ended.value.code

@@ -118,6 +118,8 @@ def batch_norm_backward() -> tuple[Any, Any]:
 KERNELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "softmax of a transposed": lambda: (aten._log_softmax.default, (torch.randn(5000, 64).t(), 1, False)),
     "mse": lambda: (aten.mse_loss.default, (torch.randn(64, 500), torch.randn(64, 500))),
+    "soft margin": lambda: (aten.soft_margin_loss.default, (torch.randn(64, 500), torch.ones(64, 500))),
+    "soft margin of each": lambda: (aten.soft_margin_loss.default, (torch.randn(64, 500), torch.ones(64, 500), 0)),
     "mse in bf16": lambda: (
         aten.mse_loss.default,
         (torch.randn(64, 500, dtype=BF16), torch.randn(64, 500, dtype=BF16)),

@@ -102,11 +102,10 @@ def test_compiled_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     if compiler == "none":
         monkeypatch.setattr("torch._inductor.aoti_compile_and_package", _packaged)
         monkeypatch.setattr("torch._inductor.aoti_load_package", lambda path: torch.export.load(path).module())
-    ahead = torch._inductor.config.aot_inductor
-    monkeypatch.setattr(ahead, "compile_wrapper_opt_level", "O0")  # what surrounds the kernels takes g++ the longest
-    monkeypatch.setattr(ahead, "precompile_headers", False)  # for one file
     model, example = Outputs("dict"), {"x": torch.randn(3, 4), "scale": 3.0, "mask": torch.tensor([1.0, 0.0, 1.0])}
-    report = export(model, example, tmp_path / "net.pt2", format="aoti")
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+    with torch._inductor.config.patch(quick):
+        report = export(model, example, tmp_path / "net.pt2", format="aoti")
     (file,) = report.files
     assert file.failure is None
     assert file.dynamic == ("batch",)
