@@ -35,7 +35,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="--no-plan", meaning="Change nothing; only watch."),
     Option(
         name="--trust-plan",
-        meaning="Apply a plan from another machine, torch or arguments without verifying it here first.",
+        meaning="Apply a plan from another machine or torch without verifying it here first, and all of a plan for other arguments.",
     ),
     Option(name="--without", value="CHOICES", meaning="Leave out these choices of the plan: compile,threads."),
     Option(

@@ -60,14 +60,14 @@ def tune(
     cannot be brought under --fit.
     """
     from flatout.application.tune import tune_requested
-    from flatout.arguments import as_bytes
+    from flatout.arguments import as_bytes, as_seconds
     from flatout.script.entry import Target
     from flatout.tuning.script_tuning import TuneRequest
     from flatout.units import parse_seconds
 
     request = TuneRequest(
         target=(script := Target.from_command(target)),
-        budget_seconds=parse_seconds(budget),
+        budget_seconds=as_seconds(parse_seconds(budget), "--budget"),
         exactness=exactness,
         total_steps=_positive("--steps", steps),
         fit_bytes=None if fit is None else as_bytes(fit, "--fit"),

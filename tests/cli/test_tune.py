@@ -44,6 +44,7 @@ def tune(folder: Path, *words: str, stdin: str | None = None) -> Said:
         (["missing.py"], 2, "no such script: missing.py"),
         (["-m", "no.such.module"], 1, "No module named"),
         (["--budget", "soon", "train.py"], 2, "soon"),
+        (["--budget", "0s", "train.py"], 2, "--budget is 0"),
         (["--exactness", "perhaps", "train.py"], 2, "not one of 'bit-identical', 'rounding', 'reduced'"),
         (["--steps", "0", "train.py"], 2, "at least 1"),
         (["--out", "nowhere", "train.py"], 2, "cannot write to"),
