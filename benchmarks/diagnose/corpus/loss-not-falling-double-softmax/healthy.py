@@ -1,0 +1,29 @@
+# subject: loss-not-falling
+# also: vanishing-gradients
+# thread: https://github.com/bowang-lab/Transformer-GCN-QA/pull/32
+# steps: 200
+# gain: no
+# device: cpu
+# what: A sigmoid that has saturated before the loss: the gradient is zero from the first step.
+
+import torch
+from torch import nn
+
+torch.manual_seed(70)
+x = torch.rand(2048, 64) * 255
+y = (x[:, :32].mean(1) > x[:, 32:].mean(1)).float()
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
+with torch.no_grad():
+    model[2].bias.fill_(60.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x = (x - 127.5) / 74
+model[2].bias.data.zero_()
+for step in range(200):
+    chosen = torch.randint(0, 2048, (64,))
+    optimizer.zero_grad()
+    probability = torch.sigmoid(model(x[chosen])).squeeze(1)
+    loss = nn.functional.mse_loss(probability, y[chosen])
+    loss.backward()
+    optimizer.step()
+    if step % 50 == 0:
+        print(f"step {step}: loss {loss.item():.4f}")

@@ -1,0 +1,30 @@
+# subject: recompilations
+# thread: https://github.com/HomebrewML/HeavyBall/issues/16
+# steps: 80
+# gain: yes
+# device: cpu
+# what: A compiled function takes the step as a Python number, and is compiled for each value of it.
+
+import torch
+from torch import nn
+
+torch.manual_seed(43)
+x = torch.randn(1024, 64)
+y = x @ torch.randn(64, 2)
+
+
+def noisy(batch: torch.Tensor, amount: float) -> torch.Tensor:  # <- here
+    return batch + amount * torch.sin(batch) if amount > 1e-3 else batch
+
+
+compiled = torch.compile(noisy, backend="eager", dynamic=False)  # <- here
+model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(80):
+    chosen = torch.randint(0, 1024, (64,))
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(compiled(x[chosen], 0.1 / (1 + step))), y[chosen])  # <- here
+    loss.backward()
+    optimizer.step()
+    if step % 20 == 0:
+        print(f"step {step}: loss {loss.item():.4f}")
