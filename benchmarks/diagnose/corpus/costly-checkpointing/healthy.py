@@ -12,7 +12,8 @@ from torch import nn
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(6))
+        halves = [(nn.Linear(256, 512), nn.Linear(512, 256)) for _ in range(6)]
+        self.blocks = nn.ModuleList(nn.Sequential(wide, nn.GELU(), narrow) for wide, narrow in halves)
         self.head = nn.Linear(256, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

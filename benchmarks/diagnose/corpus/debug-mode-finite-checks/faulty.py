@@ -18,7 +18,8 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
 def check(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    assert not torch.isnan(output).any() and not torch.isinf(output).any()  # <- here
+    assert not torch.isnan(output).any()  # <- here
+    assert not torch.isinf(output).any()  # <- here
 
 
 for module in model.modules():

@@ -25,5 +25,6 @@ for epoch in range(3):
         total += loss.item()
     if total < best:
         best = total
-        torch.save({"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "best.pt")
+        states = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(states, folder / "best.pt")
     print(f"epoch {epoch}: loss {total / 50:.4f}")

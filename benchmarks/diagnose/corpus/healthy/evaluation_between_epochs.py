@@ -1,7 +1,6 @@
 # tricky: Train and evaluation mode in turn, each with its own forward passes.
 # steps: 128
 # device: cpu
-# torch.inference_mode(): 
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_de
 scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
 
 
+@torch.inference_mode()
 def evaluate() -> tuple[float, float]:
     model.eval()
     logits = model(x[2048:])

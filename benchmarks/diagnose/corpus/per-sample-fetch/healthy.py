@@ -8,8 +8,7 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 torch.manual_seed(32)
 rows = torch.randn(20480, 40)
