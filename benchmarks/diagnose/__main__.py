@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

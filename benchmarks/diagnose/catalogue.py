@@ -27,19 +27,18 @@ HEADER = re.compile(r"# ([a-z]+): (.*)")
 Role = Literal["faulty", "healthy", "alone"]
 """'healthy' is the corrected version of a faulty script; 'alone' has no other version."""
 
-SUBJECTS = frozenset(
-    """
-    starved-loader per-sample-fetch worker-restart slow-transform pageable-copies repeated-to hidden-sync model-on-cpu
-    mixed-devices fp32-matmul unaligned-shapes padding-waste tiny-batch recompilations graph-breaks fp16-without-scaler
-    clip-before-unscale clip-before-backward missing-zero-grad scheduler-order accumulation-not-averaged
-    accumulation-without-no-sync evaluation-with-grad evaluation-in-train-mode training-in-eval-mode
-    parameters-not-in-optimizer modules-made-in-forward needless-retain-graph needless-find-unused-parameters
-    data-parallel channels-last-missing cudnn-benchmark-changing-shapes denormals thread-oversubscription huge-softmax
-    unfused-attention memory-leak allocator-churn costly-checkpointing graph-kept-by-logging anomaly-mode python-time
-    plotting-time logging-time disk-time no-seed loss-not-falling vanishing-gradients exploding-gradients half-weights
-    zero-grad-fills reserved-unused slower-on-gpu hand-written-layer debug-mode
-    """.split()
-)
+_SUBJECTS = """
+starved-loader per-sample-fetch worker-restart slow-transform pageable-copies repeated-to hidden-sync model-on-cpu
+mixed-devices fp32-matmul unaligned-shapes padding-waste tiny-batch recompilations graph-breaks fp16-without-scaler
+clip-before-unscale clip-before-backward missing-zero-grad scheduler-order accumulation-not-averaged
+accumulation-without-no-sync evaluation-with-grad evaluation-in-train-mode training-in-eval-mode
+parameters-not-in-optimizer modules-made-in-forward needless-retain-graph needless-find-unused-parameters
+data-parallel channels-last-missing cudnn-benchmark-changing-shapes denormals thread-oversubscription huge-softmax
+unfused-attention memory-leak allocator-churn costly-checkpointing graph-kept-by-logging anomaly-mode python-time
+plotting-time logging-time disk-time no-seed loss-not-falling vanishing-gradients exploding-gradients half-weights
+zero-grad-fills reserved-unused slower-on-gpu hand-written-layer debug-mode
+"""
+SUBJECTS = frozenset(_SUBJECTS.split())
 """Names of findings that accuse a script."""
 
 
