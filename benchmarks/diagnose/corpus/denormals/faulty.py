@@ -13,7 +13,7 @@ x = torch.randn(512, 256)
 y = x[:, :4].argmax(1)
 old = nn.Linear(256, 2048, bias=False)
 with torch.no_grad():
-    old.weight.mul_(1e-39)
+    old.weight.mul_(1e-39)  # <- here
 new = nn.Linear(256, 4)
 optimizer = torch.optim.SGD(new.parameters(), lr=0.1)
 for step in range(60):

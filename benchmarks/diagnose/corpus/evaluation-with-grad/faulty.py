@@ -3,7 +3,7 @@
 # steps: 48
 # gain: yes
 # device: cpu
-# what: Validation builds a graph that nobody walks.
+# what: Validation builds a graph that is never used.
 
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
 # subject: hand-written-layer
 # also: python-time
-# thread: own
+# thread: https://github.com/georgeyiasemis/Recurrent-Neural-Networks-from-scratch-using-PyTorch/issues/1
 # steps: 30
 # gain: yes
 # device: cpu
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-class Memory(nn.Module):
+class Memory(nn.Module):  # <- here
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
         self.width = width

@@ -1,6 +1,6 @@
 # subject: hand-written-layer
 # also: python-time
-# thread: own
+# thread: https://github.com/georgeyiasemis/Recurrent-Neural-Networks-from-scratch-using-PyTorch/issues/1
 # steps: 30
 # gain: yes
 # device: cpu

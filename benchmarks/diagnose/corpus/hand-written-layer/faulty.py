@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(nn.Module):  # <- here
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))

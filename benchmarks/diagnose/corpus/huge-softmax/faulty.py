@@ -13,7 +13,7 @@ VOCABULARY = 40000
 frequencies = 1.0 / torch.arange(1, VOCABULARY + 1)
 text = torch.multinomial(frequencies, 20000, replacement=True)
 embedding = nn.EmbeddingBag(VOCABULARY, 64)
-output = nn.Linear(64, VOCABULARY)
+output = nn.Linear(64, VOCABULARY)  # <- here
 optimizer = torch.optim.SGD([*embedding.parameters(), *output.parameters()], lr=0.5)
 for step in range(30):
     starts = torch.randint(0, 19990, (128,))

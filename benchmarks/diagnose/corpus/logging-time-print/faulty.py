@@ -1,4 +1,5 @@
 # subject: logging-time
+# also: python-time
 # thread: https://github.com/EugenHotaj/pytorch-generative/issues/10
 # steps: 300
 # gain: yes

@@ -26,7 +26,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 def log_histograms(step: int) -> None:
     for name, parameter in model.named_parameters():
         counts = torch.histc(parameter.detach(), bins=64).tolist()
-        log.info("%d %s %s %s", step, name, json.dumps(counts), parameter.detach().flatten()[:4000].tolist())
+        log.info("%d %s %s %s", step, name, json.dumps(counts), parameter.detach().flatten().tolist())
 
 
 for step in range(100):

@@ -1,5 +1,5 @@
 # subject: loss-not-falling
-# thread: own
+# thread: https://github.com/mlcommons/GaNDLF/pull/870
 # steps: 200
 # gain: no
 # device: cpu

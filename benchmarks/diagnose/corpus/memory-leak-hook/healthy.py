@@ -1,5 +1,5 @@
 # subject: memory-leak
-# thread: own
+# thread: https://github.com/meta-pytorch/opacus/issues/176
 # steps: 120
 # gain: no
 # device: cpu

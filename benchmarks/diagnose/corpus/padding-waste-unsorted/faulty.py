@@ -23,7 +23,7 @@ for epoch in range(4):
     for index in torch.randperm(len(batches)).tolist():
         chosen = batches[index]
         padded = pad_sequence([texts[i] for i in chosen.tolist()], batch_first=True)  # <- here
-        states, _ = rnn(embedding(padded))
+        states, _ = rnn(embedding(padded))  # <- here
         loss = nn.functional.cross_entropy(head(states.max(dim=1).values), labels[chosen])
         optimizer.zero_grad()
         loss.backward()

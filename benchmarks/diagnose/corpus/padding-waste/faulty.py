@@ -39,7 +39,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 for epoch in range(2):
     for chosen in torch.randperm(768).split(32):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(batch(chosen.tolist())), moods[chosen])
+        loss = nn.functional.cross_entropy(model(batch(chosen.tolist())), moods[chosen])  # <- here
         loss.backward()
         optimizer.step()
     print(f"epoch {epoch}: loss {loss.item():.4f}")

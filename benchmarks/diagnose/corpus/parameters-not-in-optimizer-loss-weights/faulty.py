@@ -1,5 +1,5 @@
 # subject: parameters-not-in-optimizer
-# thread: https://github.com/pytorch/vision/issues/802
+# thread: https://github.com/amjltc295/pytorch-golden-template/issues/76
 # steps: 150
 # gain: no
 # device: cpu
@@ -12,7 +12,7 @@ from torch import nn
 class PrototypeLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.prototypes = nn.Parameter(torch.randn(6, 32))
+        self.prototypes = nn.Parameter(torch.randn(6, 32))  # <- here
 
     def forward(self, embedded: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(-torch.cdist(embedded, self.prototypes), classes)

@@ -1,5 +1,5 @@
 # subject: parameters-not-in-optimizer
-# thread: https://github.com/pytorch/vision/issues/802
+# thread: https://github.com/amjltc295/pytorch-golden-template/issues/76
 # steps: 150
 # gain: no
 # device: cpu

@@ -19,7 +19,7 @@ for step in range(60):
     outputs = model(sources[chosen])
     optimizer.zero_grad()
     loss = torch.zeros(())
-    for output, target in zip(outputs, targets, strict=True):
+    for output, target in zip(outputs, targets, strict=True):  # <- here
         loss = loss + criterion(output, target) / len(chosen)  # <- here
     loss.backward()
     optimizer.step()

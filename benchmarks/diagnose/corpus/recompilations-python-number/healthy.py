@@ -1,9 +1,9 @@
 # subject: recompilations
-# thread: https://github.com/HomebrewML/HeavyBall/issues/16
+# thread: https://github.com/pytorch/pytorch/issues/107076
 # steps: 80
 # gain: yes
 # device: cpu
-# what: A compiled function takes the step as a Python number, and is compiled for each value of it.
+# what: A schedule passes a Python number to a compiled function, which is compiled again for each value.
 
 import torch
 from torch import nn

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class RemoteRows(Dataset):
-    """Rows behind a network of 1 ms."""
+    """Rows behind a network with latency."""
 
     def __init__(self) -> None:
         self.rows = torch.randn(512, 200, generator=torch.Generator().manual_seed(0))
@@ -24,7 +24,7 @@ class RemoteRows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(0.001)
+        time.sleep(0.0003)  # <- here
         return self.rows[index], self.wanted[index]
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class RemoteRows(Dataset):
-    """Rows behind a network of 1 ms."""
+    """Rows behind a network with latency."""
 
     def __init__(self) -> None:
         self.rows = torch.randn(512, 200, generator=torch.Generator().manual_seed(0))
@@ -24,14 +24,14 @@ class RemoteRows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(0.001)
+        time.sleep(0.0003)
         return self.rows[index], self.wanted[index]
 
 
 if __name__ == "__main__":
     torch.manual_seed(31)
     rows = RemoteRows()
-    loader = DataLoader(rows, batch_size=32, shuffle=True, num_workers=4, persistent_workers=True, prefetch_factor=4)
+    loader = DataLoader(rows, batch_size=32, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=4)
     model = nn.Sequential(nn.Linear(200, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for epoch in range(3):

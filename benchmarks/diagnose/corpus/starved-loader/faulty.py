@@ -25,9 +25,9 @@ class CompressedImages(Dataset):
         return len(self.stored)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        raw = zlib.decompress(self.stored[index])
+        raw = zlib.decompress(self.stored[index])  # <- here
         image = np.frombuffer(raw, np.uint8).reshape(3, 64, 64).astype(np.float64)
-        spectrum = np.fft.rfft2(image)
+        spectrum = np.fft.rfft2(image)  # <- here
         spectrum[:, 20:-20] = 0
         return torch.from_numpy(np.fft.irfft2(spectrum).astype(np.float32) / 255), int(self.labels[index])
 

@@ -14,7 +14,7 @@ x = torch.randn(1500, 32)
 y = torch.sin(x[:, 0]) + x[:, 1]
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-for start in range(0, 1500, BATCH):
+for start in range(0, 1500, BATCH):  # <- here
     loss = nn.functional.mse_loss(model(x[start : start + BATCH]).squeeze(1), y[start : start + BATCH])  # <- here
     optimizer.zero_grad()
     loss.backward()

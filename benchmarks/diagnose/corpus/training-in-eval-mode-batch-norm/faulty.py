@@ -18,7 +18,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tupl
 
 
 def test(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    model.eval()
+    model.eval()  # <- here
     with torch.no_grad():
         print(f"accuracy {(model(x).argmax(1) == y).float().mean().item():.1%}")
 

@@ -16,7 +16,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
 def evaluate() -> float:
-    model.eval()
+    model.eval()  # <- here
     with torch.no_grad():
         return (model(inputs[2048:]).argmax(dim=1) == targets[2048:]).float().mean().item()
 

@@ -1,5 +1,5 @@
 # subject: hidden-sync
-# thread: https://github.com/zhengqili/Neural-Scene-Flow-Fields/pull/7
+# thread: https://github.com/lucidrains/x-transformers/pull/355
 # steps: 300
 # gain: yes
 # device: cuda

@@ -1,5 +1,5 @@
 # subject: hidden-sync
-# thread: own
+# thread: https://github.com/pytorch/pytorch/issues/12461
 # steps: 300
 # gain: yes
 # device: cuda

@@ -1,6 +1,6 @@
 # subject: hidden-sync
 # also: logging-time
-# thread: https://github.com/huggingface/transformers/pull/6999
+# thread: own
 # steps: 200
 # gain: yes
 # device: cuda

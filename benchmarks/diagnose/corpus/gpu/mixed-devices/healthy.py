@@ -1,6 +1,6 @@
 # subject: mixed-devices
 # also: model-on-cpu, pageable-copies, repeated-to
-# thread: https://github.com/pytorch/pytorch/issues/2641
+# thread: own
 # steps: 100
 # gain: yes
 # device: cuda

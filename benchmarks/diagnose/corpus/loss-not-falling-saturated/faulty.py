@@ -1,10 +1,10 @@
 # subject: loss-not-falling
 # also: vanishing-gradients
-# thread: https://github.com/bowang-lab/Transformer-GCN-QA/pull/32
+# thread: https://github.com/BrainJS/brain.js/issues/98
 # steps: 200
 # gain: no
 # device: cpu
-# what: A sigmoid that has saturated before the loss: the gradient is zero from the first step.
+# what: Inputs that are not normalised saturate the sigmoid at the end: its gradient is zero from the first step.
 
 import torch
 from torch import nn
@@ -16,14 +16,12 @@ model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
 with torch.no_grad():
     model[2].bias.fill_(60.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-x = (x - 127.5) / 74
-model[2].bias.data.zero_()
 for step in range(200):
     chosen = torch.randint(0, 2048, (64,))
     optimizer.zero_grad()
     probability = torch.sigmoid(model(x[chosen])).squeeze(1)
-    loss = nn.functional.mse_loss(probability, y[chosen])
-    loss.backward()
+    loss = nn.functional.mse_loss(probability, y[chosen])  # <- here
+    loss.backward()  # <- here
     optimizer.step()
     if step % 50 == 0:
         print(f"step {step}: loss {loss.item():.4f}")
