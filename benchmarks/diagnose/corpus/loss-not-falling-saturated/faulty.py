@@ -13,8 +13,6 @@ torch.manual_seed(70)
 x = torch.rand(2048, 64) * 255
 y = (x[:, :32].mean(1) > x[:, 32:].mean(1)).float()
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
-with torch.no_grad():
-    model[2].bias.fill_(60.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(200):
     chosen = torch.randint(0, 2048, (64,))
