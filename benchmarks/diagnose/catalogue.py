@@ -1,7 +1,8 @@
 """The scripts, and what each of them says of itself in the comments at its top.
 
     # subject: missing-zero-grad          the name of the finding that a faulty script asks for
-    # also: loss-not-falling              names that a reader would accept as well (optional)
+    # also: python-time                   names that a reader would accept as well (optional)
+    # follows: loss-not-falling           what the fault leads to: true, but not the answer (optional)
     # thread: https://github.com/...      the report that the situation was taken from, or 'own'
     # steps: 240                          calls of Optimizer.step
     # gain: yes                           whether the corrected version is faster
@@ -53,6 +54,7 @@ class Script:
     subject: str | None
     """None: alone."""
     also: frozenset[str]
+    follows: frozenset[str]
     thread: str | None
     """None: not taken from a report."""
     steps: int
@@ -95,6 +97,7 @@ def read(path: Path) -> Script:
         role="alone" if alone else "faulty" if path.stem == "faulty" else "healthy",
         subject=None if alone else header["subject"],
         also=frozenset(_list(header.get("also", ""))),
+        follows=frozenset(_list(header.get("follows", ""))),
         thread=None if header.get("thread", "own") == "own" else header["thread"],
         steps=int(header["steps"]),
         faster_when_fixed=not alone and {"yes": True, "no": False}[header["gain"]],

@@ -78,7 +78,7 @@ def judge(script: Script, findings: Sequence[SaidFinding]) -> Outcome:
         exactly=bool(exact),
         line_right=any(_names_line(script, one) for one in right) if right else None,
         predicted_share=max(shares, default=None),
-        alarms=tuple(one.name for one in findings if one.accuses and one not in right),
+        alarms=tuple(one.name for one in findings if one.accuses and one.name not in script.accepted | script.follows),
     )
 
 

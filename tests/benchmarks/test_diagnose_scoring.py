@@ -50,6 +50,12 @@ def test_a_line_of_another_file_or_late_in_a_list_does_not_count() -> None:
     assert judged(LEAK, late).line_right is False
 
 
+def test_what_follows_from_the_fault_is_neither_the_answer_nor_an_alarm() -> None:
+    exploding = BY_NAME["exploding-gradients/faulty"]
+    outcome = judged(exploding, finding("loss-not-falling"))
+    assert (outcome.found, outcome.alarms) == (False, ())
+
+
 def test_missed_and_accused_of_something_else() -> None:
     outcome = judged(LEAK, finding("anomaly-mode"), finding("epoch-starts", severity="note"))
     assert (outcome.found, outcome.line_right, outcome.alarms) == (False, None, ("anomaly-mode",))

@@ -1,6 +1,6 @@
 # subject: accumulation-not-averaged
 # thread: https://github.com/facebookresearch/fairseq/issues/5256
-# steps: 64
+# steps: 384
 # gain: no
 # device: cpu
 # what: Accumulation by the number of the batch, without a division.
@@ -16,7 +16,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 accumulation_steps = 4
 
 optimizer.zero_grad()
-for epoch in range(4):
+for epoch in range(24):
     for index, chosen in enumerate(torch.randperm(len(inputs)).split(64)):
         loss = nn.functional.mse_loss(model(inputs[chosen]), targets[chosen])
         loss = loss / accumulation_steps

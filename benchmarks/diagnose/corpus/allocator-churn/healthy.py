@@ -1,9 +1,9 @@
 # subject: allocator-churn
 # thread: own
-# steps: 60
+# steps: 200
 # gain: yes
 # device: cpu
-# what: A buffer of 64 MB is allocated, filled and freed in every step.
+# what: A buffer of 16 MB is allocated, filled and freed in every step.
 
 import torch
 from torch import nn
@@ -14,8 +14,8 @@ y = torch.randint(0, 4, (2048,))
 x += 2 * nn.functional.one_hot(y, 32)
 model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 4))
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-histogram = torch.zeros(16 * 1024 * 1024)
-for step in range(60):
+histogram = torch.zeros(4 * 1024 * 1024)
+for step in range(200):
     chosen = torch.randint(0, 2048, (128,))
     optimizer.zero_grad()
     logits = model(x[chosen])
@@ -24,5 +24,5 @@ for step in range(60):
     loss.backward()
     optimizer.step()
     histogram[: logits.numel()].zero_()
-    if step % 20 == 0:
+    if step % 67 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

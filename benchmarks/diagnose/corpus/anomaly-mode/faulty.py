@@ -1,6 +1,6 @@
 # subject: anomaly-mode
 # thread: https://github.com/yenchenlin/nerf-pytorch/issues/42
-# steps: 100
+# steps: 400
 # gain: yes
 # device: cpu
 # what: Anomaly detection was left on after a search for NaN.
@@ -21,11 +21,11 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 model = nn.Sequential(nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
 model.append(nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-for step in range(100):
+for step in range(400):
     chosen = torch.randint(0, 4096, (256,))
     optimizer.zero_grad()
     loss = nn.functional.binary_cross_entropy_with_logits(model(encode(points[chosen])), density[chosen])
     loss.backward()
     optimizer.step()
-    if step % 25 == 0:
+    if step % 100 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,6 +1,6 @@
 # subject: clip-before-backward
 # thread: https://github.com/VGraphRNN/VGRNN/issues/4
-# steps: 180
+# steps: 420
 # gain: no
 # device: cpu
 # what: Clipping comes after the optimizer's step, and the next zero_grad throws its result away.
@@ -28,11 +28,11 @@ class GraphNet(nn.Module):
 
 model = GraphNet()
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-for step in range(180):
+for step in range(420):
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(signals), classes)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 10.0)
     optimizer.step()
-    if step % 60 == 0:
+    if step % 140 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

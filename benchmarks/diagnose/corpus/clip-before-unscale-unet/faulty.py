@@ -1,4 +1,5 @@
 # subject: clip-before-unscale
+# follows: loss-not-falling
 # thread: https://github.com/milesial/Pytorch-UNet/pull/470
 # steps: 60
 # gain: no
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(7)
-images = torch.rand(96, 1, 32, 32)
+images = torch.rand(96, 1, 16, 16)
 masks = (nn.functional.avg_pool2d(images, 5, stride=1, padding=2) > 0.5).float()
 net = nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU())
 net.append(nn.Conv2d(12, 1, 1))

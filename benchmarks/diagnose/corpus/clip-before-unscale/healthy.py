@@ -1,6 +1,7 @@
 # subject: clip-before-unscale
+# follows: loss-not-falling
 # thread: https://github.com/Lightning-AI/pytorch-lightning/issues/9330
-# steps: 120
+# steps: 600
 # gain: no
 # device: cpu
 # what: The norm of scaled gradients is clipped; unscaling then makes them far too small.
@@ -15,7 +16,7 @@ model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
-for step in range(120):
+for step in range(600):
     chosen = torch.randint(len(inputs), (64,))
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.float16):
@@ -26,5 +27,5 @@ for step in range(120):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
     scaler.update()
-    if step % 40 == 0:
+    if step % 200 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,7 +1,7 @@
 # subject: debug-mode
 # also: python-time, hidden-sync
 # thread: https://github.com/zhengqili/Neural-Scene-Flow-Fields/pull/7
-# steps: 80
+# steps: 240
 # gain: yes
 # device: cpu
 # what: Every activation and every gradient is checked for NaN in every step.
@@ -24,7 +24,7 @@ def check(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Ten
 
 for module in model.modules():
     module.register_forward_hook(check)
-for step in range(80):
+for step in range(240):
     chosen = torch.randint(0, 512, (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])
@@ -32,5 +32,5 @@ for step in range(80):
     for parameter in model.parameters():
         assert torch.isfinite(parameter.grad).all()  # <- here
     optimizer.step()
-    if step % 20 == 0:
+    if step % 60 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,7 +1,7 @@
 # subject: debug-mode
 # also: python-time
 # thread: https://github.com/pytorch/torchtitan/pull/430
-# steps: 60
+# steps: 200
 # gain: yes
 # device: cpu
 # what: A profiler that was meant for a look stays around the whole training.
@@ -18,13 +18,13 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
 def train() -> None:
-    for step in range(60):
+    for step in range(200):
         chosen = torch.randint(0, 512, (32,))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])
         loss.backward()
         optimizer.step()
-        if step % 20 == 0:
+        if step % 67 == 0:
             print(f"step {step}: loss {loss.item():.4f}")
 
 

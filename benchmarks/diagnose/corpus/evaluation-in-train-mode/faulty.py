@@ -1,6 +1,6 @@
 # subject: evaluation-in-train-mode
 # thread: https://github.com/sinhasam/vaal/issues/2
-# steps: 96
+# steps: 384
 # gain: no
 # device: cpu
 # what: Accuracy is measured with dropout on, and batch statistics learn from the test set.
@@ -24,7 +24,7 @@ def accuracy() -> float:
     return (predicted == labels[1536:]).float().mean().item()
 
 
-for epoch in range(4):
+for epoch in range(16):
     for chosen in torch.randperm(1536).split(64):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])

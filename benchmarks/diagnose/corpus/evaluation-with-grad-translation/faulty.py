@@ -1,6 +1,6 @@
 # subject: evaluation-with-grad
 # thread: https://github.com/OpenNMT/OpenNMT-py/issues/1141
-# steps: 60
+# steps: 120
 # gain: no
 # device: cpu
 # what: The validation of a sequence model runs with gradients enabled.
@@ -35,7 +35,7 @@ tokens = torch.randint(0, 120, (1024, 20))
 tags = tokens % 12
 model = Tagger()
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-for step in range(60):
+for step in range(120):
     chosen = torch.randint(0, 512, (32,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(tokens[chosen]).flatten(0, 1), tags[chosen].flatten())

@@ -1,6 +1,7 @@
 # subject: fp16-without-scaler
+# follows: loss-not-falling
 # thread: https://github.com/engichang1467/Open-Rig3R/issues/35
-# steps: 120
+# steps: 600
 # gain: no
 # device: cpu
 # what: float16 autocast without loss scaling: small gradients become zero unnoticed.
@@ -14,7 +15,7 @@ targets = torch.sin(inputs[:, :6] * 2)
 model = nn.Sequential(nn.Linear(96, 256), nn.GELU(), nn.Linear(256, 6))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-for step in range(120):
+for step in range(600):
     chosen = torch.randint(len(inputs), (64,))
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.float16):  # <- here
@@ -22,5 +23,5 @@ for step in range(120):
         loss = nn.functional.mse_loss(predicted.float(), targets[chosen])
     loss.backward()  # <- here
     optimizer.step()
-    if step % 40 == 0:
+    if step % 200 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

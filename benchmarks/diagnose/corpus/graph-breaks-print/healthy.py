@@ -1,7 +1,7 @@
 # subject: graph-breaks
 # also: logging-time
 # thread: https://github.com/vipshop/cache-dit/issues/76
-# steps: 80
+# steps: 400
 # gain: no
 # device: cpu
 # what: A leftover print of a tensor in a compiled forward pass.
@@ -26,11 +26,11 @@ y = torch.tanh(x[:, :8] + x[:, 8:16])
 model = Encoder()
 compiled = torch.compile(model, backend="eager")
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-for step in range(80):
+for step in range(400):
     chosen = torch.randint(0, 1024, (64,))
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(compiled(x[chosen]), y[chosen])
     loss.backward()
     optimizer.step()
-    if step % 20 == 0:
+    if step % 100 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,6 +1,6 @@
 # subject: graph-breaks
 # thread: https://github.com/isayevlab/aimnetcentral/pull/109
-# steps: 80
+# steps: 400
 # gain: no
 # device: cpu
 # what: An .item() between the layers of a compiled model splits its graph.
@@ -29,11 +29,11 @@ y = (x @ torch.randn(128, 3)).argmax(1)
 model = Gated()
 compiled = torch.compile(model, backend="eager")
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-for step in range(80):
+for step in range(400):
     chosen = torch.randint(0, 1024, (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(compiled(x[chosen]), y[chosen])
     loss.backward()
     optimizer.step()
-    if step % 20 == 0:
+    if step % 100 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

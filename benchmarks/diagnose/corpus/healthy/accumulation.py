@@ -1,5 +1,5 @@
 # tricky: Several backward passes between two steps, averaged as they should be.
-# steps: 50
+# steps: 120
 # device: cpu
 
 import torch
@@ -12,7 +12,7 @@ model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReL
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 every = 4
-for step in range(50):
+for step in range(120):
     shown = 0.0
     for _ in range(every):
         chosen = torch.randint(0, 4096, (32,))
@@ -23,5 +23,5 @@ for step in range(50):
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    if step % 10 == 0:
+    if step % 24 == 0:
         print(f"step {step}: loss {shown:.4f}")

@@ -1,5 +1,5 @@
 # tricky: Sums of losses over micro-batches, divided by the number of samples before the step.
-# steps: 40
+# steps: 150
 # device: cpu
 
 import torch
@@ -10,7 +10,7 @@ x = torch.randn(4096, 48)
 y = x @ torch.randn(48, 2) / 7
 model = nn.Sequential(nn.Linear(48, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-for step in range(40):
+for step in range(150):
     optimizer.zero_grad()
     samples, total = 0, 0.0
     for size in (40, 24, 56, 8):
@@ -21,5 +21,5 @@ for step in range(40):
     for parameter in model.parameters():
         parameter.grad /= samples
     optimizer.step()
-    if step % 10 == 0:
+    if step % 38 == 0:
         print(f"step {step}: loss {total / samples:.4f}")

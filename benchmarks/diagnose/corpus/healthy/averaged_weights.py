@@ -1,5 +1,5 @@
 # tricky: A second model whose parameters are in no optimizer: the moving average of the first.
-# steps: 120
+# steps: 240
 # device: cpu
 
 import copy
@@ -13,7 +13,7 @@ y = (x @ torch.randn(64, 6)).argmax(1)
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 6))
 average = copy.deepcopy(model).eval().requires_grad_(False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(120):
+for step in range(240):
     chosen = torch.randint(0, 1536, (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])

@@ -1,5 +1,5 @@
 # tricky: A function with its own backward pass, which saves tensors and rounds without a gradient of its own.
-# steps: 100
+# steps: 400
 # device: cpu
 
 import torch
@@ -23,11 +23,11 @@ x = torch.randn(2048, 64)
 y = (x @ torch.randn(64, 4)).argmax(1)
 first, second = nn.Linear(64, 512), nn.Linear(512, 4)
 optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=1e-3)
-for step in range(100):
+for step in range(400):
     chosen = torch.randint(0, 2048, (128,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(second(torch.relu(Round.apply(first(x[chosen])))), y[chosen])
     loss.backward()
     optimizer.step()
-    if step % 25 == 0:
+    if step % 100 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,5 +1,5 @@
 # tricky: Most parameters are left out of the optimizer on purpose, and part of the model is in evaluation mode.
-# steps: 80
+# steps: 250
 # device: cpu
 
 import torch
@@ -17,11 +17,11 @@ head = nn.Sequential(nn.Linear(64 * 16, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.Adam(head.parameters(), lr=1e-3)
 head.train()
 backbone.eval()
-for step in range(80):
+for step in range(250):
     chosen = torch.randint(0, 1500, (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(head(backbone(images[chosen])), labels[chosen])
     loss.backward()
     optimizer.step()
-    if step % 20 == 0:
+    if step % 62 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

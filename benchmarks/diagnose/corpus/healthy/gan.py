@@ -1,5 +1,5 @@
 # tricky: Two optimizers, a detached generator, gradients of the critic left over from the generator's turn.
-# steps: 160
+# steps: 400
 # device: cpu
 
 import torch
@@ -14,7 +14,7 @@ optimizer_d = torch.optim.Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
 criterion = nn.BCEWithLogitsLoss()
 ones, zeros = torch.ones(128, 1), torch.zeros(128, 1)
 
-for step in range(80):
+for step in range(200):
     fake = generator(torch.randn(128, 16))
     optimizer_d.zero_grad()
     loss_d = criterion(critic(real[torch.randint(0, 4096, (128,))]), ones) + criterion(critic(fake.detach()), zeros)
@@ -25,5 +25,5 @@ for step in range(80):
     loss_g = criterion(critic(fake), ones)
     loss_g.backward()
     optimizer_g.step()
-    if step % 20 == 0:
+    if step % 50 == 0:
         print(f"step {step}: critic {loss_d.item():.4f}, generator {loss_g.item():.4f}")

@@ -1,5 +1,5 @@
 # tricky: retain_graph and create_graph that are needed: the penalty is differentiated twice.
-# steps: 60
+# steps: 200
 # device: cpu
 
 import torch
@@ -18,11 +18,11 @@ def penalty(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (slope.norm(dim=1) - 1).square().mean()
 
 
-for step in range(60):
+for step in range(200):
     a, b = real[torch.randint(0, 2048, (128,))], torch.randn(128, 8)
     optimizer.zero_grad()
     loss = critic(b).mean() - critic(a).mean() + 10 * penalty(a, b)
     loss.backward()
     optimizer.step()
-    if step % 20 == 0:
+    if step % 67 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,5 +1,5 @@
 # tricky: The closure of LBFGS clears and computes gradients several times in one step.
-# steps: 25
+# steps: 40
 # device: cpu
 
 import torch
@@ -19,7 +19,7 @@ def closure() -> torch.Tensor:
     return loss
 
 
-for step in range(25):
+for step in range(40):
     loss = optimizer.step(closure)
-    if step % 5 == 0:
+    if step % 8 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

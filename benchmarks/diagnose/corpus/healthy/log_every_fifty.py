@@ -1,5 +1,5 @@
 # tricky: Numbers are taken out of tensors and printed, but only every 50 steps.
-# steps: 250
+# steps: 500
 # device: cpu
 
 import logging
@@ -14,9 +14,9 @@ x = torch.randn(4096, 64)
 y = (x @ torch.randn(64, 9)).argmax(1)
 model = nn.Sequential(nn.Linear(64, 384), nn.GELU(), nn.Linear(384, 384), nn.GELU(), nn.Linear(384, 9))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=250)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=500)
 seen = torch.zeros(())
-for step in range(250):
+for step in range(500):
     chosen = torch.randint(0, 4096, (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])

@@ -1,5 +1,5 @@
 # tricky: An inner loop of updates made by hand with create_graph, under an outer optimizer.
-# steps: 60
+# steps: 150
 # device: cpu
 
 import torch
@@ -16,7 +16,7 @@ def task() -> tuple[torch.Tensor, torch.Tensor]:
     return x, (0.5 + torch.rand(1)) * torch.sin(x + torch.rand(1))
 
 
-for step in range(60):
+for step in range(150):
     outer.zero_grad()
     total = 0.0
     for _ in range(4):
@@ -29,5 +29,5 @@ for step in range(60):
         loss.backward()
         total += loss.item()
     outer.step()
-    if step % 15 == 0:
+    if step % 38 == 0:
         print(f"step {step}: loss {total:.4f}")

@@ -1,5 +1,5 @@
 # tricky: float16 with loss scaling, clipping in the right place, and a step that the scaler may skip.
-# steps: 100
+# steps: 400
 # device: cpu
 
 import torch
@@ -12,7 +12,7 @@ model = nn.Sequential(nn.Linear(128, 256), nn.LayerNorm(256), nn.GELU(), nn.Line
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=50, gamma=0.5)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-for step in range(100):
+for step in range(400):
     chosen = torch.randint(0, 1024, (64,))
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.float16):
@@ -24,5 +24,5 @@ for step in range(100):
     scaler.step(optimizer)
     scaler.update()
     scheduler.step()
-    if step % 25 == 0:
+    if step % 100 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,5 +1,5 @@
 # tricky: A loss that has long reached its floor, which is noise, and a scheduler that sees it.
-# steps: 400
+# steps: 1200
 # device: cpu
 
 import torch
@@ -7,11 +7,11 @@ from torch import nn
 
 torch.manual_seed(118)
 x = torch.randn(4096, 32)
-y = x @ torch.randn(32, 1) / 6 + torch.randn(4096, 1)
-model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1))
+y = x @ torch.randn(32, 1) / 2 + torch.randn(4096, 1)
+model = nn.Linear(32, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=2)
-for epoch in range(10):
+for epoch in range(30):
     total = 0.0
     for _ in range(40):
         chosen = torch.randint(0, 4096, (128,))

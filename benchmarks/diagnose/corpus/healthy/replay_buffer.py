@@ -1,5 +1,5 @@
 # tricky: Tensors are kept from step to step, up to a bound that is reached.
-# steps: 300
+# steps: 301
 # device: cpu
 
 import random

@@ -1,6 +1,7 @@
 # subject: missing-zero-grad
+# follows: exploding-gradients, loss-not-falling
 # thread: https://github.com/salesforce/corr_based_prediction/issues/1
-# steps: 192
+# steps: 576
 # gain: no
 # device: cpu
 # what: zero_grad stands above the loop over batches, so that gradients pile up within an epoch.
@@ -28,5 +29,5 @@ def train_epoch() -> float:
     return total
 
 
-for epoch in range(4):
+for epoch in range(12):
     print(f"epoch {epoch}: loss {train_epoch() / 48:.4f}")

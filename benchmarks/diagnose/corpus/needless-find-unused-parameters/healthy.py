@@ -1,6 +1,6 @@
 # subject: needless-find-unused-parameters
 # thread: https://github.com/facebookresearch/swav/issues/63
-# steps: 80
+# steps: 120
 # gain: no
 # device: cpu
 # what: DistributedDataParallel searches for unused parameters in a model that uses all.
@@ -20,12 +20,12 @@ blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in
 network = nn.Sequential(*blocks, nn.Linear(64, 5))
 model = nn.parallel.DistributedDataParallel(network)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(80):
+for step in range(120):
     chosen = torch.randint(0, 1024, (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])
     loss.backward()
     optimizer.step()
-    if step % 20 == 0:
+    if step % 30 == 0:
         print(f"step {step}: loss {loss.item():.4f}")
 dist.destroy_process_group()

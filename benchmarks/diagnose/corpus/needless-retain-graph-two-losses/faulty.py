@@ -1,6 +1,6 @@
 # subject: needless-retain-graph
 # thread: https://github.com/shenweichen/DeepCTR-Torch/issues/69
-# steps: 100
+# steps: 500
 # gain: no
 # device: cpu
 # what: A loss and a regularisation of embeddings, added before one backward pass that keeps its graph.
@@ -26,12 +26,12 @@ class ClickModel(nn.Module):
 
 model = ClickModel()
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-for step in range(100):
+for step in range(500):
     chosen = torch.randint(len(clicks), (256,))
     optimizer.zero_grad()
     loss = nn.functional.binary_cross_entropy_with_logits(model(clicks[chosen]), labels[chosen])
     total = loss + 1e-6 * model.embedding.weight.square().sum()
     total.backward(retain_graph=True)  # <- here
     optimizer.step()
-    if step % 25 == 0:
+    if step % 125 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

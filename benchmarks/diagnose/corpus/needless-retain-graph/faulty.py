@@ -1,6 +1,6 @@
 # subject: needless-retain-graph
 # thread: https://github.com/junyanz/BicycleGAN/issues/81
-# steps: 100
+# steps: 500
 # gain: no
 # device: cpu
 # what: The graph is retained for a second backward pass that never comes.
@@ -23,9 +23,9 @@ def backward_both(batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-for step in range(100):
+for step in range(500):
     optimizer.zero_grad()
     loss = backward_both(inputs[torch.randint(1024, (64,))])
     optimizer.step()
-    if step % 25 == 0:
+    if step % 125 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,6 +1,6 @@
 # subject: padding-waste
 # thread: https://github.com/bentrevett/pytorch-sentiment-analysis/issues/45
-# steps: 64
+# steps: 96
 # gain: yes
 # device: cpu
 # what: Lengths differ by a factor of 25, and batches are drawn without regard to them.
@@ -17,7 +17,7 @@ embedding, head = nn.Embedding(60, 48, padding_idx=0), nn.Linear(64, 2)
 rnn = nn.GRU(48, 64, batch_first=True)
 optimizer = torch.optim.Adam([*embedding.parameters(), *rnn.parameters(), *head.parameters()], lr=2e-3)
 
-for epoch in range(4):
+for epoch in range(6):
     order = torch.randperm(512)
     batches = list(order.split(32))
     for index in torch.randperm(len(batches)).tolist():

@@ -1,6 +1,6 @@
 # subject: padding-waste
 # thread: https://github.com/huggingface/transformers/issues/3634
-# steps: 48
+# steps: 96
 # gain: yes
 # device: cpu
 # what: Sentences of about 20 words are padded to 128.
@@ -35,8 +35,8 @@ class Classifier(nn.Module):
 
 
 model = Classifier()
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-for epoch in range(2):
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+for epoch in range(4):
     for chosen in torch.randperm(768).split(32):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(batch(chosen.tolist())), moods[chosen])

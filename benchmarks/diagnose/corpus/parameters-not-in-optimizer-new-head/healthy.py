@@ -1,6 +1,6 @@
 # subject: parameters-not-in-optimizer
 # thread: https://github.com/openvinotoolkit/nncf/pull/327
-# steps: 150
+# steps: 600
 # gain: no
 # device: cpu
 # what: The last layer is replaced after the optimizer has been made: the new one is not trained.
@@ -15,11 +15,11 @@ model = nn.Sequential(nn.Linear(48, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReL
 model[-1] = nn.Linear(256, 9)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-for step in range(150):
+for step in range(600):
     chosen = torch.randint(len(inputs), (64,))
     loss = nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if step % 50 == 0:
+    if step % 200 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,6 +1,6 @@
 # subject: parameters-not-in-optimizer
 # thread: https://github.com/pytorch/pytorch/issues/715
-# steps: 150
+# steps: 600
 # gain: no
 # device: cpu
 # what: Hidden layers in a Python list are no parameters of the model, and are never trained.
@@ -28,11 +28,11 @@ inputs = torch.randn(2048, 32)
 targets = (inputs @ torch.randn(32, 3)).argmax(dim=1)
 model = Network(depth=3)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # <- here
-for step in range(150):
+for step in range(600):
     chosen = torch.randint(len(inputs), (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen])
     loss.backward()
     optimizer.step()
-    if step % 50 == 0:
+    if step % 200 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

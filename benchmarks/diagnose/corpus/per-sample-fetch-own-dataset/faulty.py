@@ -1,7 +1,7 @@
 # subject: per-sample-fetch
 # also: starved-loader
 # thread: https://github.com/pytorch/pytorch/issues/26957
-# steps: 48
+# steps: 192
 # gain: yes
 # device: cpu
 # what: A table in memory behind a dataset that hands out single rows.
@@ -29,7 +29,7 @@ torch.manual_seed(33)
 loader = DataLoader(Table(16384), batch_size=1024, shuffle=True)  # <- here
 model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-for epoch in range(3):
+for epoch in range(12):
     for categories, prices in loader:  # <- here
         loss = nn.functional.mse_loss(model(categories).squeeze(1), prices)
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
 # subject: per-sample-fetch
 # also: starved-loader
 # thread: https://github.com/pytorch/pytorch/issues/4959
-# steps: 40
+# steps: 200
 # gain: yes
 # device: cpu
 # what: Rows of a tensor are fetched one at a time and stacked again.
@@ -17,7 +17,7 @@ dataset = TensorDataset(rows, targets)
 loader = DataLoader(dataset, batch_size=1024, shuffle=True)  # <- here
 model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-for epoch in range(2):
+for epoch in range(10):
     for x, y in loader:  # <- here
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)

@@ -1,6 +1,6 @@
 # subject: repeated-to
 # thread: https://github.com/Lightning-AI/pytorch-lightning/issues/1978
-# steps: 80
+# steps: 160
 # gain: yes
 # device: cpu
 # what: A constant table is converted to float in every forward pass.
@@ -24,11 +24,11 @@ signals = torch.randn(512, 4096)
 kinds = signals[:, :4].argmax(1)
 model = Filterbank()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-for step in range(80):
+for step in range(160):
     chosen = torch.randint(0, 512, (16,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(signals[chosen]), kinds[chosen])
     loss.backward()
     optimizer.step()
-    if step % 20 == 0:
+    if step % 40 == 0:
         print(f"step {step}: loss {loss.item():.4f}")

@@ -1,7 +1,7 @@
 # subject: slow-transform
 # also: starved-loader, python-time, per-sample-fetch
 # thread: https://github.com/pytorch/pytorch/issues/13918
-# steps: 40
+# steps: 80
 # gain: yes
 # device: cpu
 # what: A collate function hands a list of arrays to torch.tensor, which walks over every number.
@@ -28,7 +28,7 @@ labels = (frames[:, 0].mean((1, 2)) > 0).astype(int).tolist()
 loader = DataLoader(list(zip(frames, labels, strict=True)), batch_size=16, shuffle=True, collate_fn=collate)
 model = nn.Sequential(nn.Conv2d(4, 16, 5, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 18 * 18, 2))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-for epoch in range(2):
+for epoch in range(4):
     for x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)

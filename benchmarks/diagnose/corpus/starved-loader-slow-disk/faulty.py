@@ -1,7 +1,7 @@
 # subject: starved-loader
 # also: disk-time
 # thread: https://github.com/autonomousvision/transfuser/issues/154
-# steps: 48
+# steps: 96
 # gain: yes
 # device: cpu
 # what: Samples come from storage with latency, and nothing is read ahead.
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     loader = DataLoader(rows, batch_size=32, shuffle=True, num_workers=0)  # <- here
     model = nn.Sequential(nn.Linear(200, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for epoch in range(3):
+    for epoch in range(6):
         for x, y in loader:  # <- here
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)

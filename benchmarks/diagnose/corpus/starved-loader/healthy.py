@@ -1,7 +1,7 @@
 # subject: starved-loader
 # also: slow-transform
 # thread: https://github.com/huggingface/transformers/issues/34059
-# steps: 40
+# steps: 80
 # gain: yes
 # device: cpu
 # what: Every sample is decompressed in the main process, while the model waits.
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     model = nn.Sequential(nn.Conv2d(3, 12, 5, stride=2), nn.ReLU(), nn.Conv2d(12, 24, 3, stride=2), nn.ReLU())
     model.extend([nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(24 * 16, 10)])
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    for epoch in range(2):
+    for epoch in range(4):
         for images, labels in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)

@@ -1,6 +1,6 @@
 # subject: training-in-eval-mode
 # thread: https://github.com/pytorch/tutorials/issues/1624
-# steps: 128
+# steps: 384
 # gain: no
 # device: cpu
 # what: A test function switches a model with batch norm to evaluation; the train function never switches back.
@@ -31,6 +31,6 @@ batches = list(zip(x[:2048].split(64), y[:2048].split(64), strict=True))
 model = nn.Sequential(nn.Linear(40, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 256), nn.BatchNorm1d(256))
 model.extend([nn.ReLU(), nn.Linear(256, 4)])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-for _ in range(4):
+for _ in range(12):
     train(model, optimizer, batches)
     test(model, x[2048:], y[2048:])

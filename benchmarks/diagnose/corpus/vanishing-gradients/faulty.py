@@ -1,7 +1,7 @@
 # subject: vanishing-gradients
-# also: loss-not-falling
+# follows: loss-not-falling
 # thread: https://github.com/SilasMarvin/dnns-from-scratch-in-zig/pull/7
-# steps: 120
+# steps: 400
 # gain: no
 # device: cpu
 # what: Fourteen sigmoid layers: nothing of the gradient reaches the first.
@@ -17,11 +17,11 @@ for _ in range(14):
     hidden += [nn.Linear(64, 64), nn.Sigmoid()]  # <- here
 model = nn.Sequential(nn.Linear(32, 64), *hidden, nn.Linear(64, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-for step in range(120):
+for step in range(400):
     chosen = torch.randint(0, 2048, (64,))
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])
     loss.backward()  # <- here
     optimizer.step()
-    if step % 40 == 0:
+    if step % 133 == 0:
         print(f"step {step}: loss {loss.item():.4f}")
