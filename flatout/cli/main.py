@@ -91,7 +91,7 @@ flatout generate ./gpt2 --prompts prompts.jsonl --out texts.jsonl""",
     "tune-inference": """flatout tune-inference net.py:make images.npz --out serving.toml""",
     "export": """flatout export net.py:make --input 'float32[1,3,224,224]' --format pt2,onnx""",
     "compare": """flatout compare baseline.json candidate.json
-flatout compare baseline.json candidate.json --fail-if-slower""",
+flatout compare baseline/ candidate/ --fail-if slower --threshold 3%""",
     "clean": """flatout clean --dry-run""",
 }
 """Verb -> commands that its help shows."""
