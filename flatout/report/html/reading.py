@@ -9,7 +9,6 @@ a UsageError that names its place: a document is written by us, and may have bee
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -69,11 +68,6 @@ class Part:
                 raise _wrong(one.value, one.where, "a text")
             found.append(clean(one.value))
         return found
-
-    def as_text(self, key: str) -> str:
-        """Any value, as JSON writes it; a text as it is."""
-        value = self._get(key)
-        return clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
     def flag(self, key: str) -> bool | None:
         value = self._get(key)

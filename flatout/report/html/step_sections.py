@@ -132,7 +132,7 @@ def _timeline(sources: Sources) -> list[Block]:
         f"Time of {len(samples)} steps: median {format_seconds(median(samples))}, "
         f"from {format_seconds(min(samples))} to {format_seconds(max(samples))}"
     )
-    caption = "Time of each step" if stride == 1 else f"Time of every {stride}th step"
+    caption = "Time of each step" if stride == 1 else f"Time of one step in {stride}"
     if len(samples) > charts.MOST_POINTS:
         caption += "; the line is the median of neighbours, the band goes from the fastest to the slowest"
     if beyond:

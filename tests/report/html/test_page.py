@@ -1,4 +1,4 @@
-"""The HTML report: what it says, that it is well formed, accessible and self-contained, and that hostile texts stay texts."""
+"""The HTML report: what it says, that it is well formed, accessible and self-contained, and that hostile texts stay so."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_it_can_be_read_without_eyes_or_mouse(page: Page) -> None:
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
     assert links[0] == "#verdict"
     levels = [int(tag[1]) for tag in page.tags if re.fullmatch(r"h[1-6]", tag)]
-    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
 def test_hostile_texts_change_nothing_of_the_structure() -> None:
@@ -158,8 +159,7 @@ def test_hostile_texts_change_nothing_of_the_structure() -> None:
     assert hostile.tags == plain.tags
     names = [[sorted(attributes) for _, attributes in one.elements] for one in (hostile, plain)]
     assert names[0] == names[1]
-    shown = "</style></title></svg><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7*7 }}\"'`&#60;\ufffd\ufffd[31m\ufffd"
-    assert shown in hostile.text
+    assert HOSTILE.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd") in hostile.text
     assert rendered(_with_texts(EVERYTHING, HOSTILE)).encode()  # a lone surrogate would fail
 
 
@@ -198,10 +198,12 @@ def test_a_value_of_any_kind_is_shown_or_refused(value: Any) -> None:
         for key in path:
             inside = inside[key]
         inside[last] = value
+        refusal = ""
         try:
             Page(rendered({kind: doc}))
         except UsageError as error:
-            assert str(error).startswith(f"{kind}.json."), (kind, path, last)
+            refusal = str(error)
+        assert not refusal or refusal.startswith(f"{kind}.json."), (kind, path, last)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, ...]]:
@@ -215,12 +217,14 @@ def _places(value: Any) -> Iterator[tuple[Any, ...]]:
 def test_what_does_not_belong_together_is_refused() -> None:
     other = {**MEMORY, "script": {"name": "other.py"}}
     with pytest.raises(
-        UsageError, match=r"memory.json is of other.py, run.json of train.py; a report is about one script"
+        UsageError, match=r"memory\.json is of other\.py, run\.json of train.py; a report is about one script"
     ):
         rendered({"run": RUN, "memory": other})
-    with pytest.raises(UsageError, match="b.json is another 'run'; a report shows one of each kind; flatout compare"):
+    with pytest.raises(UsageError, match=r"b\.json is another 'run'; a report shows one of each kind; flatout compare"):
         report_html([(Path("a.json"), RUN), (Path("b.json"), RUN)])
-    with pytest.raises(UsageError, match="check.json holds a 'check'; a report shows documents of tune, run, profile"):
+    with pytest.raises(
+        UsageError, match=r"check\.json holds a 'check'; a report shows documents of tune, run, profile"
+    ):
         rendered({"check": recorded("check")})
 
 
@@ -246,4 +250,4 @@ def test_large_documents_make_a_small_page() -> None:
     html = rendered({"tune": TUNE, "run": run, "profile": {**PROFILE, "profile": profile}, "memory": MEMORY})
     assert len(html) < 2_000_000
     assert "and 4,900 more in the document" in html
-    assert "Time of every 32th step" in html
+    assert "Time of one step in 32" in html
