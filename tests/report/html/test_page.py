@@ -1,4 +1,4 @@
-"""The HTML report: what it says, that it is well formed, accessible and self-contained, and that hostile texts stay so."""
+"""The HTML report: what it says, that it is well formed, accessible and self-contained; hostile texts stay texts."""
 
 from __future__ import annotations
 
