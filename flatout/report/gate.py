@@ -72,8 +72,8 @@ def _verdict(low: float | None, high: float | None, threshold: float) -> tuple[G
     if low > threshold:
         return "slower", f"at least {_share(low)} slower, beyond {limit}"
     if high <= threshold:
-        known = f"at most {_share(high)} slower" if high > 0 else f"at least {_share(-high)} faster"
-        return "not slower", f"{known}, within {limit}"
+        known = f"at most {_share(high)} slower, within {limit}" if high > 0 else f"at least {_share(-high)} faster"
+        return "not slower", known
     return "undecided", f"between {_change(low)} and {_change(high)}, with {limit} inside: more runs decide"
 
 

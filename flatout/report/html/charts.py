@@ -265,12 +265,7 @@ def interval_axis(scale: Scale) -> Markup:
     drawn = [line(scale.start, 20, scale.end, 20, "axis")]
     for tick in interval_ticks(scale):
         drawn += [line(scale(tick), 16, scale(tick), 20, "axis"), text(f"×{tick:g}", scale(tick), 12, "middle", "tick")]
-    size = {
-        "width": INTERVAL_WIDTH,
-        "height": INTERVAL_HEIGHT,
-        "viewBox": f"0 0 {INTERVAL_WIDTH:g} {INTERVAL_HEIGHT:g}",
-    }
-    return element("svg", *drawn, class_="chart interval", aria_hidden="true", focusable="false", **size)
+    return _beside_its_figures(drawn)
 
 
 def interval_ticks(scale: Scale) -> list[float]:
@@ -299,9 +294,11 @@ def interval(scale: Scale, ratio: float, low: float | None, high: float | None, 
         drawn.append(polygon([(at, middle - 6), (at + 6, middle), (at, middle + 6), (at - 6, middle)], "mark-kept"))
     else:
         drawn.append(element("circle", cx=at, cy=middle, r=5, class_="mark-other"))
-    size = {
-        "width": INTERVAL_WIDTH,
-        "height": INTERVAL_HEIGHT,
-        "viewBox": f"0 0 {INTERVAL_WIDTH:g} {INTERVAL_HEIGHT:g}",
-    }
-    return element("svg", *drawn, class_="chart interval", aria_hidden="true", focusable="false", **size)
+    return _beside_its_figures(drawn)
+
+
+def _beside_its_figures(drawn: Sequence[Markup]) -> Markup:
+    """Hidden from screen readers: the same row has it in figures."""
+    box, size = f"0 0 {INTERVAL_WIDTH:g} {INTERVAL_HEIGHT:g}", {"width": INTERVAL_WIDTH, "height": INTERVAL_HEIGHT}
+    unseen = {"aria_hidden": "true", "focusable": "false"}
+    return element("svg", *drawn, class_="chart interval", viewBox=box, **size, **unseen)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flatout.report.html import charts
 from flatout.report.html.blocks import Block, Cell, Details, Facts, Head, Section, Table, Text
 from flatout.report.html.charts import Work
-from flatout.report.html.reading import Part
+from flatout.report.html.reading import Part, clean
 from flatout.report.html.step_sections import figure, product_peaks
 from flatout.report.html.verdicts import Sources
 from flatout.report.step_text import percent
@@ -124,7 +126,7 @@ def profile(sources: Sources) -> Section | None:
     doc = sources["profile"].at("profile")
     blocks: list[Block] = [*_lines(doc), *_modules(doc), *_operators(doc), *_kernels(doc)]
     reasons = doc.at("reasons")
-    blocks += [Text(text=f"{name.replace('_', ' ')}: unknown, {reasons.text(name)}") for name in reasons.names()[:20]]
+    blocks += [Text(text=f"{clean(name).replace('_', ' ')}: unknown, {reasons.text(name)}") for name in reasons.names()[:20]]
     blocks += [Text(text=note) for note in doc.texts("notes")[:20]]
     if not blocks:
         return None
@@ -227,7 +229,7 @@ def _kernels(doc: Part) -> list[Block]:
     return _long_table("GPU kernels and copies", heads, made, _more(rows))
 
 
-def _long_table(caption: str, heads: tuple[Head, ...], rows: list[tuple[Cell, ...]], more: str) -> list[Block]:
+def _long_table(caption: str, heads: tuple[Head, ...], rows: Sequence[tuple[Cell, ...]], more: str) -> list[Block]:
     """The first rows are shown, the rest on request."""
     if not rows:
         return []

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from flatout.report.html import charts
 from flatout.report.html.blocks import Block, Cell, Code, Details, Facts, Figure, Head, Section, Table, Text
-from flatout.report.html.reading import Part
+from flatout.report.html.reading import Part, clean
 from flatout.report.html.verdicts import PART_NAMES, Sources, proof_line
 from flatout.report.step_text import percent
 from flatout.statistics import iqr, median, quantile
@@ -207,7 +207,7 @@ def ceiling_share(sources: Sources) -> tuple[str, str] | None:
 def product_peaks(ceilings: Part) -> dict[str, float]:
     """dtype -> FLOP/s of the products that were measured, integers left out."""
     measured = ceilings.at("gemm_flops_per_second")
-    found = {dtype: measured.at(dtype).number("value") for dtype in measured.names() if dtype != "int8"}
+    found = {clean(dtype): measured.at(dtype).number("value") for dtype in measured.names() if dtype != "int8"}
     return {dtype: value for dtype, value in found.items() if value and value > 0}
 
 

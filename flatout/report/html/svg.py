@@ -26,8 +26,9 @@ def _value(value: float | str) -> str:
 
 def drawing(width: float, height: float, label: str, *children: str, class_: str = "chart") -> Markup:
     """An SVG image with its description for those who do not see it."""
-    size = {"width": width, "height": height, "viewBox": f"0 0 {_value(width)} {_value(height)}"}
-    return element("svg", *children, class_=class_, role="img", aria_label=label, **size)
+    box = f"0 0 {_value(width)} {_value(height)}"
+    size = {"width": width, "height": height}
+    return element("svg", *children, class_=class_, role="img", aria_label=label, viewBox=box, **size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,11 @@ def _table(tried: list[Part]) -> Table:
         outcome = trial.text("outcome")
         speed, drawn = Cell(text="not timed"), None
         if ratio is not None and ratio > 0:
-            ends = (low, high) if low is not None and high is not None and low > 0 else (None, None)
-            interval = f"{ends[0]:.2f} to {ends[1]:.2f}" if ends[0] and ends[1] else "no interval"
+            if low is None or high is None or low <= 0:
+                low = high = None
+            interval = "no interval" if low is None or high is None else f"{low:.2f} to {high:.2f}"
             speed = Cell(text=f"×{ratio:.2f}", note=interval)
-            drawn = charts.interval(scale, ratio, *ends, outcome)
+            drawn = charts.interval(scale, ratio, low, high, outcome)
         notes = [trial.text("reason"), *trial.texts("notes"), _times(trial), _peaks(trial)]
         rows.append(
             (
