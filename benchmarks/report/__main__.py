@@ -27,6 +27,8 @@ VIEWS = {
 }
 """Name -> (colour scheme, medium, width in pixels)."""
 SLOWEST_SECONDS = 1.0
+PIECE = 1500
+"""Pixels: a picture that is taller cannot be judged."""
 
 
 class Browser:
@@ -127,7 +129,7 @@ def look(browser: Browser, page: Path, out: Path, axe: Path | None) -> int:
         browser.call("Page.navigate", url=url)
         browser.wait_for("Page.loadEventFired")
         seconds = browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000")
-        wrong += save_picture(browser, out / f"{name}.png", width)
+        wrong += save_pictures(browser, out / f"{name}.png", width)
         asked = requests(browser, url)
         said = [event["params"]["entry"]["text"] for event in browser.events if event.get("method") == "Log.entryAdded"]
         print(f"{name}: loaded in {seconds:.3f} s, {len(asked)} other requests {asked}, console {said}")
@@ -139,12 +141,13 @@ def look(browser: Browser, page: Path, out: Path, axe: Path | None) -> int:
     return 1 if wrong else 0
 
 
-def save_picture(browser: Browser, path: Path, width: int) -> int:
-    """Of the whole page. Returns 1 where it is wider than its window: it would scroll sideways."""
+def save_pictures(browser: Browser, path: Path, width: int) -> int:
+    """Of the whole page, in pieces. Returns 1 where it is wider than its window: it would scroll sideways."""
     size = browser.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
-    clip = {"x": 0, "y": 0, "width": width, "height": size[1], "scale": 1}
-    shot = browser.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-    path.write_bytes(base64.b64decode(shot))
+    for number, top in enumerate(range(0, int(size[1]), PIECE), 1):
+        clip = {"x": 0, "y": top, "width": width, "height": min(PIECE, size[1] - top), "scale": 1}
+        shot = browser.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+        path.with_stem(f"{path.stem}-{number}").write_bytes(base64.b64decode(shot))
     if size[0] > width:
         print(f"{path.name}: {size[0]} pixels wide in a window of {width}")
     return int(size[0] > width)

@@ -114,7 +114,7 @@ def _matrix_units(units: Part) -> list[Block]:
     rows = [(f"products on {named}", "unknown" if share is None else percent(share), units.text("reason"))]
     for one in units.parts("rest"):
         if isinstance(one.value, list) and len(one.value) == 2 and isinstance(one.value[0], str):
-            why, seconds = one.value[0], Part({"seconds": one.value[1]}, one.where).number("seconds")
+            why, seconds = clean(one.value[0]), Part({"seconds": one.value[1]}, one.where).number("seconds")
             rows.append(("not on them", format_seconds(seconds or 0.0), why))
     return [Facts(rows=tuple(rows))]
 
