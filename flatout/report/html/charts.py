@@ -27,7 +27,7 @@ from flatout.report.html.svg import (
 from flatout.statistics import median, quantile
 from flatout.units import format_bytes, format_rate, format_seconds
 
-WIDE, NARROW = 720.0, 340.0
+WIDE, NARROW = 912.0, 340.0
 LEFT, RIGHT, TOP = 64.0, 16.0, 16.0
 MOST_POINTS = 240
 """More are drawn as a band from the fastest to the slowest of neighbours, with their median."""
@@ -80,7 +80,7 @@ def step_timeline(samples: Sequence[float], stride: int, width: float, label: st
     height, usual, top = 220.0, median(samples), timeline_top(samples)
     x = Scale(low=1, high=max(2, len(samples) * stride), start=LEFT, end=width - RIGHT)
     y = Scale(low=0.0, high=top, start=height - 36, end=TOP)
-    drawn = left_axis(y, round_ticks(0.0, top, 4), width - RIGHT, format_seconds)
+    drawn = left_axis(y, round_ticks(0.0, top, 4), width - RIGHT, _seconds)
     drawn += bottom_axis(x, _whole_ticks(x, width), height - 36, lambda tick: f"{tick:,.0f}")
     if len(samples) <= MOST_POINTS:
         for number, seconds in enumerate(samples, 1):
@@ -98,6 +98,14 @@ def step_timeline(samples: Sequence[float], stride: int, width: float, label: st
     drawn.append(text(f"median {format_seconds(usual)}", width - RIGHT, y(usual) - 6, "end", "label halo"))
     drawn.append(text("step", width - RIGHT, height - 2, "end", "tick"))
     return drawing(width, height, label, *drawn)
+
+
+def _seconds(tick: float) -> str:
+    return format_seconds(tick) if tick else "0"
+
+
+def _bytes(tick: float) -> str:
+    return format_bytes(tick) if tick else "0"
 
 
 def timeline_top(samples: Sequence[float]) -> float:
@@ -118,7 +126,7 @@ def paired_timeline(baseline: Sequence[float], candidate: Sequence[float], width
     height, most = 200.0, max([*baseline, *candidate]) * 1.08
     x = Scale(low=0.5, high=len(baseline) + 0.5, start=LEFT, end=width - RIGHT)
     y = Scale(low=0.0, high=most, start=height - 36, end=TOP)
-    drawn = left_axis(y, round_ticks(0.0, most, 4), width - RIGHT, format_seconds)
+    drawn = left_axis(y, round_ticks(0.0, most, 4), width - RIGHT, _seconds)
     drawn += bottom_axis(x, [tick for tick in _whole_ticks(x, width) if tick >= 1], height - 36, lambda t: f"{t:,.0f}")
     for number, (before, after) in enumerate(zip(baseline, candidate, strict=False), 1):
         at = x(number)
@@ -152,7 +160,7 @@ def memory_curve(curves: Sequence[Curve], width: float, label: str, warm_up: int
     steps = [step for curve in curves for step, _ in curve.points]
     x = Scale(low=min(steps), high=max(steps), start=LEFT, end=width - RIGHT)
     y = Scale(low=0.0, high=most, start=height - 36, end=TOP + 8)
-    drawn = left_axis(y, byte_ticks(most, 4), width - RIGHT, format_bytes)
+    drawn = left_axis(y, byte_ticks(most, 4), width - RIGHT, _bytes)
     drawn += bottom_axis(x, _whole_ticks(x, width), height - 36, lambda tick: f"{tick:,.0f}")
     if warm_up and warm_up + 0.5 < x.high:
         edge = x(warm_up + 0.5)
@@ -203,38 +211,47 @@ def roofline(
     works: Sequence[Work], products: Mapping[str, float], bytes_per_second: float, width: float, label: str
 ) -> Markup:
     """FLOP/s over FLOPs per byte, both logarithmic, under the roofs of this machine. `products`: dtype -> FLOP/s."""
-    height, roof = 340.0, max(products.values())
+    height, roof = 360.0, max(products.values())
+    beside = 150.0 if width > 500 else 0.0  # room for the names of roofs
     knees = [peak / bytes_per_second for peak in products.values()]
     least = min([0.1, min(knees) / 20, *(work.flops_per_byte / 2 for work in works)])
     most = max([max(knees) * 10, *(work.flops_per_byte * 2 for work in works)])
     slowest = min([least * bytes_per_second * 4, *(work.flops_per_second / 3 for work in works)])
-    x = Scale(low=least, high=most, start=LEFT + 16, end=width - RIGHT, log=True)
-    y = Scale(low=slowest, high=roof * 2.5, start=height - 44, end=TOP, log=True)
+    x = Scale(low=least, high=most, start=LEFT + 16, end=width - RIGHT - beside, log=True)
+    top = TOP if beside else TOP + 16.0 * len(products)
+    y = Scale(low=slowest, high=roof * 2.0, start=height - 44, end=top, log=True)
     drawn: list[Markup] = []
     for tick in _few(decades(y.low, y.high), 6):
         drawn.append(line(x.start, y(tick), x.end, y(tick), "grid"))
         drawn.append(text(format_rate(tick, "FLOP/s"), x.start - 6, y(tick) + 4, "end", "tick"))
-    drawn += bottom_axis(
-        x, _few(decades(x.low, x.high), 7 if width > 500 else 4), height - 44, lambda tick: f"{tick:g}"
-    )
+    across = _few(decades(x.low, x.high), 7 if width > 500 else 4)
+    drawn += bottom_axis(x, across, height - 44, lambda tick: f"{tick:g}")
     start = max(least, slowest / bytes_per_second)
     knee = roof / bytes_per_second
     drawn.append(polyline([(x(start), y(start * bytes_per_second)), (x(knee), y(roof))], "roof"))
-    heights: list[float] = []
-    for dtype, peak in sorted(products.items(), key=lambda item: item[1]):
-        drawn.append(line(x(peak / bytes_per_second), y(peak), x.end, y(peak), "roof"))
-        at = _apart(y(peak) - 5, heights, 13.0)
-        heights.append(at)
-        drawn.append(text(f"{dtype} {format_rate(peak, 'FLOP/s')}", x.end, at, "end", "label halo"))
+    drawn += [line(x(peak / bytes_per_second), y(peak), x.end, y(peak), "roof") for peak in products.values()]
+    drawn += _roof_names(products, y, x.end, bool(beside))
     middle = (start * knee) ** 0.5
+    above = y(middle * bytes_per_second) - 8
     named = f"memory {format_rate(bytes_per_second, 'B/s')}"
-    drawn.append(
-        text(named, x(middle) - 8, y(middle * bytes_per_second) - 8, "end" if width > 500 else "middle", "label halo")
-    )
-    for work in works:
-        drawn.append(_mark(work, x(work.flops_per_byte), y(work.flops_per_second)))
+    drawn.append(text(named, x(middle) - 8, above, "end" if beside else "middle", "label halo"))
+    drawn += [_mark(work, x(work.flops_per_byte), y(work.flops_per_second)) for work in works]
     drawn.append(text("FLOPs per byte", x.end, height - 4, "end", "tick"))
     return drawing(width, height, label, *drawn)
+
+
+def _roof_names(products: Mapping[str, float], y: Scale, end: float, beside: bool) -> list[Markup]:
+    """At the end of each roof, the fastest first, at least a line of text apart; else in a list above all of them."""
+    drawn, taken = [], -1e9
+    for number, (dtype, peak) in enumerate(sorted(products.items(), key=lambda item: -item[1])):
+        named = f"{dtype} {format_rate(peak, 'FLOP/s')}"
+        if not beside:
+            drawn.append(text(named, end, 12 + 16 * number, "end", "label"))
+            continue
+        at = max(y(peak) + 4, taken + 16)
+        drawn += [line(end, y(peak), end + 10, at - 4, "grid"), text(named, end + 14, at, class_="label")]
+        taken = at
+    return drawn
 
 
 def _mark(work: Work, x: float, y: float) -> Markup:

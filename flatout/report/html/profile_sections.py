@@ -126,7 +126,9 @@ def profile(sources: Sources) -> Section | None:
     doc = sources["profile"].at("profile")
     blocks: list[Block] = [*_lines(doc), *_modules(doc), *_operators(doc), *_kernels(doc)]
     reasons = doc.at("reasons")
-    blocks += [Text(text=f"{clean(name).replace('_', ' ')}: unknown, {reasons.text(name)}") for name in reasons.names()[:20]]
+    blocks += [
+        Text(text=f"{clean(name).replace('_', ' ')}: unknown, {reasons.text(name)}") for name in reasons.names()[:20]
+    ]
     blocks += [Text(text=note) for note in doc.texts("notes")[:20]]
     if not blocks:
         return None

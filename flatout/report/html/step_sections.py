@@ -67,13 +67,17 @@ def _proof(proof: Part) -> list[Block]:
         ("largest difference in a gradient", proof.number("gradient_difference"), proof.number("gradient_floor")),
     ]
     facts = tuple(
-        (name, f"{value:.1e}", f"relative; the script's own noise is {'unknown' if floor is None else f'{floor:.1e}'}")
+        (name, f"{value:.1e}" if value else "none", f"relative; the script's own noise is {_floor(floor)}")
         for name, value, floor in figures
         if value is not None
     )
     if facts:
         blocks.append(Facts(rows=facts))
     return [*blocks, *(Text(text=note) for note in proof.texts("notes"))]
+
+
+def _floor(floor: float | None) -> str:
+    return "unknown" if floor is None else f"{floor:.1e}"
 
 
 def step(sources: Sources) -> Section | None:
@@ -225,5 +229,5 @@ def _outside(sources: Sources) -> list[Block]:
     blocks: list[Block] = [Facts(rows=tuple(rows))] if rows else []
     if death:
         blocks += [Code(label="Out of memory", text=death.text("message"))]
-        blocks += [Text(text=advice, tone="caution") for advice in death.texts("advice")]
+        blocks += [Text(text=advice) for advice in death.texts("advice")]
     return blocks

@@ -34,7 +34,9 @@ def verdict(sources: Sources) -> Verdict:
     (_, first), *others = found.items()
     lines = list(first.lines)
     for kind, one in others:
-        lines += [(kind, f"{one.headline}. {one.detail}".rstrip(". ") + "."), *one.lines]
+        of_step = [said for name, said in one.lines if name == "step"]
+        lines.append((kind, "; ".join([", ".join(filter(None, (one.headline, one.detail))), *of_step])))
+        lines += [line for line in one.lines if line[0] != "step"]
     return Verdict(headline=first.headline, tone=first.tone, detail=first.detail, lines=tuple(lines))
 
 
@@ -134,7 +136,7 @@ def _of_profile(doc: Part) -> Verdict:
     steps, plain, slowed = (profile.number(key) for key in ("steps", "step_seconds", "profiled_step_seconds"))
     known = [f"{steps:.0f} steps profiled"] if steps else []
     if plain and slowed:
-        known.append(f"each took {slowed / plain - 1:+.0%} time for it")
+        known.append(f"{max(0.0, slowed / plain - 1):.0%} slower while profiled")
     headline = f"{format_seconds(seconds)} a step" if seconds else "No step was timed"
     lines = [("step", text) for text in [largest_part(profile.by_name("parts"), seconds)] if text]
     return Verdict(headline=headline, tone="", detail=", ".join(known), lines=tuple(lines))
