@@ -50,7 +50,7 @@ def test_it_opens_the_page_where_that_is_asked(folder: Path, monkeypatch: pytest
         (["run.json", "run.json"], "run.json is another 'run'"),
         (["broken.json"], "broken.json.findings is 'x'; a list is needed there"),
         (["run.json", "--out", "no/report.html"], "cannot write no/report.html: No such file or directory"),
-        ([], "Missing argument 'FILE.json...'"),
+        ([], "Missing argument 'FILE.json'"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line_and_2(

@@ -52,16 +52,16 @@ def _table(tried: list[Part]) -> Table:
         rows.append(
             (
                 Cell(text=trial.text("label"), note=trial.text("exactness")),
-                Cell(text=outcome, note=" · ".join(note for note in notes if note and note != outcome)),
                 speed,
                 Cell(text="", chart=drawn),
+                Cell(text=outcome, note=" · ".join(note for note in notes if note and note != outcome)),
             )
         )
     heads = (
         Head(text="change"),
-        Head(text="outcome"),
         Head(text="speed", numeric=True),
         Head(text="95 % interval", chart=charts.interval_axis(scale)),
+        Head(text="outcome"),
     )
     return Table(
         caption="Changes in the order in which they were tried; a filled diamond was kept, a ring was not",

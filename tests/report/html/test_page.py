@@ -179,7 +179,7 @@ def _with_texts(value: Any, text: str, key: str = "") -> Any:
 def test_a_severity_of_another_version_is_no_class() -> None:
     doc = {**RUN, "findings": [{**FINDING, "severity": "evil headline"}]}
     found = Page(rendered({"run": doc}))
-    assert [attributes["class"] for tag, attributes in found.elements if tag == "article"] == ["problem note"]
+    assert [attributes["class"] for tag, attributes in found.elements if tag == "article"] == ["problem is-note"]
 
 
 @pytest.mark.parametrize(
