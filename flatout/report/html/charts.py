@@ -75,20 +75,20 @@ def before_after(rows: Sequence[tuple[str, float, Sequence[float]]], width: floa
     return drawing(width, 62.0 * len(rows) - 8, label, *drawn)
 
 
-def step_timeline(samples: Sequence[float], stride: int, width: float, label: str) -> Markup:
+def step_timeline(samples: Sequence[float], width: float, label: str, unit: str) -> Markup:
     """Seconds of steps in the order in which they were taken. Those far beyond the others are drawn at the top edge."""
     height, usual, top = 220.0, median(samples), timeline_top(samples)
-    x = Scale(low=1, high=max(2, len(samples) * stride), start=LEFT, end=width - RIGHT)
+    x = Scale(low=1, high=max(2, len(samples)), start=LEFT, end=width - RIGHT)
     y = Scale(low=0.0, high=top, start=height - 36, end=TOP)
     drawn = left_axis(y, round_ticks(0.0, top, 4), width - RIGHT, _seconds)
     drawn += bottom_axis(x, _whole_ticks(x, width), height - 36, lambda tick: f"{tick:,.0f}")
     if len(samples) <= MOST_POINTS:
         for number, seconds in enumerate(samples, 1):
-            drawn.append(_dot(x(number * stride), y(min(seconds, top)), seconds > top, format_seconds(seconds)))
+            drawn.append(_dot(x(number), y(min(seconds, top)), seconds > top, format_seconds(seconds)))
     else:
         size = -(-len(samples) // MOST_POINTS)
         groups = [(start + 1, samples[start : start + size]) for start in range(0, len(samples), size)]
-        places = [x((start + len(group) / 2) * stride) for start, group in groups]
+        places = [x(start + len(group) / 2) for start, group in groups]
         upper = [(at, y(min(top, max(group)))) for at, (_, group) in zip(places, groups, strict=True)]
         lower = [(at, y(min(top, min(group)))) for at, (_, group) in zip(places, groups, strict=True)]
         drawn.append(polygon([*upper, *reversed(lower)], "band"))
@@ -96,7 +96,7 @@ def step_timeline(samples: Sequence[float], stride: int, width: float, label: st
         drawn.append(polyline(middle, "series first"))
     drawn.append(line(LEFT, y(usual), width - RIGHT, y(usual), "median"))
     drawn.append(text(f"median {format_seconds(usual)}", width - RIGHT, y(usual) - 6, "end", "label halo"))
-    drawn.append(text("step", width - RIGHT, height - 2, "end", "tick"))
+    drawn.append(text(unit, width - RIGHT, height - 2, "end", "tick"))
     return drawing(width, height, label, *drawn)
 
 
@@ -173,18 +173,18 @@ def memory_curve(curves: Sequence[Curve], width: float, label: str, warm_up: int
         drawn.append(polyline(points, f"series {kind}"))
         if len(points) <= 40:
             drawn += [element("circle", cx=a, cy=b, r=2.5, class_=f"dot {kind}") for a, b in points]
-        at = _apart(points[-1][1] - 7, heights)
+        at = _apart(points[-1][1] + (17 if number else -7), heights, 1.0 if number else -1.0)
         heights.append(at)
         drawn.append(text(curve.name, width - RIGHT, at, "end", "label halo"))
     drawn.append(text("step", width - RIGHT, height - 2, "end", "tick"))
     return drawing(width, height, label, *drawn)
 
 
-def _apart(wanted: float, taken: Sequence[float], least: float = 15.0) -> float:
-    """The nearest place above that no other label has."""
+def _apart(wanted: float, taken: Sequence[float], step: float) -> float:
+    """The nearest place in the direction of `step` that no other label has."""
     at = wanted
-    while any(abs(at - other) < least for other in taken):
-        at -= 1.0
+    while any(abs(at - other) < 15 for other in taken):
+        at += step
     return at
 
 
@@ -201,6 +201,8 @@ class Work:
     """A class of operators in a roofline chart; `number` is drawn in its mark, and leads to its row in the table."""
 
     number: int
+    row: str
+    """Where its row in the document is."""
     name: str
     flops_per_byte: float
     flops_per_second: float

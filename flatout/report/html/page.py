@@ -7,12 +7,13 @@ styles, by their hash, stands behind it: even what slipped through could neither
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import BaseLoader, Environment, StrictUndefined
+from jinja2 import BaseLoader, Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from flatout import __version__
@@ -49,8 +50,7 @@ def report_html(documents: Sequence[tuple[Path, Document]]) -> str:
     ]
     sections = [section for section in ordered if section is not None]
     style = _data("style.css")
-    page = _environment().from_string(_data("report.html.j2"))
-    return page.render(
+    return _template().render(
         policy=_POLICY.format(style=_style_hash(style)),
         style=Markup(style),
         subject=_subject(sources),
@@ -114,12 +114,15 @@ def _counted(sections: Sequence[Section]) -> str:
     return f"{counted}, {serious} of them serious" if counted and serious else counted
 
 
-def _environment() -> Environment:
-    return Environment(
+@functools.cache
+def _template() -> Template:
+    environment = Environment(
         autoescape=True, loader=BaseLoader(), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
+    return environment.from_string(_data("report.html.j2"))
 
 
+@functools.cache
 def _data(name: str) -> str:
     return resources.files("flatout.report.html").joinpath(name).read_text(encoding="utf-8")
 

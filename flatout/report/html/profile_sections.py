@@ -54,13 +54,14 @@ def _bandwidth(ceilings: Part) -> float | None:
 
 
 def _works(rows: list[Part]) -> list[Work]:
-    """Those with FLOPs and bytes, numbered as in the table."""
-    works = []
-    for number, row in enumerate(rows, 1):
+    """Those with FLOPs and bytes, numbered."""
+    works: list[Work] = []
+    for row in rows[:MOST_ROWS]:
         flops, moved, rate = (row.number(key) for key in ("flops", "bytes", "attained_flops_per_second"))
         if flops and moved and rate and min(flops, moved, rate) > 0:
             work = Work(
-                number=number,
+                number=len(works) + 1,
+                row=row.where,
                 name=_class(row),
                 flops_per_byte=flops / moved,
                 flops_per_second=rate,
@@ -75,19 +76,19 @@ def _class(row: Part) -> str:
 
 
 def _roofline_table(rows: list[Part], works: list[Work]) -> Table:
-    drawn = {work.number for work in works}
+    numbers = {work.row: work.number for work in works}
     made = []
-    for number, row in enumerate(rows[:MOST_ROWS], 1):
+    for row in rows[:MOST_ROWS]:
         share, of_time = row.number("share_of_ceiling"), row.number("share")
         seconds, rate = row.number("seconds"), row.number("attained_flops_per_second")
         ceiling = row.text("ceiling_name")
-        reached = Cell(text="unknown", note=row.text("reason"))
+        reached = Cell(text="unknown", note=_because(row.text("reason")))
         if share is not None:
             note = " · ".join(filter(None, (f"of {ceiling}" if ceiling else "", row.text("reason"))))
             reached = Cell(text=percent(share), note=note, bar=charts.share_bar(share))
         made.append(
             (
-                Cell(text=f"{number} {_class(row)}" if number in drawn else _class(row)),
+                Cell(text=f"{numbers[row.where]} {_class(row)}" if row.where in numbers else _class(row)),
                 Cell(text="unknown" if seconds is None else format_seconds(seconds)),
                 Cell(text="" if of_time is None else percent(of_time)),
                 Cell(text="" if rate is None else format_rate(rate, "FLOP/s")),
@@ -127,12 +128,17 @@ def profile(sources: Sources) -> Section | None:
     blocks: list[Block] = [*_lines(doc), *_modules(doc), *_operators(doc), *_kernels(doc)]
     reasons = doc.at("reasons")
     blocks += [
-        Text(text=f"{clean(name).replace('_', ' ')}: unknown, {reasons.text(name)}") for name in reasons.names()[:20]
+        Text(text=f"{clean(name).replace('_', ' ')}: unknown, because {_because(reasons.text(name))}")
+        for name in reasons.names()[:20]
     ]
     blocks += [Text(text=note) for note in doc.texts("notes")[:20]]
     if not blocks:
         return None
     return Section(id="profile", title="Lines, modules and operators", blocks=tuple(blocks))
+
+
+def _because(reason: str) -> str:
+    return reason.removeprefix("unknown, ").removeprefix("because ")
 
 
 def _lines(doc: Part) -> list[Block]:
@@ -166,7 +172,7 @@ def _modules(doc: Part) -> list[Block]:
                 Cell(
                     text="· " * min(depth, 12) + (row.text("path") or row.text("kind")),
                     code=True,
-                    note=row.text("kind"),
+                    note=_kind(row),
                 ),
                 Cell(text=f"{row.number('calls') or 0:.3g}"),
                 _seconds(row, "forward_seconds"),

@@ -118,8 +118,8 @@ def step_parts(sources: Sources) -> tuple[dict[str, float], float | None, str] |
     """(seconds by part, of the step, of what)."""
     if "profile" in sources and (parts := sources["profile"].at("profile").by_name("parts")):
         profile = sources["profile"].at("profile")
-        return parts, profile.number("step_seconds"), ", as profiled"
-    for kind, of_what in (("run", ""), ("tune", ", before the tune")):
+        return parts, profile.number("step_seconds"), ", from the profile"
+    for kind, of_what in (("run", ", on average over the steps that were watched"), ("tune", ", before the tune")):
         seen = sources[kind].at("observed") if kind in sources else Part(None, kind)
         if parts := seen.by_name("breakdown_seconds"):
             return parts, seen.number("step_seconds"), of_what
@@ -127,16 +127,17 @@ def step_parts(sources: Sources) -> tuple[dict[str, float], float | None, str] |
 
 
 def _timeline(sources: Sources) -> list[Block]:
-    samples, stride = _samples(sources)
+    samples, each = _samples(sources)
     if len(samples) < 2 or min(samples) < 0 or max(samples) <= 0:
         return []
     top = charts.timeline_top(samples)
     beyond = sum(one > top for one in samples)
+    what = f"{len(samples)} steps" if each else f"{len(samples)} samples"
     label = (
-        f"Time of {len(samples)} steps: median {format_seconds(median(samples))}, "
+        f"Time of a step in {what}: median {format_seconds(median(samples))}, "
         f"from {format_seconds(min(samples))} to {format_seconds(max(samples))}"
     )
-    caption = "Time of each step" if stride == 1 else f"Time of one step in {stride}"
+    caption = "Time of each step" if each else f"Time of a step over the run: {len(samples):,} samples, evenly taken"
     if len(samples) > charts.MOST_POINTS:
         caption += "; the line is the median of neighbours, the band goes from the fastest to the slowest"
     if beyond:
@@ -152,20 +153,21 @@ def _timeline(sources: Sources) -> list[Block]:
             ("slowest", max(samples)),
         )
     )
-    table = Table(
-        caption=f"Of {len(samples)} steps", heads=(Head(text="figure"), Head(text="time", numeric=True)), rows=rows
+    table = Table(caption=f"Of {what}", heads=(Head(text="figure"), Head(text="time", numeric=True)), rows=rows)
+    drawn = figure(
+        lambda width: charts.step_timeline(samples, width, label, "step" if each else "sample"), caption + "."
     )
-    drawn = figure(lambda width: charts.step_timeline(samples, stride, width, label), caption + ".")
     return [drawn, Details(summary="The timeline in figures", blocks=(table,))]
 
 
-def _samples(sources: Sources) -> tuple[list[float], int]:
-    """(seconds, every how many steps)."""
+def _samples(sources: Sources) -> tuple[list[float], bool]:
+    """(seconds, is there one for each step)."""
     if "run" in sources and (found := sources["run"].at("measurement").numbers("samples_seconds")):
-        return found, max(1, round(sources["run"].number("step_sample_stride") or 1))
+        steps = sources["run"].number("steps")
+        return found, steps is not None and len(found) >= steps - 1  # the first step is not timed
     if "profile" in sources:
-        return sources["profile"].at("profile").numbers("samples_seconds"), 1
-    return [], 1
+        return sources["profile"].at("profile").numbers("samples_seconds"), True
+    return [], True
 
 
 def _rates(sources: Sources) -> list[Block]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from flatout.report.html.blocks import Verdict
 from flatout.report.html.reading import Part
 from flatout.report.step_text import percent
+from flatout.statistics import median
 from flatout.units import format_bytes, format_seconds
 
 Sources = Mapping[str, Part]
@@ -103,12 +104,13 @@ def _whole_run(whole: Part) -> str:
 
 def _of_run(doc: Part) -> Verdict:
     death, status, steps = doc.at("out_of_memory"), doc.at("script").number("status"), doc.number("steps")
-    seen = doc.at("observed")
-    seconds = seen.number("step_seconds")
+    seen, samples = doc.at("observed"), doc.at("measurement").numbers("samples_seconds")
+    watched = seen.number("step_seconds")
+    seconds = median(samples) if samples else watched
     counted = f"{steps:,.0f} step{'' if steps == 1 else 's'}" if steps else "no training step was found"
     wall = doc.number("wall_seconds")
     detail = ", ".join([counted, *([f"{format_seconds(wall)} in all"] if wall else [])])
-    lines = [("step", text) for text in [largest_part(seen.by_name("breakdown_seconds"), seconds)] if text]
+    lines = [("step", text) for text in [largest_part(seen.by_name("breakdown_seconds"), watched)] if text]
     if death:
         headline, tone = f"Ran out of memory at {death.text('line') or 'an unknown line'}", "bad"
     elif status:
@@ -136,7 +138,7 @@ def _of_profile(doc: Part) -> Verdict:
     steps, plain, slowed = (profile.number(key) for key in ("steps", "step_seconds", "profiled_step_seconds"))
     known = [f"{steps:.0f} steps profiled"] if steps else []
     if plain and slowed:
-        known.append(f"{max(0.0, slowed / plain - 1):.0%} slower while profiled")
+        known.append(f"×{slowed / plain:.2f} as long while profiled")
     headline = f"{format_seconds(seconds)} a step" if seconds else "No step was timed"
     lines = [("step", text) for text in [largest_part(profile.by_name("parts"), seconds)] if text]
     return Verdict(headline=headline, tone="", detail=", ".join(known), lines=tuple(lines))
