@@ -188,6 +188,11 @@ def _modules(doc: Part) -> list[Block]:
     return _long_table("Modules, each with what is inside it", heads, made, _more(rows))
 
 
+def _kind(row: Part) -> str:
+    """'' where the path says it."""
+    return "" if row.text("kind") == row.text("path") else row.text("kind")
+
+
 def _operators(doc: Part) -> list[Block]:
     rows = doc.parts("operators")
     total = sum(row.number("seconds") or 0.0 for row in rows)
