@@ -124,3 +124,5 @@ class Verdict:
     detail: str
     lines: tuple[tuple[str, str], ...] = field(default=())
     """(of what, in words)."""
+    cautions: tuple[str, ...] = ()
+    """What to know before trusting it."""

@@ -116,8 +116,6 @@ def reproduce(sources: Sources, files: Mapping[str, str]) -> Section:
         for kind, header in ((kind, doc.at("flatout")) for kind, doc in sources.items())
     ]
     blocks.append(Facts(rows=tuple(rows)))
-    warnings = [text for doc in sources.values() for key in ("warnings", "plan_notes") for text in doc.texts(key)]
-    blocks += [Text(text=text, tone="caution") for text in dict.fromkeys(warnings)]
     return Section(id="reproduce", title="How to reproduce this", blocks=tuple(blocks))
 
 

@@ -193,8 +193,11 @@ def ceiling_share(sources: Sources) -> tuple[str, str] | None:
     """(share, of what), or ('unknown', why)."""
     if "tune" in sources:
         doc = sources["tune"]
-        after = doc.number("ceiling_share_after")
-        return (percent(after), doc.text("ceiling")) if after is not None else ("unknown", doc.text("ceiling"))
+        before, after = doc.number("ceiling_share_before"), doc.number("ceiling_share_after")
+        if before is None or after is None:
+            return "unknown", doc.text("ceiling")
+        changed = f"{percent(before)} → {percent(after)}" if doc.texts("kept") else percent(after)
+        return changed, f"of the {doc.text('ceiling')}"
     if "run" not in sources:
         return None
     doc = sources["run"]

@@ -38,7 +38,20 @@ def verdict(sources: Sources) -> Verdict:
         of_step = [said for name, said in one.lines if name == "step"]
         lines.append((kind, "; ".join([", ".join(filter(None, (one.headline, one.detail))), *of_step])))
         lines += [line for line in one.lines if line[0] != "step"]
-    return Verdict(headline=first.headline, tone=first.tone, detail=first.detail, lines=tuple(lines))
+    return Verdict(
+        headline=first.headline,
+        tone=first.tone,
+        detail=first.detail,
+        lines=tuple(lines),
+        cautions=tuple(caution for kind, doc in sources.items() for caution in _cautions(kind, doc)),
+    )
+
+
+def _cautions(kind: str, doc: Part) -> list[str]:
+    """Of the document's own warnings; those of a tune's measurement are in its interval."""
+    found = [*doc.texts("warnings"), *doc.texts("plan_notes")]
+    found += doc.at("measurement").texts("warnings") if kind == "run" else []
+    return [f"{kind}: {one}" for one in dict.fromkeys(found)]
 
 
 def _of_tune(doc: Part) -> Verdict:

@@ -86,6 +86,8 @@ def test_the_verdict_comes_first(page: Page) -> None:
         "Ran out of memory at train.py:30",
         "4 KiB more is held after each step",
         "2 findings, 1 of them serious",
+        "Caution: run: unstable: the middle half spreads over 28% of the median",
+        "Caution: run: a warning",
     ):
         assert expected in said
 
