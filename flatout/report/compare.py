@@ -7,7 +7,8 @@ runs differ: a run is then one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -76,12 +77,11 @@ def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentCompa
         comparison = compare_runs(*([one.samples_seconds for one in side] for side in (baseline, candidate)))
     contended = tuple(which for which, found in measured.items() if found.contended)
     if contended:
-        comparison = replace(comparison, verdict="not significant", reason=_contended_text(contended))
+        comparison = replace(comparison, verdict="not significant", reason=_contended_text(contended, len(measured)))
     caveats = [_ALONE if unit == "steps" else _IN_TURNS]
     caveats += _difference("torch", [(one.get("versions") or {}).get("torch") for one in machines.values()])
     caveats += _difference("the script", [script_name(doc) or None for _, doc in named])
-    for which, found in measured.items():
-        caveats += [f"{which}: {warning}" for warning in found.warnings]
+    caveats += _warnings(measured)
     return DocumentComparison(
         name=script_name(b[-1]),
         unit=unit,
@@ -101,8 +101,17 @@ def _named(documents: Sequence[Document], which: str) -> list[tuple[str, Documen
     return [(f"{which} (run {number})", doc) for number, doc in enumerate(documents, 1)]
 
 
-def _contended_text(contended: Sequence[str]) -> str:
-    return f"others competed for the processor in the {' and the '.join(contended)}: measure again on an idle machine"
+def _warnings(measured: Mapping[str, Measurement]) -> list[str]:
+    """In full of one run of each side; of more, how many runs have each."""
+    if len(measured) == 2:
+        return [f"{which}: {warning}" for which, found in measured.items() for warning in found.warnings]
+    kinds = Counter(kind for found in measured.values() for kind in {one.partition(":")[0] for one in found.warnings})
+    return [f"{kind}: {count} of {len(measured)} runs" for kind, count in sorted(kinds.items())]
+
+
+def _contended_text(contended: Sequence[str], runs: int) -> str:
+    where = f"the {' and the '.join(contended)}" if runs == 2 else f"{len(contended)} of {runs} runs"
+    return f"others competed for the processor in {where}: measure again on an idle machine"
 
 
 def _difference(what: str, values: Sequence[str | None]) -> list[str]:

@@ -97,6 +97,16 @@ def test_several_runs_of_each_side_are_the_samples() -> None:
 SIDES = ((0.012, range(4)), (0.010, range(4, 8)))
 
 
+def test_of_many_runs_the_warnings_are_counted() -> None:
+    baseline, candidate = ([run_document(seconds, seed=seed) for seed in seeds] for seconds, seeds in SIDES)
+    candidate[0]["measurement"] |= {"contended": True, "warnings": ["contended: others kept 1.0 of 2 cores busy"]}
+    found = compare_sides(baseline, candidate)
+    assert "contended: 1 of 8 runs" in found.caveats
+    assert found.contended == ("second (run 1)",)
+    assert found.comparison.verdict == "not significant"
+    assert "in 1 of 8 runs: measure again on an idle machine" in (found.comparison.reason or "")
+
+
 def test_a_run_given_twice_is_refused() -> None:
     run = run_document(0.01)
     with pytest.raises(UsageError, match="two results of the second side are the same run; pass each run once"):

@@ -196,6 +196,11 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [max(points[at : at + size], key=lambda point: point[1]) for at in range(0, len(points), size)]
 
 
+def can_be_drawn(*values: float) -> bool:
+    """On a logarithmic axis: beyond this no measurement lies."""
+    return all(1e-12 < value < 1e27 for value in values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """A class of operators in a roofline chart; `number` is drawn in its mark, and leads to its row in the table."""

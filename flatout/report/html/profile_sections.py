@@ -48,7 +48,7 @@ def roofline(sources: Sources) -> Section | None:
 def _bandwidth(ceilings: Part) -> float | None:
     """Of a copy, as operators read and write; else of reading."""
     for name in ("memory_copy_bytes_per_second", "memory_read_bytes_per_second"):
-        if (value := ceilings.at(name).number("value")) and value > 0:
+        if (value := ceilings.at(name).number("value")) and charts.can_be_drawn(value):
             return value
     return None
 
@@ -58,7 +58,7 @@ def _works(rows: list[Part]) -> list[Work]:
     works: list[Work] = []
     for row in rows[:MOST_ROWS]:
         flops, moved, rate = (row.number(key) for key in ("flops", "bytes", "attained_flops_per_second"))
-        if flops and moved and rate and min(flops, moved, rate) > 0:
+        if flops and moved and rate and charts.can_be_drawn(flops, moved, rate, flops / moved):
             work = Work(
                 number=len(works) + 1,
                 row=row.where,
@@ -165,7 +165,7 @@ def _modules(doc: Part) -> list[Block]:
     rows = doc.parts("modules")
     made = []
     for row in rows[:MOST_ROWS]:
-        backward, depth = row.number("backward_seconds"), round(row.number("depth") or 0)
+        backward, depth = row.number("backward_seconds"), round(max(0.0, row.number("depth") or 0.0))
         unknown = Cell(text="unknown", note=row.text("backward_reason"))
         made.append(
             (

@@ -217,7 +217,7 @@ def product_peaks(ceilings: Part) -> dict[str, float]:
     """dtype -> FLOP/s of the products that were measured, integers left out."""
     measured = ceilings.at("gemm_flops_per_second")
     found = {clean(dtype): measured.at(dtype).number("value") for dtype in measured.names() if dtype != "int8"}
-    return {dtype: value for dtype, value in found.items() if value and value > 0}
+    return {dtype: value for dtype, value in found.items() if value and charts.can_be_drawn(value)}
 
 
 def _outside(sources: Sources) -> list[Block]:

@@ -43,7 +43,7 @@ def _table(tried: list[Part]) -> Table:
         outcome = trial.text("outcome")
         speed, drawn = Cell(text="not timed"), None
         if ratio is not None and ratio > 0:
-            if low is None or high is None or low <= 0:
+            if low is None or high is None or not 0 < low <= high:
                 low = high = None
             interval = "no interval" if low is None or high is None else f"{low:.2f} to {high:.2f}"
             speed = Cell(text=f"×{ratio:.2f}", note=interval)
