@@ -27,8 +27,8 @@ VIEWS = {
 }
 """Name -> (colour scheme, medium, width in pixels)."""
 SLOWEST_SECONDS = 1.0
-PIECE = 1500
-"""Pixels: a picture that is taller cannot be judged."""
+PIECE, MOST_PIECES = 1500, 12
+"""Pixels of a picture: one that is taller cannot be judged. A page of megabytes has hundreds of them."""
 
 
 class Browser:
@@ -144,7 +144,7 @@ def look(browser: Browser, page: Path, out: Path, axe: Path | None) -> int:
 def save_pictures(browser: Browser, path: Path, width: int) -> int:
     """Of the whole page, in pieces. Returns 1 where it is wider than its window: it would scroll sideways."""
     size = browser.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
-    for number, top in enumerate(range(0, int(size[1]), PIECE), 1):
+    for number, top in enumerate(range(0, min(int(size[1]), MOST_PIECES * PIECE), PIECE), 1):
         clip = {"x": 0, "y": top, "width": width, "height": min(PIECE, size[1] - top), "scale": 1}
         shot = browser.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         path.with_stem(f"{path.stem}-{number}").write_bytes(base64.b64decode(shot))
