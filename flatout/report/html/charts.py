@@ -279,7 +279,7 @@ def _few(ticks: Sequence[float], most: int) -> list[float]:
 def interval_scale(bounds: Sequence[float]) -> Scale:
     """For speedups, logarithmic; 1 is always in it, and what is beyond a factor of 8 is cut off."""
     least, most = min([0.9, *bounds]), max([1.1, *bounds])
-    margin = 10.0
+    margin = 22.0
     return Scale(
         low=max(1 / 8, least * 0.97), high=min(8.0, most * 1.03), start=margin, end=INTERVAL_WIDTH - margin, log=True
     )
@@ -303,8 +303,8 @@ def interval_ticks(scale: Scale) -> list[float]:
 
 
 def interval(scale: Scale, ratio: float, low: float | None, high: float | None, outcome: str) -> Markup:
-    """A speedup with its interval: a filled diamond where it was kept, a ring where not, a ring alone without an
-    interval."""
+    """A speedup with its interval: a filled diamond where it was kept, a ring where not, an arrow where it is off the
+    axis."""
     middle, drawn = INTERVAL_HEIGHT / 2, []
     if scale.low <= 1 <= scale.high:
         drawn.append(line(scale(1.0), 0, scale(1.0), INTERVAL_HEIGHT, "one"))
@@ -314,7 +314,10 @@ def interval(scale: Scale, ratio: float, low: float | None, high: float | None, 
             if scale.low <= end <= scale.high:
                 drawn.append(line(scale(end), middle - 5, scale(end), middle + 5, "whisker"))
     at = scale(ratio)
-    if outcome == "kept":
+    if not scale.low <= ratio <= scale.high:  # beyond the axis: an arrow points there
+        tip = -10.0 if ratio < scale.low else 10.0
+        drawn.append(polygon([(at + tip, middle), (at, middle - 6), (at, middle + 6)], "mark-other"))
+    elif outcome == "kept":
         drawn.append(polygon([(at, middle - 6), (at + 6, middle), (at, middle + 6), (at - 6, middle)], "mark-kept"))
     else:
         drawn.append(element("circle", cx=at, cy=middle, r=5, class_="mark-other"))
