@@ -64,7 +64,7 @@ def _table(tried: list[Part]) -> Table:
         Head(text="outcome"),
     )
     return Table(
-        caption="In the order in which they were tried: a filled diamond was kept, a ring was not, an arrow is off the axis",
+        caption="In the order of trial: a filled diamond was kept, a ring was not, an arrow is off the axis",
         heads=heads,
         rows=tuple(rows),
     )
