@@ -20,7 +20,7 @@ ROOMS = [
     "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "signals", "tracebacks", "replaced",
     "generators", "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices",
     "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search",
-    "checkpoint", "train", "infer", "parallel", "profile", "script", "diagnose", "tuning", "sizing", "bench", "report",
+    "checkpoint", "train", "infer", "parallel", "profiling", "script", "diagnose", "tuning", "sizing", "bench", "report",
     "application", "cli",
 ]
 # fmt: on
