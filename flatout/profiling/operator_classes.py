@@ -15,7 +15,8 @@ PRODUCTS: Final[frozenset[OperatorClass]] = frozenset({"matmul", "convolution", 
 """Classes whose work is matrix products."""
 
 _EXACT: dict[str, OperatorClass] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "vdot", "addr", "linear", "matmul"), "matmul"),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "vdot", "addr", "linear"), "matmul"),
+    **dict.fromkeys(("matmul",), "matmul"),
     **dict.fromkeys(("_int_mm", "_scaled_mm", "_addmm_activation", "linear_backward", "_grouped_mm"), "matmul"),
     **dict.fromkeys(("embedding", "index_select", "gather", "scatter_add_", "index_put_", "index"), "embedding"),
     **dict.fromkeys(("gather_backward", "_embedding_bag", "scatter_", "_index_put_impl_", "index_add_"), "embedding"),
@@ -64,12 +65,16 @@ def operator_class(name: str) -> OperatorClass:
     return "pointwise" if space == "aten" and plain not in _NO_WORK else "other"
 
 
-_NO_WORK = frozenset(
-    "view reshape _reshape_alias _unsafe_view transpose t permute expand as_strided slice select squeeze unsqueeze "
-    "unbind split split_with_sizes chunk narrow detach detach_ alias empty empty_like empty_strided new_empty "
-    "new_empty_strided resize_ set_ unfold view_as expand_as diagonal lift lift_fresh is_same_size result_type item "
-    "is_nonzero record_stream to zero_grad flatten unflatten movedim swapaxes numpy_T adjoint mT real imag".split()
-)
+# fmt: off
+_NO_WORK = frozenset({
+    "view", "reshape", "_reshape_alias", "_unsafe_view", "transpose", "t", "permute", "expand", "as_strided", "slice",
+    "select", "squeeze", "unsqueeze", "unbind", "split", "split_with_sizes", "chunk", "narrow", "detach", "detach_",
+    "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "unfold",
+    "view_as", "expand_as", "diagonal", "lift", "lift_fresh", "is_same_size", "result_type", "item", "is_nonzero",
+    "record_stream", "to", "zero_grad", "flatten", "unflatten", "movedim", "swapaxes", "numpy_T", "adjoint", "mT",
+    "real", "imag",
+})
+# fmt: on
 
 
 def moves_no_data(name: str) -> bool:

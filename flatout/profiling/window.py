@@ -32,7 +32,7 @@ MUCH_APPROXIMATE = 0.05
 
 
 class ProfilerWindow:
-    """torch's profiler, on from `start` to `stop`. Where another profiler is on, it stays off and `obstacle` says so."""
+    """torch's profiler, on from `start` to `stop`. Where another one is on, it stays off and `obstacle` says so."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.obstacle = ""
