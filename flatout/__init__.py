@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flatout import models as models
     from flatout import plan as plan
     from flatout.application.check import CheckResult, check
+    from flatout.application.profile import measure, profile
     from flatout.application.run import RunResult, run
     from flatout.application.tune import TuneResult, tune
     from flatout.checkpoint.capturing import capture
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from flatout.machine.description import Machine
     from flatout.memory.forecast import MemoryForecast
     from flatout.plan import Plan
+    from flatout.profiling.profile import Profile
     from flatout.search.trial import Trial
     from flatout.sizing.curve import BatchCurve
     from flatout.sizing.fit_to_memory import FitToMemory, fit_to_memory
@@ -74,6 +76,7 @@ __all__ = [
     "Piece",
     "Plan",
     "Predictions",
+    "Profile",
     "Proof",
     "RunResult",
     "Stream",
@@ -97,8 +100,10 @@ __all__ = [
     "generate",
     "largest_batch",
     "linear_cross_entropy",
+    "measure",
     "over_all",
     "predict",
+    "profile",
     "restore",
     "run",
     "supervised",
@@ -130,6 +135,7 @@ _HOMES = {
     "Piece": "flatout.infer.generation.generated",
     "Plan": "flatout.plan",
     "Predictions": "flatout.infer.prediction.predict",
+    "Profile": "flatout.profiling.profile",
     "Proof": "flatout.tuning.results",
     "RunResult": "flatout.application.run",
     "Stream": "flatout.data.batches",
@@ -152,8 +158,10 @@ _HOMES = {
     "generate": "flatout.infer.generation.token_generator",
     "largest_batch": "flatout.sizing.largest_batch",
     "linear_cross_entropy": "flatout.kernels.linear_cross_entropy",
+    "measure": "flatout.application.profile",
     "over_all": "flatout.train.global_metrics",
     "predict": "flatout.infer.prediction.predict",
+    "profile": "flatout.application.profile",
     "restore": "flatout.checkpoint.restoring",
     "run": "flatout.application.run",
     "supervised": "flatout.train.loss",

@@ -51,14 +51,15 @@ class ProfilerWindow:
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profiler.start()
 
-    def stop(self) -> Recording | None:
-        """What was recorded; None where nothing was."""
+    def stop(self, *, steps: int | None = None) -> Recording | None:
+        """What was recorded; None where nothing was. steps: of what is labelled 'ProfilerStep', so many are kept; None:
+        all, with or without a label."""
         if self._profiler is None:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profiler.stop()
-            return recorded(self._profiler.events())
+            return recorded(self._profiler.events(), steps=steps)
 
     def export(self, path: Path) -> None:
         """The Chrome trace of the window."""
