@@ -89,8 +89,8 @@ def measure(
 ) -> Measurement:
     """Time a function without arguments: warmed up, with the GPU awaited before and after, enough samples to be sure.
 
-    The function is called until there are `min_samples` samples over at least 0.2 s, or `max_seconds` have passed; quick
-    functions are called several times for each sample. Returns a Measurement: `median_seconds`, `interval_seconds` (the
+    The function is called until there are `min_samples` samples over at least 0.2 s, or `max_seconds` have passed; a
+    quick one is called several times for each sample. Returns a Measurement: `median_seconds`, `interval_seconds` (the
     95 % confidence interval of the median), `samples_seconds`, and `warnings` that say what makes it doubtful. Raises
     what the function raises.
     """

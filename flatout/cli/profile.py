@@ -1,4 +1,4 @@
-"""flatout profile: where the time of a step goes, by part, line, module and operator, against this machine's ceilings."""
+"""flatout profile: where the time of a step goes, by part, line, module and operator."""
 
 from __future__ import annotations
 
