@@ -7,6 +7,7 @@ integers [batch, tokens] and the model has an embedding that could look them up.
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ class BatchCount:
         self._subject = subject
         self._samples, self._tokens = 0, 0
         self._drew = self._without_tensor = False
-        self._steps: list[tuple[int, int]] = []
+        self._steps: deque[tuple[int, int]] = deque(maxlen=_MOST_STEPS)
 
     def batch(self, loader: DataLoader[object] | None, batch: object) -> None:
         """loader: only those that feed training count."""
@@ -48,7 +49,7 @@ class BatchCount:
 
     def step_ended(self) -> None:
         if self._drew:
-            self._steps = [*self._steps[-_MOST_STEPS:], (self._samples, self._tokens)]
+            self._steps.append((self._samples, self._tokens))
         self._samples = self._tokens = 0
         self._drew = False
 

@@ -140,7 +140,7 @@ def test_times_on_a_gpu_are_those_of_kernels() -> None:
     assert (rows["aten::view"].seconds, rows["aten::view"].host_seconds, rows["aten::view"].device) == (0.0, 1.0, "cpu")
     assert found.busy_seconds == 8.0  # they overlap for one second
     assert found.busy_by_phase == {"forward": 7.0, "copies": 1.0}
-    assert [(row.name, row.operator, row.seconds) for row in found.kernels][0] == ("sgemm", "aten::mm", 7.0)
+    assert next((row.name, row.operator, row.seconds) for row in found.kernels) == ("sgemm", "aten::mm", 7.0)
     assert found.kernels[1].bytes == 4e9
 
 
