@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flatout import models as models
     from flatout import plan as plan
     from flatout.application.check import CheckResult, check
-    from flatout.application.profile import measure, profile
+    from flatout.application.profile import ProfileResult, measure, profile
     from flatout.application.run import RunResult, run
     from flatout.application.tune import TuneResult, tune
     from flatout.checkpoint.capturing import capture
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from flatout.machine.description import Machine
     from flatout.memory.forecast import MemoryForecast
     from flatout.plan import Plan
-    from flatout.profiling.profile import Profile
     from flatout.search.trial import Trial
     from flatout.sizing.curve import BatchCurve
     from flatout.sizing.fit_to_memory import FitToMemory, fit_to_memory
@@ -76,7 +75,7 @@ __all__ = [
     "Piece",
     "Plan",
     "Predictions",
-    "Profile",
+    "ProfileResult",
     "Proof",
     "RunResult",
     "Stream",
@@ -135,7 +134,7 @@ _HOMES = {
     "Piece": "flatout.infer.generation.generated",
     "Plan": "flatout.plan",
     "Predictions": "flatout.infer.prediction.predict",
-    "Profile": "flatout.profiling.profile",
+    "ProfileResult": "flatout.application.profile",
     "Proof": "flatout.tuning.results",
     "RunResult": "flatout.application.run",
     "Stream": "flatout.data.batches",

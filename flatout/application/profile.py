@@ -10,33 +10,38 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from flatout.arguments import as_whole_number, wrong
-from flatout.diagnose.finding import Finding
+from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.machine.kept_ceilings import load_ceilings
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.profiling.exports import check_trace, write_trace
-from flatout.profiling.profile import Profile
+from flatout.profiling.profile import GroupBy, Profile, SortBy
 from flatout.profiling.roofline import matrix_units, roofline
-from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, ProfileWatched, watch_profile
+from flatout.report.profile_text import profile_text
+from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, watch_profile
 from flatout.timing import Measurement
 from flatout.timing import measure as timed
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptProfile:
-    """What `flatout profile` found of a script."""
+class ProfileResult(Profile):
+    """What `flatout.profile` found, per call: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`."""
 
-    watched: ProfileWatched
-    profile: Profile | None
-    """With ceilings, as far as they are known."""
-    machine: Machine
-    findings: tuple[Finding, ...] | None = None
-    """None: no checks were made."""
+    @classmethod
+    def of(cls, found: Profile) -> ProfileResult:
+        return cls(**{one.name: getattr(found, one.name) for one in fields(found)})
+
+    def summary(self, *, by: GroupBy = "name", sort: SortBy = "time") -> str:
+        """What `flatout profile` prints, on one screen."""
+        return profile_text(self, by=by, sort=sort)
+
+    def __str__(self) -> str:
+        return self.summary()
 
 
 def profile(
@@ -45,7 +50,7 @@ def profile(
     steps: int = 5,
     name: str = "",
     trace: str | os.PathLike[str] | None = None,
-) -> Profile:
+) -> ProfileResult:
     """Call a function without arguments a dozen times or more, and say where its time goes.
 
     It is called to warm up, then timed for half a second, then followed operator by operator, then `steps` times under
@@ -53,8 +58,8 @@ def profile(
     "trace.json" or "trace.json.gz". Ceilings are those that `flatout check --measure` has kept; without them shares of
     a ceiling are unknown.
 
-    Returns a Profile: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`. Raises what the function
-    raises, and UsageError for options that mean nothing.
+    Returns a ProfileResult: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`, `summary()`. Raises
+    what the function raises, and UsageError for options that mean nothing.
     """
     if not callable(function):
         raise wrong("function", function, "it is called without arguments", "for a script: flatout profile train.py")
@@ -76,7 +81,7 @@ def profile(
     machine = detect()
     ceilings = load_ceilings(machine, found.device)
     tf32 = torch.get_float32_matmul_precision() != "highest"
-    return against_ceilings(found, machine.with_ceilings(ceilings), tf32=tf32)
+    return ProfileResult.of(against_ceilings(found, machine.with_ceilings(ceilings), tf32=tf32))
 
 
 def measure(

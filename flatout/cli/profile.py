@@ -15,7 +15,7 @@ from flatout.cli.stdin_copy import stdin_copy
 from flatout.cli.trial_options import AllowNetworkOption, DeviceOption, IncludePrivateOption, IsolationOption
 
 if TYPE_CHECKING:
-    from flatout.application.profile import ScriptProfile
+    from flatout.diagnose.profile_summary import ScriptProfile
     from flatout.profiling.profile import GroupBy, SortBy
     from flatout.train.loggers import TensorBoardLog
 

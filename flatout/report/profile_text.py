@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from flatout.application.profile import ScriptProfile
+from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.private_details import without_private
 from flatout.profiling.operator_classes import PRODUCTS
 from flatout.profiling.profile import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.application.profile import ScriptProfile
+from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.machine.description import Machine
 from flatout.profiling.profile import (
     IdleCause,
