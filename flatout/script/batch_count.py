@@ -15,7 +15,6 @@ from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.utils.data import DataLoader
 
 NO_LOADER = "unknown, because no DataLoader feeds the steps"
@@ -31,24 +30,28 @@ class BatchCount:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._samples, self._tokens = 0, 0
-        self._drew = self._without_tensor = False
+        self._drew = self._without_tensor = self._embeds = False
         self._steps: deque[tuple[int, int]] = deque(maxlen=_MOST_STEPS)
 
     def batch(self, loader: DataLoader[object] | None, batch: object) -> None:
         """loader: only those that feed training count."""
         if loader is None or loader not in self._subject.loaders:
             return
-        first = _first_tensor(batch)
-        if first is None:
+        from flatout.torch_private.dispatch import without_torch_function
+
+        with without_torch_function():  # the script's own modes must not see our operations
+            found = _samples_and_tokens(batch)
+        if found is None:
             self._without_tensor = True
             return
         self._drew = True
-        self._samples += len(first)
-        if first.dim() == 2 and not first.is_floating_point() and not first.is_complex() and _bits(first) > 8:
-            self._tokens += first.numel()
+        self._samples += found[0]
+        self._tokens += found[1]
 
     def step_ended(self) -> None:
         if self._drew:
+            if not self._steps:  # now, as the model may be gone at the end
+                self._embeds = self._has_embedding()
             self._steps.append((self._samples, self._tokens))
         self._samples = self._tokens = 0
         self._drew = False
@@ -60,7 +63,7 @@ class BatchCount:
     @property
     def tokens_per_step(self) -> float | None:
         tokens = [count for _, count in self._steps if count]
-        if len(tokens) < len(self._steps) or not tokens or not self._has_embedding():
+        if len(tokens) < len(self._steps) or not tokens or not self._embeds:
             return None
         return float(statistics.median(tokens))
 
@@ -80,12 +83,13 @@ class BatchCount:
         return any(isinstance(one, kinds) for module in self._subject.modules for one in module.modules())
 
 
-def _first_tensor(batch: object) -> Tensor | None:
-    if isinstance(batch, Mapping):
-        named = next((batch[key] for key in _TOKEN_KEYS if key in batch), batch)
-        batch = named
-    return next((tensor for _, tensor in tensors_in(batch) if tensor.dim()), None)
+def _samples_and_tokens(batch: object) -> tuple[int, int] | None:
+    """Of one batch; 0 tokens where it has none. None: no tensor with a batch dimension."""
+    from torch import Tensor
 
-
-def _bits(tensor: Tensor) -> int:
-    return 8 * tensor.element_size()
+    named = next((batch[key] for key in _TOKEN_KEYS if key in batch), batch) if isinstance(batch, Mapping) else batch
+    first = next((one for _, one in tensors_in(named) if isinstance(one, Tensor) and one.dim()), None)
+    if first is None:
+        return None
+    indices = first.dim() == 2 and first.element_size() > 1 and not first.is_floating_point() and not first.is_complex()
+    return len(first), first.numel() if indices else 0
