@@ -6,7 +6,7 @@ watched.profile.parts, watched.observed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -103,9 +103,16 @@ def watch_profile(request: ProfileRequest) -> ProfileWatched:
     request.target.check()
     watched = _watch_once(request, full(request.steps))
     ended_well = watched.status == 0 and not (watched.profile is not None and watched.profile.steps)
-    if ended_well and (fewer := fitting(watched.steps, request.steps)) is not None:
-        return _watch_once(request, fewer)
-    return watched
+    if not ended_well or (fewer := fitting(watched.steps, request.steps)) is None:
+        return watched
+    again = _watch_once(request, fewer)
+    if again.profile is None or again.profile.steps >= request.steps:
+        return again
+    note = (
+        f"the script ends after {watched.steps} steps: {again.profile.steps} of the {request.steps} asked for were "
+        "profiled, in a second run of it"
+    )
+    return replace(again, profile=replace(again.profile, notes=(note, *again.profile.notes)))
 
 
 def _watch_once(request: ProfileRequest, schedule: Schedule) -> ProfileWatched:

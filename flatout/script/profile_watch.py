@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from flatout.environment import thread_variables
 from flatout.machine.device import Device, Mark
@@ -191,7 +191,7 @@ class ProfileWatch:
 
     # the answer
 
-    def _finish(self) -> None:
+    def _finish(self) -> NoReturn:
         self._child.finish(self._answer(ended=False))
 
     def _answer(self, *, ended: bool) -> ProfileAnswer:
