@@ -47,7 +47,7 @@ class ProfileWatch:
         self._child = child
         self._asked, self._warm_up = command["steps"], command["warm_up"]
         self._timed, self._timed_seconds = command["timed"], command["timed_seconds"]
-        self._follow, self._trace = command["follow"], command["trace"]
+        self._follow, self._settle, self._trace = command["follow"], command["settle"], command["trace"]
         self._batches = BatchCount(self.watch.subject)
         self._stage: Callable[[], None] = self._warming_up
         self._has_torch = False
@@ -158,7 +158,8 @@ class ProfileWatch:
         self._obstacle = self._window.obstacle
         if self._obstacle:
             self._finish()
-        self._begin_step()
+        if not self._settle:
+            self._begin_step()
 
     def _begin_step(self) -> None:
         import torch
@@ -171,6 +172,11 @@ class ProfileWatch:
     def _profiling(self) -> None:
         assert self._device is not None
         self._label.close()
+        if self._settle > 0 or not self._marks:
+            self._settle -= 1
+            if self._settle <= 0:
+                self._begin_step()
+            return
         if len(self._marks) < self._to_profile:
             self._begin_step()
             return
