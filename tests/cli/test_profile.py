@@ -235,11 +235,11 @@ def test_a_script_with_a_profiler_of_its_own(tmp_path: Path) -> None:
 
 
 def test_many_operators_in_a_step_keep_the_files_small(tmp_path: Path) -> None:
-    write(tmp_path, body="for _ in range(3000): x = x + 1")
+    write(tmp_path, body="for _ in range(2000): x = x + 1")
     result = profile(tmp_path, "--trace", "trace.json.gz", "--json", "--steps", "2000", "train.py")
     assert result.returncode == 0
     assert (tmp_path / "trace.json.gz").stat().st_size < 20e6
     assert len(result.stdout) < 2e6
     seen = Profile.from_json(document(result)["profile"])
-    assert 1 <= seen.steps < 30
+    assert 1 <= seen.steps < 10
     assert any("of the 2000 steps asked for were profiled" in note for note in seen.notes)
