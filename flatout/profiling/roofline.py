@@ -15,8 +15,10 @@ from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.profiling.operator_classes import PRODUCTS
 from flatout.profiling.profile import KernelRow, MatrixUnits, OperatorClass, OperatorRow, RooflineRow
+from flatout.units import format_seconds
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8", "float64": "fp64"}
+_SHORT_CALL_SECONDS, _LOW_SHARE = 10e-6, 0.5
 _ALIGNED = 8
 """Of 16-bit products on Tensor Cores, sizes are multiples of this."""
 _UNIT_KERNELS = ("tensorop", "hmma", "wgmma", "gmma", "s16816", "s1688", "s884", "xmma", "mma_", "h884", "nvjet")
@@ -30,6 +32,7 @@ class _Class:
     seconds: float
     flops: float | None
     size_bytes: float | None
+    calls: float
 
 
 def roofline(
@@ -63,6 +66,7 @@ def _classes(operators: Sequence[OperatorRow], tf32: bool) -> list[_Class]:
             seconds=sum(row.seconds for row in rows),
             flops=_sum([row.flops for row in rows]),
             size_bytes=_sum([row.bytes for row in rows]),
+            calls=sum(row.calls for row in rows),
         )
         for (kind, dtype), rows in found.items()
     ]
@@ -97,6 +101,8 @@ def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> R
             reason = "unknown, because neither FLOPs nor bytes of these operators were counted"
         if share is not None and share > 1 and bound == "memory":
             reason = "above memory's rate: these tensors stay in the caches"
+        elif share is not None and share < _LOW_SHARE and one.calls and one.seconds / one.calls < _SHORT_CALL_SECONDS:
+            reason = f"calls of {format_seconds(one.seconds / one.calls)} are mostly the cost of a call"
     return RooflineRow(
         operator_class=one.operator_class,
         dtype=one.dtype,
@@ -111,6 +117,7 @@ def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> R
         ceiling=ceiling,
         share_of_ceiling=share,
         reason=reason,
+        calls=one.calls,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from flatout.diagnose.profile_summary import ScriptProfile
@@ -193,13 +193,18 @@ def _modules(profile: Profile) -> list[str]:
     shown = sorted(profile.modules, key=lambda row: -row.seconds)
     shown = [row for row in shown if row.seconds >= LEAST_SHARE * total and row.depth <= 8][:MODULES_SHOWN]
     order = {row.path: number for number, row in enumerate(profile.modules)}
-    return [_module(row, total) for row in sorted(shown, key=lambda row: order[row.path])]
+    return [_module(row, total, order) for row in sorted(shown, key=lambda row: order[row.path])]
 
 
-def _module(row: ModuleRow, total: float) -> str:
+def _module(row: ModuleRow, total: float, paths: Container[str]) -> str:
+    """Named relative to the module that calls it: a list of modules between them is called by nobody."""
+    above = row.path.rpartition(".")[0]
+    while above and above not in paths:
+        above = above.rpartition(".")[0]
+    name = row.path[len(above) + 1 :] if above else row.path
     backward = f" + {format_seconds(row.backward_seconds)} backward" if row.backward_seconds is not None else ""
     return (
-        f"{percent(row.seconds / total):>6}  {'  ' * row.depth}{row.path.rpartition('.')[2]} ({row.kind})  "
+        f"{percent(row.seconds / total):>6}  {'  ' * row.depth}{name} ({row.kind})  "
         f"{format_seconds(row.forward_seconds)} forward{backward}"
     )
 
@@ -291,7 +296,7 @@ def _next(profile: Profile, command: str, files: Sequence[tuple[str, Path]]) -> 
     texts = [f"flatout tune {command}"]
     if not any(what == "trace" for what, _ in files):
         texts.append(f"flatout profile --trace trace.json.gz {command}     (open it in ui.perfetto.dev)")
-    if profile.roofline and all(row.share_of_ceiling is None for row in profile.roofline):
+    if any("flatout check --measure" in row.reason for row in profile.roofline):
         texts.append("flatout check --measure")
     return texts
 

@@ -72,6 +72,11 @@ def test_thin_products_are_bound_by_memory() -> None:
     assert (found.bound, found.share_of_ceiling) == ("memory", 0.5)
 
 
+def test_short_calls_are_no_matter_of_ceilings() -> None:
+    (found,) = roofline([row("pointwise", seconds=5e-6, size_bytes=1e3)], CEILINGS, device="cpu")
+    assert found.reason == "calls of 5 µs are mostly the cost of a call"
+
+
 def test_each_dtype_has_its_own_ceiling() -> None:
     found = roofline(
         [row("matmul", seconds=2, flops=100e9), row("matmul", flops=100e9, dtype="bfloat16")], CEILINGS, device="cpu"

@@ -62,7 +62,9 @@ def ceiling(kind: str, seconds: float, share: float | None) -> RooflineRow:
         ceiling_name="fp32 products" if products else "memory copy",
         ceiling=None if share is None else 1e11 if products else 1e10,
         share_of_ceiling=share,
-        reason="" if share is not None else "unknown, because this machine's ceilings were not measured",
+        reason=""
+        if share is not None
+        else "unknown, because this machine's ceilings were not measured (flatout check --measure)",
     )
 
 
