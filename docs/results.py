@@ -192,7 +192,8 @@ def gain(document: Document) -> str:
         half = (stated["high"] - stated["low"]) / 2 / stated["ratio"]
         inside = "yes" if stated["low"] <= seen["ratio"] <= stated["high"] else "no"
         rows.append([*cells, f"{_thousandths(stated)}, ±{100 * half:.1f} %", _thousandths(seen), inside])
-    caption = above(document, f", {document['budget_seconds']:.0f} s of tuning each")
+    budgets = " or ".join(f"{one:.0f}" for one in sorted({case["budget_seconds"] for case in document["results"]}))
+    caption = above(document, f", {budgets} s of tuning each")
     return table(["script", "step", "stated", "seen from outside", "inside"], rows, caption)
 
 

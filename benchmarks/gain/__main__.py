@@ -1,6 +1,6 @@
 """Is the gain that `flatout tune` states the one that a user gets?
 
-    python -m benchmarks.gain [--budget 120] [--rounds 30] [--out results.json]
+    python -m benchmarks.gain [--budget 300] [--rounds 30] [--only "cnn 16"] [--out results.json]
 
 Ten scripts with steps of 0.2 ms to 1 s are tuned. Then they are measured from outside: `python script` and `flatout
 run script`, both as they are. The scripts write down when each of their steps ended. The two run at once, but only one
@@ -61,6 +61,7 @@ class Result:
     seen: Comparison | None
     whole_runs: Comparison | None
     kept: tuple[str, ...]
+    budget_seconds: float
     tried: tuple[str, ...] = ()
     """What became of each lever, the proof and the last comparison, in words."""
 
@@ -104,6 +105,7 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
                 seen=None,
                 whole_runs=None,
                 kept=(),
+                budget_seconds=budget_seconds,
                 tried=_in_words(result),
             )
         write_plan(folder / "plan.toml", result.plan)
@@ -124,6 +126,7 @@ def measured(kind: str, width: int, batch: int, steps: int, budget_seconds: floa
         seen=comparison_of_groups(groups, 0.01),
         whole_runs=compare_paired([plain for plain, _ in wholes], [planned for _, planned in wholes]),
         kept=tuple(choice.label for choice in result.state.kept),
+        budget_seconds=budget_seconds,
         tried=_in_words(result),
     )
 
@@ -153,19 +156,20 @@ def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds of each tune")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds of each tune")
     parser.add_argument("--rounds", type=int, default=30, help="pairs of processes, seen from outside, at the most")
+    parser.add_argument("--only", action="append", help="a kind and width; may be given several times")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results = _results_in(arguments.out) if arguments.out and arguments.out.exists() else []
     known = {result.case for result in results}
     for kind, width, batch, steps in CASES:
-        if _case(kind, width, batch) in known:
+        if _case(kind, width, batch) in known or (arguments.only and f"{kind} {width}" not in arguments.only):
             continue
         results.append(measured(kind, width, batch, steps, arguments.budget, arguments.rounds))
         print(results[-1].line(), flush=True)
         if arguments.out:
-            _write(arguments.out, results, arguments.budget)
+            _write(arguments.out, results)
     claimed = [result for result in results if result.stated is not None]
     right = sum(result.right for result in claimed)
     print(f"{right} of {len(claimed)} gains as stated; {len(results) - len(claimed)} scripts without one")
@@ -186,6 +190,7 @@ def _results_in(path: Path) -> list[Result]:
             case=found["case"],
             plain_step_seconds=found["plain_step_seconds"],
             kept=tuple(found["kept"]),
+            budget_seconds=found["budget_seconds"],
             tried=tuple(found.get("tried", ())),
             **compared,
         )
@@ -193,11 +198,10 @@ def _results_in(path: Path) -> list[Result]:
     return [result(found) for found in json.loads(path.read_text())["results"]]
 
 
-def _write(path: Path, results: list[Result], budget_seconds: float) -> None:
+def _write(path: Path, results: list[Result]) -> None:
     machine = detect()
     document = {
         "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
-        "budget_seconds": budget_seconds,
         "results": [{**asdict(result), "right": result.right} for result in results],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -6,7 +6,8 @@ the user's code, data or paths. A later tune with the same versions uses it:
     the same choice, the same training     the measurement replaces the prediction
     the same choice, other trainings       the prediction is shifted by its error there, shrunk towards none
 
-It decides what is tried first. What is skipped because it cannot pay off is decided by the lever's own prediction.
+A tune that competed with other processes for the cores leaves nothing. The history decides what is tried first. What is
+skipped because it cannot pay off is decided by the lever's own prediction.
 
     history = load_history(machine)
     TrainingSearch(trials, machine, levers, limits, progress, history).run()
@@ -46,6 +47,9 @@ script measured (450 pairs of trials in benchmarks/results/scripts_tune_*.json a
 SHRINKAGE = 2.0
 """A shift is the sum of the errors on n other trainings over n plus this. `python -m benchmarks.search.predictions`
 predicts each script by the trials of the others: of 0 to 16 this left the smallest mean square error."""
+LARGEST_ERROR = math.log(2.0)
+"""Logarithm: an error beyond this on another training says nothing about this one (a lever that was measured at x60
+beside processes that spun on every core), and counts as this much."""
 LOCK_SECONDS = 1.0
 """A tune that ends holds the lock for milliseconds."""
 FORGET = "flatout check --forget-tunes"
@@ -146,6 +150,10 @@ class History:
                 )
             )
 
+    def discard(self) -> None:
+        """Drop the trials of this tune: they were measured beside busy processes."""
+        self._new = []
+
     def save(self) -> None:
         """Add the trials of this tune to the file, atomically. Never fails: `warning` says why nothing was saved."""
         new, self._new = self._new, []
@@ -223,7 +231,9 @@ def _shifted(own: Saving, others: Sequence[Earlier]) -> Saving:
     errors: dict[str, list[float]] = {}
     for one in others:
         errors.setdefault(one.training, []).append(one.error)
-    factor = math.exp(sum(sum(some) / len(some) for some in errors.values()) / (len(errors) + SHRINKAGE))
+    means = (sum(some) / len(some) for some in errors.values())
+    bounded = sum(max(-LARGEST_ERROR, min(LARGEST_ERROR, mean)) for mean in means)
+    factor = math.exp(bounded / (len(errors) + SHRINKAGE))
     if f"{factor:.2f}" == "1.00":
         return own
     least, expected, most = (factor * ratio for ratio in own.ratios)

@@ -27,7 +27,7 @@ from flatout.tuning.few_steps import FewSteps, pair_of_runs, pairing_of_runs
 from flatout.tuning.trials import Trials
 from flatout.tuning.windows import Arm, Pace, Pairing, compare_arms
 
-LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 20
+LEAST_PROCESS_PAIRS, WANTED_PROCESS_PAIRS, MANY_PROCESS_PAIRS, MOST_PROCESS_PAIRS = 2, 3, 10, 40
 NARROW_ENOUGH, NARROW_AFTER_MANY = 0.03, 0.05
 """Half of the interval, as a share of the ratio, below which no further pair of processes is started. After many pairs
 less is required, unless it is still open whether there is a gain: such variation would take very many more."""

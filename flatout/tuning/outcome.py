@@ -62,8 +62,11 @@ def search_and_prove(
             try:
                 search.run()
             finally:
+                contended = busy(load, "the search")
+                if contended:
+                    history.discard()
                 history.save()
-        state.warnings += busy(load, "the search")
+        state.warnings += contended
         if state.stopped_after_seconds is not None:
             step_seconds = state.first_observed.step_seconds or 0.0
             restart, few = state.restart_seconds, state.few_steps

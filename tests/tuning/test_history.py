@@ -129,6 +129,12 @@ def test_a_training_that_was_tuned_often_counts_once() -> None:
     assert corrected(OWN, "fused optimizer", HERE, once) == corrected(OWN, "fused optimizer", HERE, often)
 
 
+def test_one_absurd_ratio_counts_as_twice_as_fast() -> None:
+    absurd, twice = (corrected(OWN, "fused optimizer", HERE, [earlier(one, training="b")]) for one in (60.0, 2.0))
+    assert logs(absurd) == pytest.approx(logs(twice))
+    assert logs(twice) == pytest.approx([one + math.log(2) / (1 + history.SHRINKAGE) for one in logs(OWN)])
+
+
 def test_a_shift_of_nothing_is_none() -> None:
     assert corrected(OWN, "fused optimizer", HERE, [earlier(1.001, training="b")]) == OWN
     assert corrected(OWN, "fused optimizer", HERE, []) == OWN
@@ -444,3 +450,16 @@ def test_ctrl_c_keeps_what_was_measured_until_then(cache: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         outcome.search_and_prove(trials, CPU, LEVERS, SearchLimits(deadline=Deadline(60.0)), lambda text: None)
     assert [one["choice"] for one in json.loads(cache.read_text())["trials"]] == ["fused optimizer"]
+
+
+def test_a_search_beside_busy_processes_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: TrainingSearch) -> None:
+        self.after_trial(trial("threads 1", 60.0), [])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainingSearch, "run", run)
+    monkeypatch.setattr(outcome, "busy", lambda load, when: [f"other processes kept 1.9 of 2 cores busy during {when}"])
+    trials = StepTrials(step=None, batches=[], work_folder=cache.parent)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        outcome.search_and_prove(trials, CPU, LEVERS, SearchLimits(deadline=Deadline(60.0)), lambda text: None)
+    assert not cache.exists()
