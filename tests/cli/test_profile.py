@@ -234,6 +234,7 @@ def test_a_script_with_a_profiler_of_its_own(tmp_path: Path) -> None:
     assert seen.parts is not None
 
 
+@pytest.mark.slow
 def test_many_operators_in_a_step_keep_the_files_small(tmp_path: Path) -> None:
     write(tmp_path, body="for _ in range(2000): x = x + 1")
     result = profile(tmp_path, "--trace", "trace.json.gz", "--json", "--steps", "2000", "train.py")
