@@ -33,6 +33,9 @@ class _Class:
     flops: float | None
     size_bytes: float | None
     calls: float
+    flops_seconds: float
+    """Of the operators whose FLOPs are known; the others say nothing of a rate."""
+    bytes_seconds: float
 
 
 def roofline(
@@ -67,6 +70,8 @@ def _classes(operators: Sequence[OperatorRow], tf32: bool) -> list[_Class]:
             flops=_sum([row.flops for row in rows]),
             size_bytes=_sum([row.bytes for row in rows]),
             calls=sum(row.calls for row in rows),
+            flops_seconds=sum(row.seconds for row in rows if row.flops),
+            bytes_seconds=sum(row.seconds for row in rows if row.bytes),
         )
         for (kind, dtype), rows in found.items()
     ]
@@ -83,8 +88,8 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> RooflineRow:
-    attained = one.flops / one.seconds if one.flops and one.seconds else None
-    moved = one.size_bytes / one.seconds if one.size_bytes and one.seconds else None
+    attained = one.flops / one.flops_seconds if one.flops and one.flops_seconds else None
+    moved = one.size_bytes / one.bytes_seconds if one.size_bytes and one.bytes_seconds else None
     bound: Literal["compute", "memory"] | None = None
     name, ceiling, share = "", None, None
     if ceilings is not None:

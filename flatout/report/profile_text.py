@@ -122,8 +122,9 @@ def _products(profile: Profile, products: Sequence[RooflineRow], share: float) -
         return "none of it is matrix products"
     main = max(products, key=lambda row: row.seconds)
     text = f"{percent(share)} is matrix products"
-    known = [row for row in products if row.flops and row.dtype == main.dtype and row.seconds]
-    flops, seconds = sum(row.flops or 0.0 for row in known), sum(row.seconds for row in known)
+    known = [row for row in products if row.dtype == main.dtype and row.flops and row.attained_flops_per_second]
+    flops = sum(row.flops or 0.0 for row in known)
+    seconds = sum((row.flops or 0.0) / (row.attained_flops_per_second or 1.0) for row in known)
     ceiling = next((row.ceiling for row in known if row.bound == "compute" and row.ceiling), None)
     device = "processor" if profile.device == "cpu" else "GPU"
     if not flops or not seconds:

@@ -77,6 +77,12 @@ def test_short_calls_are_no_matter_of_ceilings() -> None:
     assert found.reason == "calls of 5 µs are mostly the cost of a call"
 
 
+def test_operators_without_a_count_do_not_lower_the_rate() -> None:
+    rows = [row("matmul", seconds=1, flops=50e9, size_bytes=1e6), row("matmul", seconds=3)]
+    (found,) = roofline(rows, CEILINGS, device="cpu")
+    assert (found.seconds, found.attained_flops_per_second, found.share_of_ceiling) == (4, 50e9, 0.5)
+
+
 def test_each_dtype_has_its_own_ceiling() -> None:
     found = roofline(
         [row("matmul", seconds=2, flops=100e9), row("matmul", flops=100e9, dtype="bfloat16")], CEILINGS, device="cpu"
