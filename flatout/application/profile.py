@@ -130,12 +130,12 @@ def profile_script(request: ProfileRequest, progress: Callable[[str], None]) -> 
 
 
 def against_ceilings(found: Profile, machine: Machine, *, tf32: bool) -> Profile:
-    """With the roofline and the share of products on matrix units. tf32: may fp32 products run as TF32?"""
+    """With roofline and share of products on matrix units. tf32: may fp32 products be computed in fewer bits?"""
     on_gpu = found.device != "cpu"
     return replace(
         found,
         roofline=roofline(found.operators, machine.ceilings, device=found.device, tf32=tf32 and on_gpu),
-        matrix_units=matrix_units(found.operators, found.kernels, machine, device=found.device, tf32=tf32 and on_gpu),
+        matrix_units=matrix_units(found.operators, found.kernels, machine, device=found.device, tf32=tf32),
     )
 
 

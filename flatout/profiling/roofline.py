@@ -140,7 +140,10 @@ def _bound(one: _Class, compute: Peak | None, memory: Peak | None) -> Literal["c
 def matrix_units(
     operators: Sequence[OperatorRow], kernels: Sequence[KernelRow], machine: Machine, *, device: str, tf32: bool = False
 ) -> MatrixUnits | None:
-    """None: there were no products. On a GPU the names of the kernels decide where they say it, else the dtype does."""
+    """None: there were no products. On a GPU the names of the kernels decide where they say it, else the dtype does.
+
+    tf32: does torch.set_float32_matmul_precision allow fp32 products to be computed in fewer bits?
+    """
     products = [row for row in operators if row.operator_class in PRODUCTS and row.flops and row.seconds > 0]
     if not products:
         return None
@@ -155,6 +158,9 @@ def matrix_units(
         return MatrixUnits(
             unit="", product_seconds=total, seconds_on_units=None, share=None, reason="this device has no matrix units"
         )
+    if tf32 and not device.startswith("cuda") and any(_short(row.dtype, False) == "fp32" for row in products):
+        why = "set_float32_matmul_precision lets oneDNN compute fp32 products in bf16, and nothing says which it does"
+        return MatrixUnits(unit=unit, product_seconds=total, seconds_on_units=None, share=None, reason=why)
     rest: dict[str, float] = {}
     for row in products:
         why = by_kernel.get(row.name) or _why_not(row, unit, dtypes, tf32, on_gpu=device.startswith("cuda"))

@@ -118,6 +118,16 @@ def test_the_share_of_products_on_matrix_units_of_a_cpu() -> None:
     assert found.rest == (("fp32: AVX-512 here computes bf16, int8", 3.0),)
 
 
+def test_where_onednn_chooses_the_share_is_unknown() -> None:
+    found = matrix_units([row("matmul", flops=1.0)], (), MACHINE, device="cpu", tf32=True)
+    assert found is not None
+    assert found.share is None
+    assert "nothing says which it does" in found.reason
+    half = matrix_units([row("matmul", flops=1.0, dtype="bfloat16")], (), MACHINE, device="cpu", tf32=True)
+    assert half is not None
+    assert half.share == 1.0
+
+
 def test_a_plain_cpu_has_none() -> None:
     plain = replace(MACHINE, cpu=replace(MACHINE.cpu, features=("avx2",)))
     found = matrix_units([row("matmul", flops=1.0)], (), plain, device="cpu")
