@@ -307,8 +307,10 @@ def _because(profile: Profile, name: str) -> str:
 
 
 def _size(path: Path) -> str:
+    """Of a file, or of the files in a folder."""
     try:
-        return format_bytes(path.stat().st_size)
+        files = [path] if path.is_file() else list(path.iterdir())
+        return format_bytes(sum(one.stat().st_size for one in files))
     except OSError:
         return "unknown size"
 

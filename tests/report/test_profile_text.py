@@ -193,6 +193,18 @@ def test_what_is_unknown_says_why() -> None:
     assert "operators  nothing was profiled" in profile_text(nothing)
 
 
+def test_files_that_were_written_have_a_size(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for path in (tmp_path / "trace.json", tmp_path / "logs" / "a", tmp_path / "logs" / "b"):
+        path.write_bytes(b"x" * 2048)
+    files = [("trace", tmp_path / "trace.json"), ("TensorBoard", tmp_path / "logs"), ("other", tmp_path / "absent")]
+    text = script_text(script(PROFILE), files=files)
+    assert "trace.json (2 KiB)" in text
+    assert "logs (4 KiB)" in text
+    assert "absent (unknown size)" in text
+    assert "flatout profile --trace" not in text
+
+
 def test_without_a_step() -> None:
     text = script_text(script(None, steps=0, status=0))
     assert "no training step found" in text
