@@ -121,7 +121,7 @@ def test_nothing_of_the_users_is_touched(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "train.py"]
 
 
-@pytest.mark.parametrize("steps", [2, 4, 9])
+@pytest.mark.parametrize("steps", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 9)), 4])
 def test_a_script_that_ends_early_is_profiled_on_what_there_is(tmp_path: Path, steps: int) -> None:
     write(tmp_path, steps=steps)
     result = profile(tmp_path, "--json", "train.py")
