@@ -22,7 +22,7 @@ import psutil
 
 from flatout.errors import UsageError
 from flatout.notebook_tables import table_html
-from flatout.statistics import iqr, median
+from flatout.statistics import iqr, median, median_interval
 from flatout.units import format_seconds
 
 Clock = Callable[[], float]
@@ -77,6 +77,11 @@ class Measurement:
             ("samples", str(len(self.samples_seconds))),
         ]
         return table_html(self.name, [*rows, *(("caution", warning) for warning in self.warnings)])
+
+    @property
+    def interval_seconds(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the median; None: fewer than 6 samples."""
+        return median_interval(self.samples_seconds)
 
     def to_json(self) -> dict[str, object]:
         listed = {"samples_seconds", "warmup_seconds", "warnings"}
