@@ -53,10 +53,18 @@ def main(words: Sequence[str] | None = None) -> int:
         for pair in _pairs(here):
             _time(notes, pair, arguments.pairs)
     scores = {device: _score(notes, [one for one in here if one.device == device]) for device in ("cpu", "cuda")}
-    notes.save({"left_out": left_out, "scores": {name: one.to_json() for name, one in scores.items() if one}})
-    for device, made in scores.items():
-        if made is not None:
-            print(summary(device, made))
+    said = {one.name: (one, notes.entries[f"peer {one.name}"]) for one in here if f"peer {one.name}" in notes.entries}
+    peer = scoring.score_peer(said) if said else None
+    made = {name: one.to_json() for name, one in scores.items() if one is not None}
+    notes.save({"left_out": left_out, "scores": made, "peer": peer and peer.to_json()})
+    for device, found in scores.items():
+        if found is not None:
+            print(summary(device, found))
+    if peer is not None:
+        print(
+            f"\ntraceml: saw steps in {peer.saw_steps} scripts, named the area of {peer.right_area} faults, left "
+            f"{peer.quiet} healthy scripts alone"
+        )
     return 0 if all(one is None or one.reaches_goals for one in scores.values()) else 1
 
 
