@@ -52,20 +52,17 @@ def main(words: Sequence[str] | None = None) -> int:
     if not arguments.loaded and not arguments.untimed:
         for pair in _pairs(here):
             _time(notes, pair, arguments.pairs)
-    scores = {device: _score(notes, [one for one in here if one.device == device]) for device in ("cpu", "cuda")}
-    said = {one.name: (one, notes.entries[f"peer {one.name}"]) for one in here if f"peer {one.name}" in notes.entries}
-    peer = scoring.score_peer(said) if said else None
-    made = {name: one.to_json() for name, one in scores.items() if one is not None}
+    scores, peer = _scores(notes), _peer_score(notes)
+    made = {name: one.to_json() for name, one in scores.items()}
     notes.save({"left_out": left_out, "scores": made, "peer": peer and peer.to_json()})
     for device, found in scores.items():
-        if found is not None:
-            print(summary(device, found))
+        print(summary(device, found))
     if peer is not None:
         print(
             f"\ntraceml: saw steps in {peer.saw_steps} scripts, named the area of {peer.right_area} faults, left "
             f"{peer.quiet} healthy scripts alone"
         )
-    return 0 if all(one is None or one.reaches_goals for one in scores.values()) else 1
+    return 0 if all(one.reaches_goals for one in scores.values()) else 1
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -100,6 +97,7 @@ class Notes:
         if held and held.get("schema") != SCHEMA:
             raise SystemExit(f"{path} is no {SCHEMA} document: name another file")
         self.entries: dict[str, dict[str, Any]] = held.get("entries", {})
+        self.header = {"schema": SCHEMA, "machine": detect().to_json(), "versions": _versions()}
 
     def once(self, key: str, fingerprint: str, make: Asked) -> dict[str, Any]:
         """The entry under the key, made now if there is none for this text of the script."""
@@ -114,9 +112,8 @@ class Notes:
         """After every script: a benchmark of hours must not lose everything at its end."""
         if self.path is None:
             return
-        document = {"schema": SCHEMA, "machine": detect().to_json(), "versions": _versions(), **more}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({**document, "entries": self.entries}, indent=1) + "\n")
+        self.path.write_text(json.dumps({**self.header, **more, "entries": self.entries}, indent=1) + "\n")
 
 
 def _versions() -> dict[str, str]:
@@ -192,25 +189,38 @@ def _time(notes: Notes, pair: tuple[Script, Script], count: int) -> None:
         samples = {name: [asdict(one) for one in times] for name, times in taken.items()}
         return {"gain_share": gain, "samples": samples}
 
-    notes.once(f"gain {faulty.pair}", f"{faulty.fingerprint} {healthy.fingerprint}", make)
+    notes.once(f"gain {faulty.pair}", _both(faulty, healthy), make)
 
 
-def _score(notes: Notes, scripts: Sequence[Script]) -> scoring.Score | None:
-    """Of everything that the notes hold about these scripts as they are now."""
-    outcomes: dict[str, list[scoring.Outcome]] = {}
+def _scores(notes: Notes) -> dict[str, scoring.Score]:
+    """By device, of everything that the notes hold about the scripts as they are now."""
+    scripts = catalogue.scripts()
+    outcomes: dict[str, dict[str, list[scoring.Outcome]]] = {}
     for script in scripts:
-        entries = [
-            entry
-            for key, entry in notes.entries.items()
-            if key.split(" ")[:2] in (["asked", script.name], ["loaded", script.name])
-            and entry["fingerprint"] == script.fingerprint
-        ]
-        if entries:
-            outcomes[script.name] = [_outcome(script, entry) for entry in entries]
-    if not outcomes:
-        return None
-    gains = {key.removeprefix("gain "): one["gain_share"] for key, one in notes.entries.items() if "gain_share" in one}
-    return scoring.score(outcomes, {pair: gain for pair, gain in gains.items() if gain is not None})
+        entries = [notes.entries[key] for key in notes.entries if key.split(" ")[:2] in _asked(script)]
+        known = [_outcome(script, entry) for entry in entries if entry["fingerprint"] == script.fingerprint]
+        if known:
+            outcomes.setdefault(script.device, {})[script.name] = known
+    gains = {}
+    for faulty, healthy in _pairs(scripts):
+        entry = notes.entries.get(f"gain {faulty.pair}", {})
+        if entry.get("fingerprint") == _both(faulty, healthy) and entry["gain_share"] is not None:
+            gains[faulty.pair] = entry["gain_share"]
+    return {device: scoring.score(made, gains) for device, made in outcomes.items()}
+
+
+def _asked(script: Script) -> list[list[str]]:
+    return [["asked", script.name], ["loaded", script.name]]
+
+
+def _both(faulty: Script, healthy: Script) -> str:
+    return f"{faulty.fingerprint} {healthy.fingerprint}"
+
+
+def _peer_score(notes: Notes) -> scoring.PeerScore | None:
+    entries = {one.name: (one, notes.entries.get(f"peer {one.name}")) for one in catalogue.scripts()}
+    said = {name: (one, entry) for name, (one, entry) in entries.items() if entry is not None}
+    return scoring.score_peer(said) if said else None
 
 
 def summary(device: str, made: scoring.Score) -> str:
