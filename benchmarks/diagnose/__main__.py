@@ -100,9 +100,9 @@ class Notes:
         self.header = {"schema": SCHEMA, "machine": detect().to_json(), "versions": _versions()}
 
     def once(self, key: str, fingerprint: str, make: Asked) -> dict[str, Any]:
-        """The entry under the key, made now if there is none for this text of the script."""
+        """The entry under the key, made now if there is none for this text of the script, or only an error."""
         held = self.entries.get(key)
-        if held is None or held["fingerprint"] != fingerprint:
+        if held is None or held["fingerprint"] != fingerprint or held.get("error"):
             held = {"fingerprint": fingerprint, **make()}
             self.entries[key] = held
             self.save({})
@@ -138,7 +138,11 @@ def _ask(notes: Notes, script: Script, repeat: int, arguments: argparse.Namespac
     def make() -> dict[str, Any]:
         done, document = running.ask(script, shlex.split(arguments.flatout))
         found = None if document is None else document.get("findings")
-        entry = {"seconds": done.seconds, "findings": found, "error": done.error if found is None else ""}
+        entry = {
+            "seconds": done.seconds,
+            "findings": found,
+            "error": (done.error or "no document") if found is None else "",
+        }
         print(_line(script, entry), flush=True)
         return entry
 
@@ -153,12 +157,14 @@ def _key(script: Script, repeat: int, loaded: bool) -> str:
 
 def _line(script: Script, entry: Mapping[str, Any]) -> str:
     outcome = _outcome(script, entry)
+    if entry["findings"] is None:
+        return f"NO ANSWER   {script.name:48} {entry['seconds']:6.1f} s, {entry['error']}"
     if outcome.found is None:
         verdict = "accused" if outcome.alarms else "quiet"
     else:
         verdict = ("right line" if outcome.line_right else "wrong line") if outcome.found else "MISSED"
     others = f", also {', '.join(outcome.alarms)}" if outcome.alarms else ""
-    return f"{verdict:11} {script.name:48} {entry['seconds']:6.1f} s{others} {entry['error']}"
+    return f"{verdict:11} {script.name:48} {entry['seconds']:6.1f} s{others}"
 
 
 def _outcome(script: Script, entry: Mapping[str, Any]) -> scoring.Outcome:
@@ -187,7 +193,8 @@ def _time(notes: Notes, pair: tuple[Script, Script], count: int) -> None:
         gain = scoring.gain_share(before, after) if known else None  # type: ignore[arg-type]
         print(f"{faulty.pair:48} {'gain unknown' if gain is None else f'the fix saves {gain:.1%}'}", flush=True)
         samples = {name: [asdict(one) for one in times] for name, times in taken.items()}
-        return {"gain_share": gain, "samples": samples}
+        errors = [one.error for times in taken.values() for one in times if one.error]
+        return {"gain_share": gain, "samples": samples, "error": errors[0] if errors else ""}
 
     notes.once(f"gain {faulty.pair}", _both(faulty, healthy), make)
 

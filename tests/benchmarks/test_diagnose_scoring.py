@@ -133,6 +133,7 @@ def test_a_command_without_a_document_is_an_error_of_that_script(tmp_path: Path)
     assert runner.main([*words, "--flatout", command_that_says(tmp_path, "no JSON")]) == 1
     entry = json.loads((tmp_path / "out.json").read_text())["entries"][f"asked {FIXED.name} 0"]
     assert entry["findings"] is None
+    assert runner.main([*words, "--flatout", command_that_says(tmp_path, '{"findings": []}')]) == 0, "asked again"
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
