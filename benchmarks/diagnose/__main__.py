@@ -138,11 +138,8 @@ def _ask(notes: Notes, script: Script, repeat: int, arguments: argparse.Namespac
     def make() -> dict[str, Any]:
         done, document = running.ask(script, shlex.split(arguments.flatout))
         found = None if document is None else document.get("findings")
-        entry = {
-            "seconds": done.seconds,
-            "findings": found,
-            "error": (done.error or "no document") if found is None else "",
-        }
+        missing = done.error or ("no document" if document is None else "a document without findings")
+        entry = {"seconds": done.seconds, "findings": found, "error": missing if found is None else ""}
         print(_line(script, entry), flush=True)
         return entry
 
