@@ -50,9 +50,11 @@ OPTIONS: tuple[Option, ...] = (
         meaning="Only check: run 40 steps twice in trials, compare them, and measure the cost.",
     ),
     Option(name="--allow-network", meaning="Let those two runs use the network; by default they have only loopback."),
-    Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; default: {REPORT_NAME}."),
-    Option(name="--no-report", meaning="Write no document."),
-    Option(name="--include-private", meaning="Include the script's arguments, and paths in full, in the document."),
+    Option(
+        name="--report", value="FILE", meaning=f"Where to write the report, a JSON document; default: {REPORT_NAME}."
+    ),
+    Option(name="--no-report", meaning="Write no report."),
+    Option(name="--include-private", meaning="Include the script's arguments, and paths in full, in the report."),
     Option(name="--quiet", meaning="No status line and no summary."),
 )
 

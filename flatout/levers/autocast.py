@@ -46,7 +46,7 @@ class Autocast(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.autocast_in_script:
-            return refuse("the script uses autocast itself")
+            return refuse("autocast is already used")
         if not observed.modules:
             return refuse("no module was called: autocast needs one to wrap")
         if any(set(module.dtypes) - {"float32"} for module in observed.modules):

@@ -79,7 +79,7 @@ class ConsumedGradients:
         def read(parameter: Tensor) -> Tensor | None:
             if id(parameter) in gone and parameter in self and not _carries(sys._getframe(1).f_globals):
                 raise ScriptError(
-                    "the script reads a gradient",
+                    "a gradient is read",
                     limit="it was freed when its parameter was updated, within the backward pass",
                     remedy=REMEDY,
                 )

@@ -41,7 +41,7 @@ class FusedOptimizer(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.optimizers:
-            return refuse("the script has no optimizer object")
+            return refuse("there is no optimizer object")
         kinds = ", ".join(sorted({seen.kind for seen in observed.optimizers}))
         open_ones = [seen for seen in observed.optimizers if not seen.obstacle]
         if not open_ones:
@@ -218,7 +218,7 @@ def see_optimizer(optimizer: Optimizer) -> OptimizerSeen:
     sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
     obstacle = ""
     if any(group.get("fused") is not None or group.get("foreach") is not None for group in groups):
-        obstacle = "the script chose the optimizer's implementation itself"
+        obstacle = "the optimizer was built with fused or foreach set"
     elif any(group.get("differentiable") or group.get("capturable") for group in groups):
         obstacle = "the optimizer is differentiable or capturable"
     elif sparse:

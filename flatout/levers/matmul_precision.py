@@ -40,7 +40,7 @@ class MatmulPrecision(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.matmul_precision != "highest":
-            return refuse(f"the script sets it to {observed.matmul_precision!r} itself")
+            return refuse(f"it is already set to {observed.matmul_precision!r}")
         if observed.device.startswith("cuda"):
             gpu = observed.gpu(machine)
             if gpu is None or "tf32" not in gpu.fast_dtypes:

@@ -110,7 +110,7 @@ def pass_obstacle(optimizers: Sequence[Optimizer], subject: Subject) -> str:
     for module in subject.modules:
         for part in module.modules():
             if part._backward_hooks or part._backward_pre_hooks:
-                return f"{type(part).__name__} has a backward hook set by the script"
+                return f"{type(part).__name__} has a backward hook"
     return ""
 
 
@@ -120,16 +120,16 @@ def _optimizer_obstacle(optimizer: Optimizer) -> str:
         return f"{kind.__name__} is not known to update each parameter independently"
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, STEP_IS_SCHEDULED):
-        return "the script has replaced the optimizer's step"
+        return "the optimizer's step was replaced"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
     if _foreign_hooks(optimizer):
-        return "the script has hooks around the optimizer's step"
+        return "there are hooks around the optimizer's step"
     parameters = list(_parameters_of(optimizer))
     if any(type(one) is not torch.nn.Parameter or one.layout is not torch.strided for one in parameters):
         return "its parameters are not plain torch.nn.Parameter"
     if any(one._post_accumulate_grad_hooks for one in parameters):
-        return "the script has post-accumulate-grad hooks"
+        return "there are post-accumulate-grad hooks"
     if _overlap(parameters):
         return "parameters share memory"
     return ""

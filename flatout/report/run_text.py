@@ -67,7 +67,7 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
         rows.append(("", _tensors_text(record.memory)))
     if (others := contention(summary.load)) is not None:
         rows.append(("", others))
-    rows.append(("plan", ", ".join(summary.applied) if summary.applied else "none: the script ran as it is"))
+    rows.append(("plan", ", ".join(summary.applied) or f"{_why_nothing_applied(summary)}: the script ran as it is"))
     rows += [("", note) for note in summary.plan_notes]
     if summary.death is not None:
         rows += _death_rows(summary.death)
@@ -77,6 +77,12 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     if report_path is not None:
         rows.append(("report", report_path))
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def _why_nothing_applied(summary: RunSummary) -> str:
+    if summary.plan is None:
+        return "none"
+    return "nothing of it was applied" if summary.plan.choices() else "it keeps nothing"
 
 
 def _outside_text(summary: RunSummary) -> str:

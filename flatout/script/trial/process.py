@@ -130,7 +130,7 @@ class TrialSetup:
 
     @property
     def afresh(self) -> str:
-        return "in fresh processes"
+        return "in new processes"
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> TrialProcess:
         """A process; `choices` are on from its start, windows add to them."""
