@@ -18,11 +18,10 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 # fmt: off
 ROOMS = [
     "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "notebook_tables", "signals",
-    "tracebacks", "replaced",
-    "generators", "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices",
-    "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search",
-    "checkpoint", "train", "infer", "parallel", "profiling", "script", "diagnose", "tuning", "sizing", "bench",
-    "report", "application", "cli",
+    "tracebacks", "replaced", "generators", "parameters", "statistics", "sequential", "timing", "environment",
+    "machine", "plan_document", "plan_choices", "private_details", "plan", "arguments", "precision", "kernels",
+    "memory", "data", "models", "levers", "search", "checkpoint", "train", "infer", "parallel", "profiling", "script",
+    "diagnose", "tuning", "sizing", "bench", "report", "application", "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""

@@ -15,6 +15,7 @@ from flatout.levers.low_bit import low_bit_obstacle
 from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+from flatout.parameters import parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,8 +212,7 @@ def see_optimizer(optimizer: Optimizer) -> OptimizerSeen:
     """Describe a live optimizer: which implementations it could use, and what rules them out."""
     import torch
 
-    groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    groups, parameters = optimizer.param_groups, parameters_of(optimizer)
     fusable = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     kind = type(optimizer)
     sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)

@@ -19,6 +19,7 @@ from flatout.levers.call_site import FoundSite, after_backward
 from flatout.levers.consumed_gradients import REMEDY, ConsumedGradients
 from flatout.levers.in_backward import UpdatesInBackward
 from flatout.levers.subject import Roots, Subject
+from flatout.parameters import parameters_of
 from flatout.signals import held_back
 from flatout.torch_private.attributes import STEP_IS_SCHEDULED
 
@@ -70,7 +71,7 @@ class _GuardedUpdates(UpdatesInBackward):
 
     def __init__(self, optimizer: Optimizer, ahead: int, subject: Subject, consumed: ConsumedGradients) -> None:
         self._ahead, self._subject, self._consumed = ahead, subject, consumed
-        self._all = [one for group in optimizer.param_groups for one in group["params"]]
+        self._all = parameters_of(optimizer)
         super().__init__(optimizer)
 
     def update(self, group: dict[str, object], parameter: Tensor) -> None:
@@ -150,7 +151,7 @@ def _overlap(parameters: Sequence[Tensor]) -> bool:
 
 def _parameters_of(owner: object) -> Iterator[Tensor]:
     if isinstance(owner, torch.optim.Optimizer):
-        return (one for group in owner.param_groups for one in group["params"])
+        return iter(parameters_of(owner))
     return iter(owner.parameters()) if isinstance(owner, torch.nn.Module) else iter(())
 
 
