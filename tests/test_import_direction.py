@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,13 @@ def first_cycle(package: Path) -> list[str]:
 
 def test_rooms_import_only_from_rooms_above() -> None:
     assert wrong_directions(PACKAGE) == []
+
+
+def test_the_layout_in_contributing_names_every_room_in_this_order() -> None:
+    layout = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("flatout/\n")[2].partition("tests/ ")[0]
+    heads = [re.split(r"\s{2,}", line.strip())[0] for line in layout.splitlines()]
+    named = [name for head in heads for name in re.split(r", |\.py|/", head) if name]
+    assert named == [room for room in ROOMS if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").exists()]
 
 
 def test_no_import_cycles() -> None:
