@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    from flatout.data.data_sets import Items
     from flatout.data.indices import Indices, LoaderOrder
     from flatout.data.sample_code import SampleCode
+    from flatout.data.sources import Items
 
 Shape: TypeAlias = "tuple[tuple[torch.dtype, torch.Size], ...]"
 """Of each tensor of a batch its dtype and shape, to compare by."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NotRequired, TypeGuard
 
 from flatout.data.batches import Batches, Stream, StreamState, batches, no_batch
-from flatout.data.data_sets import is_indexed
 from flatout.data.nested import batch_length, tensors_in, to_device
+from flatout.data.sources import is_indexed
 from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, set_generators
 from flatout.plan import Plan

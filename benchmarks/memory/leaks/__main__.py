@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
     clean = [one for one in outcomes if one.marked_line is None]
     found, quiet = sum(one.right for one in leaking), sum(one.right for one in clean)
     print(
-        f"leaks found at their lines: {found} of {len(leaking)}; clean scripts without a finding: {quiet} of {len(clean)}"
+        f"leaks found at their lines: {found} of {len(leaking)}; no finding in clean scripts: {quiet} of {len(clean)}"
     )
     if arguments.out is not None:
         _save(arguments.out, outcomes, {"found": found, "leaking": len(leaking), "quiet": quiet, "clean": len(clean)})

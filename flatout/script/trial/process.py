@@ -363,13 +363,6 @@ class TrialProcess:
         cleanup(self._folder / "scratch")
         self._process = self._terminal = None
 
-    def log_tail(self, lines: int = 12) -> str:
-        try:
-            text = self.log_path.read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
-
     def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()
         target = self.setup.target
