@@ -49,6 +49,17 @@ def busy_ceilings_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The tensors are small, and threads that wait for one another on a busy machine are slow."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def uncompiled_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchao compiles its step anew for each shape and set of hyperparameters; uncompiled it computes the same."""
     import torchao.optim.adam
