@@ -107,7 +107,7 @@ class Run:
         self.target, self.options, self.report = target, options, report
         self.status: int | None = None
         self.interrupted = False
-        """Did the script end by a KeyboardInterrupt that nobody caught?"""
+        """Did the script end by an uncaught KeyboardInterrupt?"""
         self.applied = AppliedPlan(
             target, visible_before=visible_before, announce=self._announce, while_verifying=signals_as_exits
         )
@@ -284,7 +284,7 @@ def _first_rank() -> bool:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """A stream can be None (pythonw), closed, or somebody's object."""
+    """A stream can be None (pythonw), closed, or an object of another kind."""
     try:
         return stream is not None and bool(stream.isatty())
     except (AttributeError, ValueError):

@@ -67,7 +67,7 @@ def load_strictly(
     if missing or unexpected or misfits:
         lists = (_listed("missing", missing), _listed("unexpected", unexpected), _listed("that do not match", misfits))
         what = f"the state dict does not fit {model.__class__.__name__}: {'; '.join(filter(None, lists))}"
-        raise UsageError(what, remedy="make the config with from_hugging_face from the config beside these weights")
+        raise UsageError(what, remedy="make the config with from_hugging_face from the config of these weights")
     for ours, source in sources.items():
         owner, _, leaf = ours.rpartition(".")
         joined = _joined(parts[ours], shapes[ours], transposed=source.transposed)

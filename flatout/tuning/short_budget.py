@@ -68,7 +68,7 @@ def too_slow_for_whole_runs(
 
 def _left(deadline: Deadline) -> str:
     left = format_seconds(deadline.seconds_left) if deadline.seconds_left else "nothing"
-    return f"{left} of the budget of {format_seconds(deadline.budget_seconds)} is left for that beside the proof"
+    return f"{left} of the budget of {format_seconds(deadline.budget_seconds)} is left for that, apart from the proof"
 
 
 def budget_option(seconds: float) -> str:

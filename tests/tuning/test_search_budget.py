@@ -48,8 +48,8 @@ def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
     with pytest.raises(ScriptError) as refused:
         asked._affordable_steps(0.02)
     assert str(refused.value) == (
-        "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 79 steps, "
-        "and nothing of the budget of 10 s is left for that beside the proof; try --budget 40 (in Python: seconds=40)"
+        "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 79 steps, and nothing of the "
+        "budget of 10 s is left for that, apart from the proof; try --budget 40 (in Python: seconds=40)"
     )
 
 
