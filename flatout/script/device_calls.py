@@ -91,8 +91,8 @@ def device_name(subject: Subject) -> str:
             for parameter in module.parameters():
                 return str(parameter.device)
         for optimizer in subject.optimizers:
-            for parameter in parameters_of(optimizer):
-                return str(parameter.device)
+            for moved in parameters_of(optimizer):
+                return str(moved.device)
     return "cpu"
 
 

@@ -58,8 +58,8 @@ def named_weights(subject: Subject) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters():
             found.setdefault(id(parameter), (prefix + name, parameter))
     for number, optimizer in enumerate(subject.optimizers):
-        for index, parameter in enumerate(parameters_of(optimizer)):
-            found.setdefault(id(parameter), (f"optimizer {number}, parameter {index}", parameter))
+        for index, moved in enumerate(parameters_of(optimizer)):
+            found.setdefault(id(moved), (f"optimizer {number}, parameter {index}", moved))
     return {name: parameter.detach() for name, parameter in found.values()}
 
 
