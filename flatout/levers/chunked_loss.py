@@ -60,7 +60,7 @@ class ChunkedLoss(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):
-            return refuse("the model is already compiled, and compiled code materialises the scores")
+            return refuse("torch.compile is already used, and compiled code materialises the scores")
         if not observed.optimizers:
             return refuse("there is no optimizer object, so Flatout cannot see when the weights change")
         widest = max((module.widest_output for module in observed.modules), default=0)

@@ -46,7 +46,7 @@ class OptimizerInBackward(Lever):
             if reason:
                 return refuse(reason)
         if observed.compiled_in_script:
-            return refuse("the model is already compiled, and compiled code produces all gradients at once")
+            return refuse("torch.compile is already used, and compiled code produces all gradients at once")
         if observed.scaler_in_script or "fp16" in Autocast().applies(machine, observed).values:
             return refuse("fp16 scales the loss, and needs all gradients before the first update")
         if observed.gradients_zeroed:

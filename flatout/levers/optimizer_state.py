@@ -44,7 +44,7 @@ class LowBitState(Lever):
         if not observed.optimizers:
             return refuse("there is no optimizer object")
         if observed.compiled_in_script:
-            return refuse("the model is already compiled, and the 8-bit update kernel is compiled too")
+            return refuse("torch.compile is already used, and the 8-bit update kernel is compiled too")
         if observed.captures_graphs:
             return refuse(f"{observed.captures_graphs}: a captured graph writes to the moments' memory")
         obstacles = [seen.low_bit_obstacle for seen in observed.optimizers]

@@ -34,7 +34,7 @@ def started(folder: Path, before: str, terminal_size: tuple[int, int] | None) ->
     )
     with TrialProcess(setup) as trial:
         trial.start(120)
-    return trial.log_path.read_text()
+    return trial.log_path.read_text().strip()
 
 
 @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
