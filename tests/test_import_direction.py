@@ -69,9 +69,15 @@ def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:
             above = name.split(".")[: -node.level + is_package or None]
             base = ".".join([*above, *([base] if base else [])])
         return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")) and node.args:
+    if isinstance(node, ast.Call) and _called(node).endswith(("import_module", "__import__")) and node.args:
         return [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
     return []
+
+
+def _called(call: ast.Call) -> str:
+    """The last name of what is called."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def wrong_directions(package: Path) -> list[str]:
