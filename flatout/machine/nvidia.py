@@ -115,13 +115,17 @@ def fast_dtypes(capability: tuple[int, int] | None) -> tuple[str, ...]:
     return tuple(dtype for dtype, first in since.items() if capability >= first)
 
 
-def _others(listed: Iterable[_Process]) -> tuple[GpuProcess, ...]:
-    """Processes that are not this one."""
+def listed_processes(listed: Iterable[_Process]) -> tuple[GpuProcess, ...]:
+    """As NVML lists them, with their names."""
     return tuple(
         GpuProcess(pid=process.pid, name=_process_name(process.pid), memory_bytes=process.usedGpuMemory)
         for process in listed
-        if process.pid != os.getpid()
     )
+
+
+def _others(listed: Iterable[_Process]) -> tuple[GpuProcess, ...]:
+    """Processes that are not this one."""
+    return tuple(process for process in listed_processes(listed) if process.pid != os.getpid())
 
 
 def _process_name(pid: int) -> str | None:
