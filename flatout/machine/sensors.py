@@ -200,7 +200,9 @@ def _temperature_files(folder: Path) -> Iterator[Path]:
         except (OSError, UnicodeDecodeError):
             continue
         if name in TEMPERATURE_CHIPS:
-            yield from (path for path in _entries(chip) if path.name.startswith("temp") and path.name.endswith("_input"))
+            yield from (
+                path for path in _entries(chip) if path.name.startswith("temp") and path.name.endswith("_input")
+            )
 
 
 def _package_folders(folder: Path) -> Iterator[Path]:

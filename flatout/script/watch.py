@@ -37,7 +37,7 @@ from flatout.script.spans import OpenRow, Reading, Span, Spans, StepRow, Timelin
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
-from flatout.torch_private.attributes import LOADER_ITERATOR
+from flatout.torch_private.attributes import BATCHES_YIELDED, LOADER_ITERATOR
 from flatout.torch_private.compiler import DYNAMO, frames_traced
 from flatout.tracebacks import leave_no_frame
 
@@ -228,6 +228,14 @@ class Watch:
             self._boundary()
         if self.suspended:
             self._passing.grant(self.finder.leader, self.boundary_every - 1)
+
+    def batches_yielded(self, loader: DataLoader[object]) -> int | None:
+        """By the newest iterator of this loader that is in use; None: there is none, or it does not count."""
+        found = None
+        for iterator, (reference, _) in list(self._loader_of.items()):
+            if reference() is loader:
+                found = getattr(iterator, BATCHES_YIELDED, None)
+        return found
 
     def disable(self) -> None:
         self.enabled = False
