@@ -240,7 +240,6 @@ def test_attributes_of_a_loader_are_there() -> None:
     loader = torch.utils.data.DataLoader([1, 2, 3], batch_size=2)
     iterator = iter(loader)
     assert hasattr(loader, attributes.LOADER_ITERATOR)
-    assert getattr(iter(loader), attributes.BATCHES_YIELDED) == 0
     assert loading.worker_info(loading.worker) is None
     assert (loading.yielded_by(iterator), loading.batch_sampler_of(iterator)) == (0, loader.batch_sampler)
     assert next(loading.order_of(iterator)) == [0, 1]

@@ -17,6 +17,7 @@ from flatout.decoding import decode
 from flatout.diagnose.finding import Finding
 from flatout.diagnose.run_checks import RunFacts, check_run
 from flatout.levers.observed import Observed
+from flatout.machine.processes import pid_namespace, process_started
 from flatout.plan import Plan
 from flatout.script.describe import breakdown
 from flatout.script.device_calls import device_name
@@ -201,23 +202,6 @@ class RunStates:
             epochs=runner.epochs,
         )
         return check_run(facts)
-
-
-def process_started(pid: int) -> str | None:
-    """The time of its start in the kernel's ticks; None where there is no such process, or no /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            return file.read(4096).rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def pid_namespace() -> str | None:
-    """None where processes have no namespaces."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None
 
 
 def _no_progress() -> Progress:

@@ -135,14 +135,27 @@ def _process_name(pid: int) -> str | None:
         return None
 
 
-def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
+class _Numbered(Protocol):
+    """A GPU, by whatever is known of it."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def uuid(self) -> str | None: ...
+
+
+G = TypeVar("G", bound=_Numbered)
+
+
+def visible(gpus: tuple[G, ...], setting: str | None) -> tuple[G, ...]:
     """Those that CUDA_VISIBLE_DEVICES leaves, in its order. CUDA stops at the first entry that it does not know.
 
     Numbers are taken in the driver's order; CUDA's own default (fastest first) differs only on unlike GPUs.
     """
     if setting is None:
         return gpus
-    found: list[Gpu] = []
+    found: list[G] = []
     for entry in (part.strip() for part in setting.split(",")):
         matches = [g for g in gpus if entry and (entry == str(g.index) or (g.uuid or "").startswith(entry))]
         if len(matches) != 1 or matches[0] in found:

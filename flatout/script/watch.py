@@ -37,7 +37,7 @@ from flatout.script.spans import OpenRow, Reading, Span, Spans, StepRow, Timelin
 from flatout.script.step_hooks import PassedSteps, StepHook, steps_around
 from flatout.script.steps import StepFinder
 from flatout.script.weights import WeightProbe
-from flatout.torch_private.attributes import BATCHES_YIELDED, LOADER_ITERATOR
+from flatout.torch_private.attributes import LOADER_ITERATOR
 from flatout.torch_private.compiler import DYNAMO, frames_traced
 from flatout.tracebacks import leave_no_frame
 
@@ -230,11 +230,13 @@ class Watch:
             self._passing.grant(self.finder.leader, self.boundary_every - 1)
 
     def batches_yielded(self, loader: DataLoader[object]) -> int | None:
-        """By the newest iterator of this loader that is in use; None: there is none, or it does not count."""
+        """By the newest iterator of this loader that is in use; None: there is none."""
+        from flatout.torch_private.loading import BaseIterator, yielded_by
+
         found = None
         for iterator, (reference, _) in list(self._loader_of.items()):
-            if reference() is loader:
-                found = getattr(iterator, BATCHES_YIELDED, None)
+            if reference() is loader and isinstance(iterator, BaseIterator):
+                found = yielded_by(iterator)
         return found
 
     def disable(self) -> None:

@@ -38,9 +38,6 @@ CAPTURE_WAS_WARNED_OF = "_warned_capturable_if_run_uncaptured"
 LOADER_ITERATOR = "_iterator"
 """DataLoader with persistent workers: the iterator it reuses; None by default."""
 
-BATCHES_YIELDED = "_num_yielded"
-"""Iterator of a DataLoader: how many batches of this pass it has handed out."""
-
 PICKLED = "_reduce_ex_internal"
 """Tensor: how pickle and `torch.save` serialize one. A mode is not active there."""
 

@@ -1,0 +1,38 @@
+"""Is a process that was noted down still there, or has its number gone to another one?"""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+
+def process_started(pid: int) -> str | None:
+    """What tells a process from later ones with its number: when it started, in the kernel's ticks. None: there is no
+    such process, or no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            return file.read(4096).rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def pid_namespace() -> str | None:
+    """Where this process's number counts, as containers have numbers of their own; None: the system has none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def process_condition(pid: int, started: str | None) -> str:
+    """'running', 'stopped' (Ctrl-Z, a debugger) or 'gone'. started: as `process_started` said."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return "gone"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or (
+        started is not None and process_started(pid) != started
+    ):
+        return "gone"
+    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
