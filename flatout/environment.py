@@ -4,7 +4,7 @@ Reading `os.environ` anywhere else is a defect: a variable that is read in twent
 tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devices` write.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
-    FLATOUT_RUNS_DIR       where runs keep their state for `flatout watch` (else XDG_RUNTIME_DIR, else the temporary folder)
+    FLATOUT_RUNS_DIR       where runs keep their state while they run (else XDG_RUNTIME_DIR, else the temporary folder)
     FLATOUT_NO_HISTORY     where it is set, a tune reads nothing of earlier ones, and leaves nothing for later ones
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
     CUBLAS_WORKSPACE_CONFIG, PYTHONHASHSEED  what a deterministic run sets, where they are not set

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -21,11 +22,13 @@ from flatout import environment
 from flatout.diagnose.run_state import RunState
 from flatout.diagnose.seen_run import SeenRun, condition_of
 from flatout.errors import UsageError, describe_error
-from flatout.machine.processes import process_started
+from flatout.machine.processes import process_condition, process_started
 from flatout.report.document import document, read_document
 from flatout.whole_files import PRIVATE, written_whole
 
 PREFIX, STATE, KIND = "run-", "state.json", "run-state"
+NAME = re.compile(r"run-(\d+)-(\d+)")
+"""The process's number, and when it started."""
 KEPT_SECONDS = 3600.0
 """How long the last state of a run that has ended is kept."""
 LARGEST_BYTES = 4 << 20
@@ -60,6 +63,8 @@ class StateFile:
             self.fault = None
         except OSError as error:
             self.fault, self._retry = describe_error(error), state.written_clock + RETRY_SECONDS
+            with contextlib.suppress(OSError):  # something cleared the temporary folder
+                self.folder.mkdir(mode=0o700, parents=True)
 
 
 def read_run(folder: Path) -> SeenRun:
@@ -111,16 +116,16 @@ def remove_old(parent: Path, *, kept_seconds: float = KEPT_SECONDS) -> list[Path
 
 
 def old_folders(parent: Path, *, kept_seconds: float = KEPT_SECONDS) -> list[Path]:
-    """What `remove_old` would remove: not those of processes that run, nor what we cannot read."""
+    """What `remove_old` would remove: never the folder of a process that runs. Only names and times are read, because
+    every run does this before it starts."""
     found = []
     for folder in _folders(parent):
-        try:
-            seen = read_run(folder)
-            age = time.time() - (folder / STATE).stat().st_mtime
-        except (UsageError, OSError):
-            continue
-        if seen.condition in ("ended", "killed") and not 0 <= age < kept_seconds:
-            found.append(folder)
+        match = NAME.fullmatch(folder.name)
+        with contextlib.suppress(OSError):
+            age = time.time() - max(path.stat().st_mtime for path in (folder, folder / STATE) if path.exists())
+            fresh = 0 <= age < kept_seconds
+            if match is not None and not fresh and process_condition(int(match[1]), match[2]) == "gone":
+                found.append(folder)
     return found
 
 
