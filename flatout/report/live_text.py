@@ -15,11 +15,10 @@ from flatout.machine.ceilings import Ceilings
 from flatout.machine.device_rates import Devices
 from flatout.machine.nvidia_sensors import GpuReading
 from flatout.report.step_text import PARTS, SMALLEST_SHARE_SHOWN, breakdown_text, percent, share_of_ceiling
-from flatout.units import format_bytes, format_rate, format_seconds
+from flatout.units import format_bytes, format_seconds
 
 LATE_STEPS, LATE_SECONDS = 10.0, 5.0
 """A step is late after this many usual ones, and this long: then it is said when the last one ended."""
-SHORTEST_LINE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +248,7 @@ def cpu_parts(devices: Devices) -> list[str]:
 
 def _cpu_sensors(devices: Devices) -> list[str]:
     cpu = devices.reading.cpu
-    parts = [format_rate(cpu.frequency_hz, "Hz").replace(" GHz", " GHz")] if cpu.frequency_hz is not None else []
+    parts = [_hertz(cpu.frequency_hz)] if cpu.frequency_hz is not None else []
     if cpu.temperature_celsius is not None:
         parts.append(f"{cpu.temperature_celsius:.0f} °C")
     if devices.cpu_watts is not None:
@@ -260,8 +259,8 @@ def _cpu_sensors(devices: Devices) -> list[str]:
 def _gpu_parts(gpu: GpuReading) -> list[str]:
     parts = [f"{gpu.busy_share:.0%} busy"] if gpu.busy_share is not None else []
     if gpu.clock_hz is not None:
-        most = f" of {format_rate(gpu.highest_clock_hz, 'Hz')}" if gpu.highest_clock_hz is not None else ""
-        parts.append(f"{format_rate(gpu.clock_hz, 'Hz')}{most}")
+        most = f" of {_hertz(gpu.highest_clock_hz)}" if gpu.highest_clock_hz is not None else ""
+        parts.append(f"{_hertz(gpu.clock_hz)}{most}")
     if gpu.power_watts is not None:
         limit = f" of {gpu.power_limit_watts:.0f}" if gpu.power_limit_watts is not None else ""
         parts.append(f"{gpu.power_watts:.0f}{limit} W")
@@ -335,6 +334,10 @@ def _width(letter: str) -> int:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _hertz(value: float) -> str:
+    return f"{value / 1e9:.2f} GHz"
 
 
 def _joules(value: float) -> str:
