@@ -39,8 +39,7 @@ class LiveRun:
 
     def __init__(self, target: Target, runner: Runner, *, plan: Plan | None, notes: Sequence[str]) -> None:
         """notes: what was said of the plan."""
-        script = " ".join([*target.command[: len(target.command) - len(target.arguments)]])
-        command = f"{script} {LEFT_OUT}" if target.arguments else script
+        command = f"{target.name} {LEFT_OUT}" if target.arguments else target.name
         self._states = RunStates(target, runner, plan=plan, notes=notes, command=command)
         self._file = StateFile()
         self._owner = os.getpid()
@@ -69,8 +68,6 @@ class LiveRun:
         self._imported = self.latest is not None and self.latest.steps > 0
 
     def _update(self, *, status: int | None = None, ended: bool = False) -> None:
-        if self.fault is not None and self.latest is not None and self._file.folder is None:
-            return
         try:
             self.latest = self._states.now(status=status, ended=ended)
             self._file.write(self.latest)

@@ -28,7 +28,8 @@ figure { margin: 0; padding: .75rem; background: var(--box); border: 1px solid v
 figcaption { color: var(--soft); font-size: .875rem; }
 figcaption strong { color: var(--ink); }
 svg { display: block; width: 100%; height: 6rem; margin-top: .5rem; }
-polyline { fill: none; stroke: var(--mark); stroke-width: 2; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
+polyline { fill: none; stroke: var(--mark); stroke-width: 2; stroke-linejoin: round;
+  vector-effect: non-scaling-stroke; }
 ul { list-style: none; margin: 0; padding: 0; }
 li { background: var(--box); border: 1px solid var(--line); border-left: 4px solid var(--soft); border-radius: .5rem;
   padding: .6rem .75rem; margin-bottom: .5rem; overflow-wrap: anywhere; }
@@ -97,6 +98,9 @@ const showCurves = (curves) => {
     return figure;
   }));
 };
+const say = (text) => {
+  if (changed("condition", text)) at("condition").textContent = text;
+};
 const refresh = async () => {
   let over = false;
   try {
@@ -104,12 +108,12 @@ const refresh = async () => {
     if (!answer.ok) throw new Error(String(answer.status));
     const found = await answer.json();
     over = found.condition === "ended" || found.condition === "killed";
-    at("condition").textContent = over ? "This run is over." : "Updated every second.";
+    say(over ? "This run is over." : "Updated every second.");
     showRows(found.rows);
     showFindings(found.findings);
     showCurves(found.curves);
   } catch {
-    at("condition").textContent = "No answer: the run has ended, or its page has. What is below may be out of date.";
+    say("No answer: the run has ended, or its page has. What is below may be out of date.");
   }
   if (!over) setTimeout(refresh, 1000);
 };

@@ -44,7 +44,7 @@ class StateFile:
         self.fault: str | None = None
         self._retry = 0.0
         try:
-            parent = environment.runs_dir() if parent is None else parent
+            parent = (environment.runs_dir() if parent is None else parent).absolute()
             _make_private(parent)
             remove_old(parent)
             folder = parent / f"{PREFIX}{os.getpid()}-{process_started(os.getpid()) or time.time_ns()}"
