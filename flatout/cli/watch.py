@@ -27,6 +27,7 @@ def watch(
     second, because rates need two readings of the sensors.
     """
     from flatout.application.watched_runs import RunWatch
+    from flatout.private_details import without_private
     from flatout.report.document import document, to_text
     from flatout.report.watch_text import watched_text
 
@@ -39,7 +40,7 @@ def watch(
         found = watching.read()
     finally:
         watching.close()
-    print(to_text(document("watch", found.to_json())) if json else watched_text(found))
+    print(to_text(document("watch", without_private(found.to_json()))) if json else watched_text(found))
     return 0
 
 
