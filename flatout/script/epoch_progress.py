@@ -25,6 +25,7 @@ MOST_AHEAD = 2
 NO_LOADER = "no DataLoader feeds training"
 SEVERAL_LOADERS = "several DataLoaders feed training"
 LENGTH_UNKNOWN = "the first epoch shows it: the length of this data set is the script's own code"
+SEVERAL_BATCHES = "the first epoch shows it: a step takes several batches"
 BATCHES_UNCLEAR = "batches and steps do not correspond"
 TOO_EARLY = "too few steps yet"
 NO_BATCH_SIZE = "the loader has no fixed batch size"
@@ -101,7 +102,9 @@ def _steps_total(loader: DataLoader[object], epochs: EpochStarts, batches: int |
         return length, ""
     if epochs.steps_in_last is not None:
         return epochs.steps_in_last, ""
-    return None, LENGTH_UNKNOWN if length is None else ""
+    if length is None:
+        return None, LENGTH_UNKNOWN
+    return None, SEVERAL_BATCHES if batches is not None else ""
 
 
 def known_length(loader: DataLoader[object]) -> int | None:

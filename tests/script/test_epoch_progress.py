@@ -14,6 +14,7 @@ from flatout.script.epoch_progress import (
     LENGTH_UNKNOWN,
     NO_BATCH_SIZE,
     NO_LOADER,
+    SEVERAL_BATCHES,
     SEVERAL_LOADERS,
     TOO_EARLY,
     Epoch,
@@ -96,6 +97,7 @@ def test_accumulated_steps_take_several_batches() -> None:
     assert found.samples_per_step == 4
     assert found.epoch is not None
     assert (found.epoch.steps_total, found.epoch.seconds_left) == (None, None)
+    assert found.epoch.total_unknown_because == SEVERAL_BATCHES
 
 
 def test_the_epoch_before_shows_the_length_where_only_the_script_knows_it() -> None:
