@@ -11,26 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
-import shutil
 import stat
-import time
 from pathlib import Path
 
 from flatout import environment
 from flatout.diagnose.run_state import RunState
 from flatout.diagnose.seen_run import SeenRun, condition_of
 from flatout.errors import UsageError, describe_error
-from flatout.machine.processes import process_condition, process_started
 from flatout.report.document import document, read_document
+from flatout.script.run_folders import STATE, make_folder, make_private, remove_old, run_folders
 from flatout.whole_files import PRIVATE, written_whole
 
-PREFIX, STATE, KIND = "run-", "state.json", "run-state"
-NAME = re.compile(r"run-(\d+)-(\d+)")
-"""The process's number, and when it started."""
-KEPT_SECONDS = 3600.0
-"""How long the last state of a run that has ended is kept."""
+KIND = "run-state"
 LARGEST_BYTES = 4 << 20
 RETRY_SECONDS = 10.0
 """After a write that failed."""
@@ -45,11 +37,9 @@ class StateFile:
         self._retry = 0.0
         try:
             parent = (environment.runs_dir() if parent is None else parent).absolute()
-            _make_private(parent)
+            make_private(parent)
             remove_old(parent)
-            folder = parent / f"{PREFIX}{os.getpid()}-{process_started(os.getpid()) or time.time_ns()}"
-            folder.mkdir(mode=0o700, exist_ok=True)
-            self.folder = folder
+            self.folder = make_folder(parent)
         except OSError as error:
             self.fault = describe_error(error)
 
@@ -89,7 +79,7 @@ def read_run(folder: Path) -> SeenRun:
 def all_runs(parent: Path | None = None) -> list[SeenRun]:
     """Those of this user on this machine, the newest first: running, or ended within the last hour."""
     found = []
-    for folder in _folders(environment.runs_dir() if parent is None else parent):
+    for folder in run_folders(environment.runs_dir() if parent is None else parent):
         with contextlib.suppress(UsageError):
             found.append(read_run(folder))
     return sorted(found, key=lambda one: one.state.started_at, reverse=True)
@@ -103,50 +93,3 @@ def find_run(name: str) -> SeenRun:
     if not same:
         raise UsageError(f"process {name} is no `flatout run` of yours", remedy="list them with: flatout watch")
     return same[0]
-
-
-def remove_old(parent: Path, *, kept_seconds: float = KEPT_SECONDS) -> list[Path]:
-    """Remove the folders of runs that ended longer ago; returns what was removed."""
-    removed = []
-    for folder in old_folders(parent, kept_seconds=kept_seconds):
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
-            removed.append(folder)
-    return removed
-
-
-def old_folders(parent: Path, *, kept_seconds: float = KEPT_SECONDS) -> list[Path]:
-    """What `remove_old` would remove: never the folder of a process that runs. Only names and times are read, because
-    every run does this before it starts."""
-    found = []
-    for folder in _folders(parent):
-        match = NAME.fullmatch(folder.name)
-        with contextlib.suppress(OSError):
-            age = time.time() - max(path.stat().st_mtime for path in (folder, folder / STATE) if path.exists())
-            fresh = 0 <= age < kept_seconds
-            if match is not None and not fresh and process_condition(int(match[1]), match[2]) == "gone":
-                found.append(folder)
-    return found
-
-
-def _folders(parent: Path) -> list[Path]:
-    """Only in a folder that is this user's and that nobody else can write to."""
-    try:
-        _check_private(parent)
-        return sorted(parent / name for name in os.listdir(parent) if name.startswith(PREFIX))
-    except OSError:
-        return []
-
-
-def _make_private(parent: Path) -> None:
-    with contextlib.suppress(FileExistsError):
-        parent.mkdir(mode=0o700, parents=True)
-    _check_private(parent)
-
-
-def _check_private(folder: Path) -> None:
-    """In a shared temporary folder, somebody else may have made one of this name."""
-    found = os.lstat(folder)
-    ours = not hasattr(os, "getuid") or found.st_uid == os.getuid()
-    if not stat.S_ISDIR(found.st_mode) or not ours or (hasattr(os, "getuid") and found.st_mode & 0o022):
-        raise PermissionError(1, "not a folder of this user's alone", str(folder))

@@ -10,6 +10,7 @@ import pytest
 
 from flatout.diagnose.run_energy import Energy
 from flatout.machine.ceilings import Ceilings
+from flatout.machine.description import GpuProcess
 from flatout.machine.device_rates import Devices
 from flatout.report.live_text import (
     LiveView,
@@ -102,8 +103,8 @@ def test_a_gpu_in_the_panel() -> None:
     energy = Energy(of_what="GPU 0", joules_per_step=8.0, joules_per_sample=0.25)
     line = panel_lines(view(on_gpu(throttled=("power limit",)), energy, **ON_GPU), 300)[1]
     assert line.endswith(
-        " · GPU 0 · 98% busy · 1.75 GHz of 1.98 GHz · 612 of 700 W · 61 °C · 8 GiB of 80 GiB · held back by: power limit"
-        " · 250 mJ a sample"
+        " · GPU 0 · 98% busy · 1.75 GHz of 1.98 GHz · 612 of 700 W · 61 °C · 8 GiB of 80 GiB"
+        " · held back by: power limit · 250 mJ a sample"
     )
 
 
@@ -154,8 +155,6 @@ def test_energy() -> None:
 
 
 def test_devices_and_their_processes() -> None:
-    from flatout.machine.description import GpuProcess
-
     processes = (
         GpuProcess(pid=7, name="python", memory_bytes=1 << 30),
         GpuProcess(pid=8, name=None, memory_bytes=None),
