@@ -150,8 +150,8 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self) -> None:
-        token, _, rest = self.path.removeprefix("/").partition("/")
-        if not hmac.compare_digest(token.encode("utf-8", "replace"), self.pages.token.encode()):
+        token, slash, rest = self.path.removeprefix("/").partition("/")
+        if not slash or not hmac.compare_digest(token.encode("utf-8", "replace"), self.pages.token.encode()):
             self._answer(404, b"not found\n")
         elif rest == "":
             nonce = secrets.token_urlsafe(16)

@@ -100,15 +100,11 @@ def test_a_nonce_serves_once(site: Site) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/state", "//state", "/wrong/", "/wrong/state", "/TOKEN", "/TOKEN/nothing", "/TOKEN/../state", "/TOKEN/state/",
-     "/TOKEN//", "/TOKEN/state?x=1", "/TOKENx/", "/%00/", "*", "/é/"],
+    ["/", "/state", "//state", "/wrong/", "/wrong/state", "/TOKEN", "/TOKEN/nothing", "/TOKEN/../state",
+     "/TOKEN/state/", "/TOKEN//", "/TOKEN/state?x=1", "/TOKENx/", "/%00/", "*"],
 )  # fmt: skip
 def test_a_path_without_the_token_or_of_nothing_is_not_found(site: Site, path: str) -> None:
-    wanted = path.replace("TOKEN", site.token).encode().decode("latin-1")
-    if path == "/TOKEN":
-        assert site.ask(wanted)[0] == 200
-        return
-    code, _, body = site.ask(wanted)
+    code, _, body = site.ask(path.replace("TOKEN", site.token))
     assert (code, body) == (404, b"not found\n")
 
 
