@@ -32,6 +32,8 @@ from flatout.serve.run_folder import StateFile
 
 SENSORS_EVERY_SECONDS = 2.0
 PAGE_START_SECONDS = 30.0
+LINGER_SECONDS = 60.0
+"""How long a page can still fetch the last state of a run that has ended; browsers ask rarely for a hidden page."""
 
 
 class LiveRun:
@@ -41,7 +43,7 @@ class LiveRun:
         """notes: what was said of the plan."""
         command = f"{target.name} {LEFT_OUT}" if target.arguments else target.name
         self._states = RunStates(target, runner, plan=plan, notes=notes, command=command)
-        self._file = StateFile()
+        self._runner, self._file = runner, StateFile()
         self._owner = os.getpid()
         self._imported = False
         self.latest: RunState | None = None
@@ -57,6 +59,8 @@ class LiveRun:
     def end(self, status: int | None) -> None:
         """The script has ended with this status; None: it is not known."""
         if os.getpid() == self._owner:
+            self._runner.watch.count_passed()
+            self._runner.record.steps = self._runner.watch.finder.steps
             self._update(status=status, ended=True)
 
     def _second(self, now: float) -> None:
@@ -107,14 +111,14 @@ class RunPanel:
         self._watch.close()
 
 
-def start_page(folder: Path) -> str:
-    """Start the process that serves this run's page, until a minute after the run has ended; returns the page's URL.
+def start_page(folder: Path, *, linger_seconds: float = LINGER_SECONDS) -> str:
+    """Start the process that serves this run's page, until so long after the run has ended; returns the page's URL.
 
     It is nobody's child for long, so a script that waits for its children never meets it. Raises MachineError.
     """
     ours, theirs = os.pipe()
     try:
-        command = child_command("flatout.serve", str(folder), str(theirs))
+        command = child_command("flatout.serve", str(folder), str(theirs), str(linger_seconds))
         shell = subprocess.Popen(
             ["/bin/sh", "-c", '"$@" &', "sh", *command],
             stdin=subprocess.DEVNULL,

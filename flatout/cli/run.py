@@ -219,7 +219,6 @@ class Run:
             with own_imports():
                 self._stop_panel()
                 if self.live is not None:
-                    self.runner.ended()
                     self.live.end(self.status)
                 self._tell_of_plan()
                 self._report_all()

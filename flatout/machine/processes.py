@@ -8,12 +8,14 @@ import psutil
 
 
 def process_started(pid: int) -> str | None:
-    """What tells a process from later ones with its number: when it started, in the kernel's ticks. None: there is no
-    such process, or no /proc."""
+    """What tells a process from later ones with its number: when it started, as a whole number in units of the system.
+    None: there is no such process."""
     try:
+        if not os.path.exists("/proc/self/stat"):  # macOS, Windows
+            return str(int(psutil.Process(pid).create_time() * 100))
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             return file.read(4096).rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError, ValueError):
+    except (OSError, IndexError, ValueError, psutil.Error):
         return None
 
 

@@ -1,4 +1,4 @@
-"""`python -m flatout.serve FOLDER DESCRIPTOR`: the process of a run's page; see `page_server`.
+"""`python -m flatout.serve FOLDER DESCRIPTOR SECONDS`: the process of a run's page; see `page_server`.
 
 It announces itself in one line of JSON on the descriptor: {"url": ...} or {"error": ...}.
 """
@@ -14,8 +14,8 @@ from flatout.errors import FlatoutError, describe_error
 
 
 def main() -> int:
-    """Serve until the run has ended, and a minute longer."""
-    folder, descriptor = Path(sys.argv[1]), int(sys.argv[2])
+    """Serve until the run has ended, and so many seconds longer."""
+    folder, descriptor, linger_seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     try:
         if hasattr(os, "nice"):
             os.nice(5)  # training comes first
@@ -27,7 +27,7 @@ def main() -> int:
         _say(descriptor, {"error": describe_error(error)})
         return 1
     _say(descriptor, {"url": pages.url(server.server_port)})
-    serve_until_the_end(server, pages)
+    serve_until_the_end(server, pages, linger_seconds=linger_seconds)
     return 0
 
 

@@ -41,8 +41,8 @@ REQUEST_SECONDS = 10.0
 """A client that sends nothing for so long is let go."""
 VIEW_SECONDS = 0.5
 """For so long one view serves all who ask."""
-POLL_SECONDS, LINGER_SECONDS = 1.0, 60.0
-"""How often it looks whether the run has ended, and how long a page can still fetch its last state."""
+POLL_SECONDS = 1.0
+"""How often it looks whether the run has ended."""
 
 
 class RunPages:
@@ -217,7 +217,7 @@ def make_server(pages: RunPages, *, first_port: int = FIRST_PORT) -> HTTPServer:
     return PageServer((HOST, 0), handler)
 
 
-def serve_until_the_end(server: HTTPServer, pages: RunPages, *, linger_seconds: float = LINGER_SECONDS) -> None:
+def serve_until_the_end(server: HTTPServer, pages: RunPages, *, linger_seconds: float) -> None:
     """Returns so long after the run was last seen running."""
     serving = threading.Thread(target=server.serve_forever, daemon=True)
     serving.start()
