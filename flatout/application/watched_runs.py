@@ -11,6 +11,7 @@ from flatout.machine.ceilings import Ceilings
 from flatout.machine.detect import detect
 from flatout.machine.device_rates import DeviceWatch
 from flatout.machine.kept_ceilings import load_ceilings
+from flatout.machine.processes import processes_below
 from flatout.machine.sensors import Sensors, SensorSource
 from flatout.serve.run_folder import all_runs, find_run, read_run
 
@@ -34,6 +35,7 @@ class RunWatch:
             devices=devices,
             clock_seconds=now,
             single=True,
+            processes=processes_below(seen.state.pid) if seen.condition in ("running", "stopped") else (),
             energy=self._energy.add(seen.state, devices) if seen.condition == "running" else None,
             ceilings=self._ceilings_of(seen.state.device),
         )

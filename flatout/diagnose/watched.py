@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from flatout.diagnose.run_energy import Energy
 from flatout.diagnose.seen_run import SeenRun
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.device_rates import Devices
+from flatout.machine.processes import ProcessUse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class Watched:
     clock_seconds: float
     """time.monotonic() then."""
     single: bool = False
+    processes: tuple[ProcessUse, ...] = ()
+    """Below the run that was asked for: loader workers, for example."""
     energy: Energy | None = None
     ceilings: Ceilings | None = None
 
@@ -31,5 +34,6 @@ class Watched:
         return {
             "runs": [one.to_json() for one in self.runs],
             "devices": self.devices.to_json(),
+            "processes": [asdict(one) for one in self.processes],
             "energy": None if self.energy is None else self.energy.to_json(),
         }

@@ -1,10 +1,23 @@
-"""Is a process that was noted down still there, or has its number gone to another one?"""
+"""Processes by their number: whether one that was noted down is still there, and what it and those below it use."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import dataclass
 
 import psutil
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessUse:
+    """One process now."""
+
+    pid: int
+    name: str
+    resident_bytes: int
+    """With pages that it shares with others."""
+    cpu_seconds: float
 
 
 def process_started(pid: int) -> str | None:
@@ -38,3 +51,21 @@ def process_condition(pid: int, started: str | None) -> str:
     ):
         return "gone"
     return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
+
+
+def processes_below(pid: int) -> tuple[ProcessUse, ...]:
+    """Those that a process has started, and those that these have; without what may not be read."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error), one.oneshot():
+                times = one.cpu_times()
+                found.append(
+                    ProcessUse(
+                        pid=one.pid,
+                        name=one.name(),
+                        resident_bytes=one.memory_info().rss,
+                        cpu_seconds=times.user + times.system,
+                    )
+                )
+    return tuple(found)

@@ -6,10 +6,13 @@ import textwrap
 from collections.abc import Sequence
 
 from flatout.diagnose.watched import Watched
+from flatout.machine.processes import ProcessUse
 from flatout.report.live_text import LiveView, condition_text, devices_rows, finding_lines, live_rows, printable
-from flatout.units import format_seconds
+from flatout.units import format_bytes, format_seconds
 
 LABEL = 10
+MOST_SHOWN = 8
+"""Processes below a run."""
 
 
 def watched_text(found: Watched, columns: int | None = None) -> str:
@@ -28,8 +31,23 @@ def _one_run(found: Watched) -> list[tuple[str, str]]:
         devices=found.devices if seen.condition in ("running", "stopped") else None,
         energy=found.energy if seen.condition == "running" else None,
     )
-    processes = [row for row in devices_rows(found.devices) if row[1].startswith("process ")]
-    return [*live_rows(view), *processes, *finding_lines(seen.state.findings)]
+    return [*live_rows(view), *_processes(found.processes), *finding_lines(seen.state.findings)]
+
+
+def _processes(processes: Sequence[ProcessUse]) -> list[tuple[str, str]]:
+    """Those below the run, the largest first."""
+    if not processes:
+        return []
+    order = sorted(processes, key=lambda one: one.resident_bytes, reverse=True)
+    rows = [
+        ("processes", f"{len(order)} below it" + (f"; the {MOST_SHOWN} largest:" if len(order) > MOST_SHOWN else ""))
+    ]
+    for one in order[:MOST_SHOWN]:
+        cpu = format_seconds(one.cpu_seconds)
+        rows.append(
+            ("", f"process {one.pid} {one.name}: {format_bytes(one.resident_bytes)} resident, {cpu} of CPU time")
+        )
+    return rows
 
 
 def _all_runs(found: Watched) -> list[tuple[str, str]]:

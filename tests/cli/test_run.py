@@ -535,9 +535,8 @@ ASKING = """
     while not os.path.exists("enough"):
         steps(10)
 """
-DRAWN = re.compile(
-    r"(?:\x1b7(?:\x1b\[\d+;1H\x1b\[2K)+\x1b8)?(?:(?:\x1bD)+\x1b\[\d+A\x1b7\x1b\[1;\d+r\x1b8)?\x1b7\x1b\[\d+;1H.*?\x1b8"
-)
+CLEARED, TAKEN = r"\x1b7(?:\x1b\[\d+;1H\x1b\[2K)+\x1b8", r"(?:\x1bD)+\x1b\[\d+A\x1b7\x1b\[1;\d+r\x1b8"
+DRAWN = re.compile(rf"(?:{CLEARED})?(?:{TAKEN})?\x1b7\x1b\[\d+;1H.*?\x1b8")
 """One drawing of the status lines, as it is written."""
 
 

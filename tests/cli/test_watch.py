@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +79,15 @@ def test_one_run_by_its_folder_and_by_its_process(
         assert "\x07" not in shown
         assert "progress  step 1,234 · epoch 3, step 120 of 500, 4.75 s left" in shown
         assert "finding   the model waits for data: 34% of a step" in shown
+
+
+def test_processes_below_a_run(plant: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = plant("run-1-1")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert main(["watch", str(folder)]) == 0
+    child.communicate(b"\n")
+    shown = capsys.readouterr().out
+    assert re.search(rf"process {child.pid} python\S*: [\d.]+ [KM]iB resident, [\d.]+ \S+ of CPU time", shown)
 
 
 def test_no_such_run_is_one_line_and_exit_code_2() -> None:
