@@ -121,7 +121,8 @@ class CpuSensors:
     def __init__(self, root: Path = Path("/")) -> None:
         self._stat = root / "proc" / "stat"
         cpus = root / "sys" / "devices" / "system" / "cpu"
-        self._clocks = [cpus / f"cpu{number}" / "cpufreq" / "scaling_cur_freq" for number in _some_cores()]
+        clocks = [cpus / f"cpu{number}" / "cpufreq" / "scaling_cur_freq" for number in _some_cores()]
+        self._clocks = [path for path in clocks if path.exists()]
         self._throttled = cpus / "cpu0" / "thermal_throttle" / "package_throttle_count"
         self._temperatures = list(_temperature_files(root / "sys" / "class" / "hwmon"))
         self._packages = list(_package_folders(root / "sys" / "class" / "powercap"))

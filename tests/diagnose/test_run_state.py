@@ -49,7 +49,8 @@ def test_a_state_is_small_however_long_the_run() -> None:
     assert len(text) < 8_000
     assert "secret" not in text
     assert RunState.from_json(json.loads(text)) == found
-    assert (len(found.step_curve), found.step_curve[-1]) == (MOST_POINTS, record.samples[-1])
+    assert MOST_POINTS / 2 < len(found.step_curve) <= MOST_POINTS
+    assert found.step_curve[-1] == record.samples[-1]
     assert found.parts_seconds["data"] == pytest.approx(0.01 * 5 / 9)
     assert [one.name for one in found.findings] == ["starved"]
     assert found.findings[0].next_command == "flatout tune train.py"
