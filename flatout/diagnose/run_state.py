@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 from flatout import environment
@@ -22,7 +22,8 @@ from flatout.plan import Plan
 from flatout.script.describe import breakdown
 from flatout.script.device_calls import device_name
 from flatout.script.entry import Target
-from flatout.script.epoch_progress import NO_LOADER, Epoch, Progress, progress
+from flatout.script.epoch_progress import NO_LOADER, TOO_EARLY, Epoch, Progress, progress
+from flatout.script.run_record import RunRecord
 from flatout.script.runner import Runner
 from flatout.statistics import median
 
@@ -90,7 +91,9 @@ class RunState:
     """Resident bytes, likewise."""
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        """Without a copy of every number, because it is made in the script's own thread."""
+        epoch = None if self.epoch is None else asdict(self.epoch)
+        return {**vars(self), "epoch": epoch, "findings": [one.to_json() for one in self.findings]}
 
     @classmethod
     def from_json(cls, data: object) -> RunState:
@@ -126,13 +129,7 @@ class RunStates:
         record, subject = runner.record, runner.watch.subject
         seen = breakdown(record.rows)
         if record.steps and not ended:
-            self._progress = progress(
-                runner.watch,
-                runner.epochs,
-                steps=record.steps,
-                first_step_at=record.first_step_at,
-                now=time.perf_counter(),
-            )
+            self._progress = self._progressed(record)
             if len(record.rows) != self._rows or clock >= self._next_findings:
                 self._rows, self._next_findings = len(record.rows), clock + FINDINGS_EVERY_SECONDS
                 self._findings = tuple(self._found(seen))[:MOST_FINDINGS]
@@ -173,6 +170,19 @@ class RunStates:
             step_curve=_thinned(record.samples),
             memory_curve=tuple(one[2] for one in _thinned(record.resident)),
         )
+
+    def _progressed(self, record: RunRecord) -> Progress:
+        """What a step takes is known anew only some steps into an epoch; until then it is as in the epoch before."""
+        found = progress(
+            self._runner.watch,
+            self._runner.epochs,
+            steps=record.steps,
+            first_step_at=record.first_step_at,
+            now=time.perf_counter(),
+        )
+        if found.samples_unknown_because == TOO_EARLY and self._progress.samples_per_step is not None:
+            return replace(found, samples_per_step=self._progress.samples_per_step, samples_unknown_because="")
+        return found
 
     def _not_in_force(self) -> tuple[str, ...]:
         runner = self._runner

@@ -236,7 +236,7 @@ def cpu_parts(devices: Devices) -> list[str]:
     if devices.cpu_busy_share is not None:
         parts.append(f"{devices.cpu_busy_share:.0%} of all cores busy")
     if cpu.memory_used_bytes is not None and cpu.memory_total_bytes is not None:
-        parts.append(f"{format_bytes(cpu.memory_used_bytes)} of {format_bytes(cpu.memory_total_bytes)} used")
+        parts.append(f"{format_bytes(cpu.memory_used_bytes)} of {format_bytes(cpu.memory_total_bytes)} of memory used")
     parts += _cpu_sensors(devices)
     missing = {"frequency_hz": "clock", "temperature_celsius": "temperature", "energy_joules": "power"}
     reasons: dict[str, list[str]] = {}

@@ -68,7 +68,7 @@ const showFindings = (findings) => {
   if (!changed("findings", findings)) return;
   at("findings").replaceChildren(...findings.map((one) => {
     const item = made("li", "", one.kind);
-    item.append(made("strong", one.title), made("p", one.text));
+    item.append(made("strong", one.title), ...one.texts.map((text) => made("p", text)));
     if (one.command) item.append(made("code", one.command));
     return item;
   }));

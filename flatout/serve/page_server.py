@@ -96,7 +96,7 @@ def view_json(view: LiveView) -> dict[str, object]:
     """What the page shows: texts, and two curves."""
     state = view.state
     findings = [
-        {"title": one.title, "text": f"{one.evidence}. {one.remedy}", "command": one.next_command, "kind": one.severity}
+        {"title": one.title, "texts": [one.evidence, one.remedy], "command": one.next_command, "kind": one.severity}
         for one in state.findings
     ]
     return {

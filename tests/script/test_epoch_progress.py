@@ -145,6 +145,7 @@ def test_epochs_need_one_loader(loaders: tuple[DataLoader[Any], ...], why: str) 
 def test_no_time_is_left_over_where_an_epoch_goes_beyond_the_one_before() -> None:
     assert Epoch(number=2, steps_done=41, steps_total=40, seconds=10.0).seconds_left is None
     assert Epoch(number=2, steps_done=0, steps_total=40, seconds=10.0).seconds_left is None
+    assert Epoch(number=2, steps_done=4, steps_total=40, seconds=10.0).seconds_left is None  # too few to tell
 
 
 def test_a_watched_loop_counts_its_batches() -> None:
