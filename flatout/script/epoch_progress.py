@@ -45,8 +45,8 @@ class Epoch:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the epoch's own pace, pauses included; None where its length is not known, or it has gone beyond, or hardly
-        begun."""
+        """At the epoch's own pace, pauses included; None where its length is not known, or it has hardly begun, or has
+        gone beyond."""
         if self.steps_total is None or self.steps_done < LEAST_STEPS or self.steps_done > self.steps_total:
             return None
         return (self.steps_total - self.steps_done) * self.seconds / self.steps_done
