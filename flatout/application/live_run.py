@@ -30,7 +30,7 @@ from flatout.script.own_modules import own_imports
 from flatout.script.runner import Runner
 from flatout.serve.run_folder import StateFile
 
-SENSORS_EVERY_SECONDS = 2.0
+SENSORS_EVERY_SECONDS = 3.0
 PAGE_START_SECONDS = 30.0
 LINGER_SECONDS = 60.0
 """How long a page can still fetch the last state of a run that has ended; browsers ask rarely for a hidden page."""

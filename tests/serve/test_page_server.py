@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +162,22 @@ def test_html_in_a_scripts_name_is_inert(site: Site) -> None:
     assert "innerHTML" not in page
     for word in ("http:", "https:", "//cdn"):
         assert word not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_shows_the_page_and_runs_nothing_of_a_scripts_name(site: Site, tmp_path: Path) -> None:
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    words += ["--virtual-time-budget=3000", "--dump-dom", site.pages.url(site.port)]
+    done = subprocess.run(["chromium", *words], capture_output=True, text=True, timeout=120, check=True)
+    shown = done.stdout
+    assert "Updated every second." in shown
+    assert "<td>step 1,234 · epoch 3, step 120 of 500" in shown
+    assert f"<strong>{FINDING.title}</strong>" in shown
+    assert shown.count("<polyline") == 2
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
+    assert shown.count("<script") == 1
+    assert "<img" not in shown
 
 
 def test_the_state_follows_the_run_to_its_end(site: Site) -> None:
