@@ -30,6 +30,8 @@ from flatout.script.own_modules import own_imports
 from flatout.script.runner import Runner
 from flatout.serve.run_folder import StateFile
 
+MOST_SHARE, SELDOM_SECONDS = 0.002, 5.0
+"""States take at most this share of the script's processor time, but there is one every so many seconds."""
 SENSORS_EVERY_SECONDS = 3.0
 PAGE_START_SECONDS = 30.0
 LINGER_SECONDS = 60.0
@@ -46,6 +48,7 @@ class LiveRun:
         self._runner, self._file = runner, StateFile()
         self._owner = os.getpid()
         self._imported = False
+        self._next_cpu = self._latest_at = 0.0
         self.latest: RunState | None = None
         self.fault: str | None = self._file.fault
         """Why nobody can watch this run; None: they can."""
@@ -64,6 +67,16 @@ class LiveRun:
             self._update(status=status, ended=True)
 
     def _second(self, now: float) -> None:
+        """`now`, on the clock of time.perf_counter(), comes a second after the last one or later. On a machine that
+        many share, this process may have had little of that second: then a state is worth less than what it takes."""
+        began = time.thread_time()
+        if began < self._next_cpu and now < self._latest_at + SELDOM_SECONDS:
+            return
+        self._latest_at = now
+        self._update_with_own_imports()
+        self._next_cpu = began + (time.thread_time() - began) / MOST_SHARE
+
+    def _update_with_own_imports(self) -> None:
         if self._imported:
             self._update()
             return

@@ -56,6 +56,29 @@ def test_states_are_written_from_the_start_to_the_end() -> None:
     assert "secret" not in (run.folder / "state.json").read_text()
 
 
+def test_a_process_that_gets_little_of_the_processor_writes_fewer_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update takes 1 ms of processor time here, and the process gets 0.1 s of it in each second."""
+    runner = Runner()
+    run = live(runner)
+    clock, made = [0.0], []
+
+    def update() -> None:
+        made.append(1)
+        clock[0] += 0.001
+
+    monkeypatch.setattr(run, "_update_with_own_imports", update)
+    monkeypatch.setattr(live_run.time, "thread_time", lambda: clock[0])
+    for second in range(100, 200):
+        runner.at_second[0](float(second))
+        clock[0] += 0.1
+    assert len(made) == 20
+    made.clear()
+    for second in range(200, 300):
+        runner.at_second[0](float(second))
+        clock[0] += 1.0
+    assert len(made) == 100
+
+
 def test_a_folder_that_cannot_be_had_leaves_the_panel(runs: Path) -> None:
     runs.write_text("a file")
     run = live(Runner())
