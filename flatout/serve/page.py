@@ -58,8 +58,8 @@ const showRows = (rows) => {
   if (!changed("rows", rows)) return;
   at("rows").replaceChildren(...rows.map(([label, text]) => {
     const row = made("tr", "", label ? "" : "more");
-    const head = made("th", label);
-    head.scope = "row";
+    const head = made(label ? "th" : "td", label);
+    if (label) head.scope = "row";
     row.append(head, made("td", text));
     return row;
   }));
