@@ -73,8 +73,10 @@ class LiveRun:
         if began < self._next_cpu and now < self._latest_at + SELDOM_SECONDS:
             return
         self._latest_at = now
+        again = self._imported
         self._update_with_own_imports()
-        self._next_cpu = began + (time.thread_time() - began) / MOST_SHARE
+        if again:  # imports happen once
+            self._next_cpu = began + (time.thread_time() - began) / MOST_SHARE
 
     def _update_with_own_imports(self) -> None:
         if self._imported:

@@ -61,6 +61,7 @@ def test_a_process_that_gets_little_of_the_processor_writes_fewer_states(monkeyp
     runner = Runner()
     run = live(runner)
     clock, made = [0.0], []
+    run._imported = True
 
     def update() -> None:
         made.append(1)
