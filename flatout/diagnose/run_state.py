@@ -41,7 +41,7 @@ class RunState:
 
     pid: int
     process_started: str | None
-    """What tells this process from a later one with the same number; None: the system does not say."""
+    """Distinguishes this process from a later one with the same number; None: unknown."""
     pid_namespace: str | None
     """Where `pid` counts: containers have their own numbers."""
     script: str

@@ -21,7 +21,7 @@ class ProcessUse:
 
 
 def process_started(pid: int) -> str | None:
-    """What tells a process from later ones with its number: when it started, as a whole number in units of the system.
+    """Distinguishes a process from later ones with its number: when it started, in whole units of the system.
     None: there is no such process."""
     try:
         if not os.path.exists("/proc/self/stat"):  # macOS, Windows

@@ -47,7 +47,7 @@ class CpuReading:
     energy_joules: float | None = None
     """Of all processor packages; a counter that starts anywhere."""
     energy_wraps_joules: float | None = None
-    """Where that counter starts again at 0."""
+    """Where that counter starts again at 0; None with several packages, whose counters do so one by one."""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     unknown: Mapping[str, str] = field(default_factory=dict)
@@ -157,16 +157,19 @@ class CpuSensors:
                 "temperature_celsius", lambda: max((_number(path) / 1e3 for path in self._temperatures), default=None)
             ),
             throttle_events=None if throttled is None else int(throttled),
-            energy_joules=known("energy_joules", lambda: self._microjoules("energy_uj")),
-            energy_wraps_joules=known("energy_wraps_joules", lambda: self._microjoules("max_energy_range_uj")),
+            energy_joules=known("energy_joules", self._energy_joules),
+            energy_wraps_joules=known("energy_wraps_joules", self._wraps_joules),
             memory_used_bytes=None if total is None or left is None else total - left,
             memory_total_bytes=total,
             unknown=unknown,
         )
 
-    def _microjoules(self, name: str) -> float | None:
-        """Of all packages together; their counters wrap one by one, so with several a wrap is seen as a fall."""
-        return sum(_number(folder / name) / 1e6 for folder in self._packages) if self._packages else None
+    def _energy_joules(self) -> float | None:
+        return sum(_number(folder / "energy_uj") / 1e6 for folder in self._packages) if self._packages else None
+
+    def _wraps_joules(self) -> float | None:
+        """None with several packages: their counters start again one by one, and a sum does not show which did."""
+        return _number(self._packages[0] / "max_energy_range_uj") / 1e6 if len(self._packages) == 1 else None
 
 
 def power_between(before: CpuReading | GpuReading, after: CpuReading | GpuReading) -> float | None:

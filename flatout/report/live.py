@@ -69,7 +69,7 @@ class Panel:
         self._thread.join(timeout=2 * REFRESH_SECONDS)
         if self._size != (0, 0):
             self._write(f"\x1b7\x1b[r{self._cleared()}\x1b8")
-        self._tell("done")
+        self._send("done")
 
     def _run(self) -> None:
         while not self._stop.wait(REFRESH_SECONDS):
@@ -105,7 +105,7 @@ class Panel:
         if self._lifeline is None and self._size == (0, 0):
             self._leave_shell()
         self._size, self._height = (rows, columns), height
-        self._tell(str(height))
+        self._send(str(height))
         # So many lines down and up again first (indexes, which keep the column, unlike line feeds): the cursor may
         # stand on a line that is about to be taken.
         room = "\x1bD" * more + f"\x1b[{more}A"
@@ -119,7 +119,7 @@ class Panel:
         """Has the shell, or a pager that the script started, the terminal now? Then nothing is drawn over it."""
         try:
             return os.tcgetpgrp(self._descriptor) != os.getpgrp()
-        except OSError:  # not the terminal that controls this process: nobody says
+        except OSError:  # it does not control this process, so this is not known
             return False
 
     def _leave_shell(self) -> None:
@@ -143,7 +143,7 @@ class Panel:
         finally:
             os.close(ours)
 
-    def _tell(self, word: str) -> None:
+    def _send(self, word: str) -> None:
         if self._lifeline is None:
             return
         descriptor, inode = self._lifeline

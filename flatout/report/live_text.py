@@ -45,24 +45,24 @@ def panel_lines(view: LiveView, columns: int) -> list[str]:
         return [fitted(" flatout · waiting for the first step", columns)]
     lines = [_joined([f" flatout · step {state.steps:,}", *_speed(view), *_late(view)], columns)]
     lines.append(_joined([*_short_parts(state), *_short_devices(view)], columns))
-    told = [*(finding.title for finding in state.findings), *state.notes]
-    if told:
-        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
-        lines.append(fitted(f" ! {told[0]}{more}", columns))
+    notices = [*(finding.title for finding in state.findings), *state.notes]
+    if notices:
+        more = f" (and {len(notices) - 1} more)" if len(notices) > 1 else ""
+        lines.append(fitted(f" ! {notices[0]}{more}", columns))
     return lines
 
 
 def panel_line(view: LiveView, columns: int) -> str:
     """The same on a terminal with room for only one."""
     state = view.state
-    told = [finding.title for finding in state.findings]
+    notices = [finding.title for finding in state.findings]
     lines = panel_lines(view, columns)
     if len(lines) == 1:
         return lines[0]
     parts = [f" flatout · step {state.steps:,}", *_speed(view), *_late(view)]
     if state.resident_bytes is not None:
         parts.append(format_bytes(state.resident_bytes))
-    return _joined([*parts, *told, *state.notes], columns)
+    return _joined([*parts, *notices, *state.notes], columns)
 
 
 def _speed(view: LiveView) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,10 +62,13 @@ def root(tmp_path: Path) -> Path:
 def test_what_linux_shows(root: Path) -> None:
     found = CpuSensors(root).read()
     assert (found.frequency_hz, found.temperature_celsius, found.throttle_events) == (2.6e9, 61.5, 3)
-    assert (found.energy_joules, found.energy_wraps_joules) == (12.0, pytest.approx(524286.6577))
+    assert (found.energy_joules, found.energy_wraps_joules) == (12.0, None)
     ticks = os.sysconf("SC_CLK_TCK")
     assert (found.busy_seconds, found.idle_seconds) == (1500 / ticks, 7500 / ticks)
-    assert found.unknown == {}
+    assert set(found.unknown) == {"energy_wraps_joules"}
+    shutil.rmtree(root / "sys/class/powercap/intel-rapl:1")
+    alone = CpuSensors(root).read()
+    assert (alone.energy_joules, alone.energy_wraps_joules) == (5.0, pytest.approx(262143.32885))
 
 
 def test_what_is_not_there_is_unknown_and_says_why(tmp_path: Path) -> None:
@@ -115,6 +120,7 @@ def test_a_counter_that_starts_again_at_zero() -> None:
     before = cpu_reading(0.0, energy_joules=990.0, energy_wraps_joules=1000.0)
     after = cpu_reading(1.0, energy_joules=40.0, energy_wraps_joules=1000.0)
     assert power_between(before, after) == 50.0
+    assert power_between(before, replace(after, energy_wraps_joules=None)) is None
 
 
 def test_shares_of_cores() -> None:

@@ -110,13 +110,13 @@ def test_states_of_runs_that_ended_long_ago_are_removed(tmp_path: Path) -> None:
     running = StateFile(tmp_path)
     assert running.folder is not None
     running.write(run_state())
-    stranger = tmp_path / "run-of-the-mill"
-    stranger.mkdir()
+    other = tmp_path / "run-of-the-mill"
+    other.mkdir()
     old = time.time() - KEPT_SECONDS - 60
-    for path in (gone / STATE, gone, empty, running.folder / STATE, running.folder, stranger):
+    for path in (gone / STATE, gone, empty, running.folder / STATE, running.folder, other):
         os.utime(path, (old, old))
     remove_old(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([lately, running.folder, stranger])
+    assert sorted(tmp_path.iterdir()) == sorted([lately, running.folder, other])
 
 
 def test_a_clock_that_was_set_back_removes_no_run_that_goes_on(tmp_path: Path) -> None:
