@@ -22,7 +22,8 @@ ROOMS = [
     "tracebacks", "replaced", "generators", "parameters", "statistics", "sequential", "timing", "environment",
     "machine", "plan_document", "plan_choices", "private_details", "plan", "arguments", "precision", "kernels",
     "memory", "data", "models", "levers", "search", "checkpoint", "train", "infer", "parallel", "profiling", "script",
-    "diagnose", "tuning", "sizing", "bench", "report", "application", "cli",
+    "diagnose", "tuning", "sizing", "bench", "report", "serve", "application",
+    "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""

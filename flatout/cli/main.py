@@ -61,6 +61,7 @@ VERBS = {
     "tune": ScriptCommand,
     "run": RunCommand,
     "profile": ScriptCommand,
+    "watch": Verb,
     "memory": ScriptCommand,
     "predict": Verb,
     "generate": Verb,
@@ -83,10 +84,14 @@ flatout tune --fit 12GiB -m package.train""",
     "run": """flatout run train.py --epochs 3
 flatout run --without compile,threads train.py
 flatout run --no-plan --report baseline.json train.py
+flatout run --serve train.py
 torchrun --nproc-per-node 2 -m flatout run train.py""",
     "profile": """flatout profile train.py --epochs 3
 flatout profile --by shape --sort flops train.py
 flatout profile --trace trace.json.gz --operators operators.csv train.py""",
+    "watch": """flatout watch
+flatout watch 4242
+flatout watch --json 4242""",
     "memory": """flatout memory train.py
 flatout memory --batch-curve --budget 5m train.py""",
     "predict": """flatout predict net.py:make images.npz --out results.jsonl
