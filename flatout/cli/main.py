@@ -60,6 +60,7 @@ VERBS = {
     "check": Verb,
     "tune": ScriptCommand,
     "run": RunCommand,
+    "diff": ScriptCommand,
     "memory": ScriptCommand,
     "predict": Verb,
     "generate": Verb,
@@ -82,6 +83,9 @@ flatout tune --fit 12GiB -m package.train""",
 flatout run --without compile,threads train.py
 flatout run --no-plan --report baseline.json train.py
 torchrun --nproc-per-node 2 -m flatout run train.py""",
+    "diff": """flatout diff train.py
+flatout diff --out train.patch train.py
+flatout diff --plan other.toml -m package.train""",
     "memory": """flatout memory train.py
 flatout memory --batch-curve --budget 5m train.py""",
     "predict": """flatout predict net.py:make images.npz --out results.jsonl
