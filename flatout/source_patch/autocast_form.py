@@ -17,7 +17,7 @@ from flatout.source_patch.edits import Changed, Hoisting, InContext, NoSourceFor
 from flatout.source_patch.known_calls import LOSS_CLASSES, REARRANGING, TENSOR_ATTRIBUTES, TENSOR_METHODS, is_loss
 from flatout.source_patch.setting_forms import Notes
 from flatout.source_patch.source_file import SourceFile, called, dotted, walk, walk_own
-from flatout.source_patch.sources import Sources, returned
+from flatout.source_patch.sources import Sources, Value, returned
 from flatout.source_patch.training_step import TrainingStep, root_class, training_step
 from flatout.source_patch.tuned_loop import TunedLoop
 
@@ -191,13 +191,13 @@ class _Form:
 
     def _is_fp32(self, place: int | None) -> bool:
         """Is what the model returns at this place of its tuple (None: alone) a loss that autocast computes in fp32?"""
-        for value in self.sources.values(self.file, self.step.calls[0].func) or ():
-            kind = root_class(self.sources, value)
-            classes = self.sources.classes(kind)
-            if len(classes) != 1 or not self._returns_loss(*classes[0], place):
-                return False
-            return True
-        return False
+        kinds = {root_class(self.sources, one) for one in self._made_by(self.step.calls[0])}
+        classes = [self.sources.classes(kind) for kind in kinds]
+        return bool(classes) and all(len(one) == 1 and self._returns_loss(*one[0], place) for one in classes)
+
+    def _made_by(self, call: cst.Call) -> list[Value]:
+        """What the called name may stand for; none where that is unknown."""
+        return self.sources.values(self.file, call.func) or []
 
     def _returns_loss(self, file: SourceFile, kind: cst.ClassDef, place: int | None) -> bool:
         forward = next((one for one in file.find(cst.FunctionDef, kind) if one.name.value == "forward"), None)
@@ -225,12 +225,12 @@ class _Form:
         return bool(values) and all(root_class(self.sources, one) in LOSS_CLASSES for one in values or ())
 
     def _ends_in_loss(self, call: cst.Call, statement: cst.SimpleStatementLine) -> bool:
-        """Is the call's result only rearranged on its way into such a loss, in a statement that computes nothing else?"""
+        """Is its result only rearranged on its way into such a loss, in a statement that computes nothing else?"""
         return self._reaches_loss(call) and self._is_plain(statement, call)
 
     def _reaches_loss(self, use: cst.CSTNode) -> bool:
         """Only rearranged, and then an argument of a loss."""
-        node, parent = use, self.file.parents[use]
+        parent = self.file.parents[use]
         while True:
             if isinstance(parent, cst.Arg):
                 outer = self.file.parents[parent]
@@ -240,7 +240,7 @@ class _Form:
             outer = self.file.parents[parent]
             if not isinstance(outer, cst.Call) or outer.func is not parent:
                 return False
-            node, parent = outer, self.file.parents[outer]
+            parent = self.file.parents[outer]
 
     def _is_plain(self, statement: cst.SimpleStatementLine, mine: cst.Call | None) -> bool:
         """No call but losses, rearranging and the model's own; no matrix product."""

@@ -1,7 +1,7 @@
 """Edits of a file, collected on its unchanged tree and made all at once.
 
-Each edit names the choice of the plan that asks for it, and a node of the original tree. Edits of one node, and of nodes
-inside one another, add up.
+Each edit names the choice of the plan that asks for it, and a node of the original tree. Edits of one node, and of
+nodes inside one another, add up.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _above(inserted: cst.CSTNode, statement: cst.CSTNode, *, blank_lines: int) -
 
 
 def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call:
-    """The call with this keyword argument last, laid out as the others are; or with another value for the one it has."""
+    """The call with this keyword argument last, laid out as the others are; one that it has gets another value."""
     given, expression = keyword(call, name), cst.parse_expression(value)
     if given is not None:
         return call.with_deep_changes(given, value=expression)

@@ -1,4 +1,4 @@
-"""For each choice of a plan its form in source, in the order in which edits of one place are made; or why it has none."""
+"""For each choice of a plan its form in source; or why it has none."""
 
 from __future__ import annotations
 

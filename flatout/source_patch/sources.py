@@ -1,4 +1,4 @@
-"""All files of a script, and what a name in them may stand for: followed through assignments, parameters and returns."""
+"""All files of a script, and what a name in them may stand for, through assignments, parameters and returns."""
 
 from __future__ import annotations
 

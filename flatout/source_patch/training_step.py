@@ -113,14 +113,16 @@ def used_as_model(file: SourceFile, call: cst.Call) -> bool:
     name, function = dotted(call.func), file.function_of(call)
     inside = file.tree if function is None else function.body
     for one in walk(inside):
-        if isinstance(one, cst.Call) and isinstance(one.func, cst.Attribute) and dotted(one.func.value) == name:
-            if one.func.attr.value in OF_A_MODEL:
-                return True
+        if not isinstance(one, cst.Call) or not isinstance(one.func, cst.Attribute):
+            continue
+        if dotted(one.func.value) == name and one.func.attr.value in OF_A_MODEL:
+            return True
     return False
 
 
 def root_class(sources: Sources, value: Value) -> str:
-    """The class that an expression makes an object of: 'Net' of `Net(3).to(device)`, 'torch.nn.Linear'; '' if unknown."""
+    """The class of the object that an expression makes: 'Net' of `Net(3).to(device)`, 'torch.nn.Linear'; '' if
+    unknown."""
     node = unwrapped(value.node, PLACES)
     if not isinstance(node, cst.Call):
         return ""

@@ -49,7 +49,7 @@ class _Tried:
 
 
 class TuneReport:
-    """A report of `flatout tune`, as far as it is for this plan. obstacle: why it is not; then every gain is unknown."""
+    """A report of `flatout tune`, if it is for this plan. obstacle: why it is not; then every gain is unknown."""
 
     def __init__(self, plan: Plan, document: Mapping[str, object] | None, obstacle: str = NO_REPORT) -> None:
         self._plan = plan
