@@ -13,7 +13,7 @@ from pathlib import Path
 from flatout.levers.catalogue import LEVERS
 from flatout.plan import Plan
 from flatout.plan_choices import ChoiceValue
-from flatout.source_patch.edits import InContext, NoSourceForm
+from flatout.source_patch.edits import Edit, InContext, Insertion, NoSourceForm
 from flatout.source_patch.forms import FORMS, WITHOUT_FORM, environment_of
 from flatout.source_patch.result import LeftToRun, PatchedFile, SourceChange, SourcePatch
 from flatout.source_patch.source_file import SourceFile
@@ -77,10 +77,17 @@ def _patched(sources: Sources, file: SourceFile, folder: str) -> PatchedFile:
     marks: list[Mark] = []
     for edit in sources.edits.made:
         if edit.file is file:
-            first, last = file.lines(edit.node)
-            marks.append((edit.choice, first, file.lines(edit.last)[1] if isinstance(edit, InContext) else last))
+            marks.append((edit.choice, *_lines(file, edit)))
     name = os.path.relpath(os.path.realpath(file.path), os.path.realpath(folder))
     return PatchedFile(name=name, hunks=hunks(file.content, new, marks), content=new)
+
+
+def _lines(file: SourceFile, edit: Edit) -> tuple[int, int]:
+    """The lines of the old file between or at which it changes something."""
+    first, last = file.lines(edit.node)
+    if isinstance(edit, Insertion):
+        return (last, last) if edit.after else (first, first)
+    return first, file.lines(edit.last)[1] if isinstance(edit, InContext) else last
 
 
 def _folder(files: Sequence[SourceFile]) -> str:

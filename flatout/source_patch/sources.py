@@ -12,6 +12,8 @@ from flatout.source_patch.edits import Edits, Insertion, NoSourceForm
 from flatout.source_patch.source_file import SourceFile, called, dotted, walk, walk_own
 
 CONSTANTS = ("None", "True", "False")
+OF_MODULES = ("train", "eval", "forward", "to")
+"""Methods of torch.nn.Module that scripts give other classes too."""
 MOST_STEPS = 12
 """From a name to what it stands for."""
 
@@ -65,8 +67,13 @@ class Sources:
         """Calls of a function by its name, and of a class for its `__init__`."""
         owner, name = file.class_of(function), function.name.value
         if name == "__init__" and owner is not None:
-            name = owner.name.value
-        return [(place, call) for place, call in self.calls() if called(call) == name]
+            name, owner = owner.name.value, None
+        found = [(place, call) for place, call in self.calls() if called(call) == name]
+        if owner is None:  # by its name, or as an attribute of its module
+            return [one for one in found if isinstance(one[1].func, cst.Name) or one[0].qualified(one[1].func)]
+        if name in OF_MODULES:  # `model.train()` is none of a class with a method of that name
+            found = [one for one in found if not isinstance(one[1].func, cst.Attribute) or one[1].args]
+        return [one for one in found if isinstance(one[1].func, cst.Attribute)]
 
     def values(self, file: SourceFile, node: cst.BaseExpression, depth: int = MOST_STEPS) -> list[Value] | None:
         """Every expression that `node` may stand for; None if that cannot be read from the source."""
@@ -76,9 +83,9 @@ class Sources:
             if file.qualified(node) or dotted(node) in CONSTANTS:
                 return [Value(file=file, node=node)]
             return self._of_name(file, node, depth)
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and not file.qualified(node.func):
-            found = self.functions(node.func.value)
-            if len(found) == 1:
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
+            found, imported = self.functions(node.func.value), file.qualified(node.func)
+            if len(found) == 1 and not any(name.startswith("torch.") for name in imported):
                 return self._all(found[0][0], returned(found[0][1]), depth)
         return [Value(file=file, node=node)]
 

@@ -12,7 +12,7 @@ from flatout.source_patch.known_calls import PLACES, is_loss
 from flatout.source_patch.source_file import SourceFile, called, dotted, unwrapped, walk, walk_own
 from flatout.source_patch.sources import Sources, Value
 
-OF_A_MODEL = frozenset(("parameters", "named_parameters", "train", "eval", "state_dict", "load_state_dict", "to"))
+OF_A_MODEL = frozenset(("parameters", "named_parameters", "train", "eval", "state_dict", "load_state_dict"))
 WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 
 
@@ -104,7 +104,7 @@ def is_model(sources: Sources, file: SourceFile, call: cst.Call, trained: frozen
     values = sources.values(file, call.func)
     kinds = [root_class(sources, value) for value in values or ()]
     if kinds and all(kinds):
-        return all(_has_weights(kind, trained) for kind in kinds)
+        return any(_has_weights(kind, trained) for kind in kinds)
     return used_as_model(file, call)
 
 
