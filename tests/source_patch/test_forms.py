@@ -124,7 +124,8 @@ OPTIMIZERS = [
     (
         "import torch\ndef make(net):\n    return torch.optim.SGD(net.parameters(), 0.1)\n",
         "fused",
-        "-    return torch.optim.SGD(net.parameters(), 0.1)\n+    return torch.optim.SGD(net.parameters(), 0.1, fused=True)\n",
+        "-    return torch.optim.SGD(net.parameters(), 0.1)\n"
+        "+    return torch.optim.SGD(net.parameters(), 0.1, fused=True)\n",
     ),
     (
         "import torch\nclass T:\n    def __init__(self):\n        self.o = torch.optim.Adagrad(p)\n",
@@ -144,7 +145,8 @@ OPTIMIZERS = [
     (
         "import torch\na, b = torch.optim.Adam(p), torch.optim.RMSprop(q)\n",
         "fused",
-        "-a, b = torch.optim.Adam(p), torch.optim.RMSprop(q)\n+a, b = torch.optim.Adam(p, fused=True), torch.optim.RMSprop(q)\n",
+        "-a, b = torch.optim.Adam(p), torch.optim.RMSprop(q)\n"
+        "+a, b = torch.optim.Adam(p, fused=True), torch.optim.RMSprop(q)\n",
     ),
 ]
 
@@ -298,7 +300,8 @@ def test_a_compiled_model_beside_the_model(tmp_path: Path) -> None:
     """It is passed to the function that trains, and to no other."""
     assert changed_lines(patch_for(tmp_path, EPOCHS, compile="default")) == (
         '+    compiled_model = torch.compile(model, options={"fallback_random": True})\n'
-        "-        train(model, loader, optimizer, criterion)\n+        train(compiled_model, loader, optimizer, criterion)\n"
+        "-        train(model, loader, optimizer, criterion)\n"
+        "+        train(compiled_model, loader, optimizer, criterion)\n"
     )
 
 
@@ -313,7 +316,8 @@ def test_a_model_that_is_saved_where_it_trains_is_compiled_there(tmp_path: Path)
 def test_a_model_of_the_module_is_compiled_before_the_loop_over_epochs(tmp_path: Path) -> None:
     source = (
         "import torch\nmodel = torch.nn.Linear(2, 2)\ndef train():\n    model.train()\n    for x in data:\n"
-        "        loss = model(x).sum()\n        loss.backward()\nif True:\n    for epoch in range(3):\n        train()\n"
+        "        loss = model(x).sum()\n        loss.backward()\n"
+        "if True:\n    for epoch in range(3):\n        train()\n"
     )
     assert changed_lines(patch_for(tmp_path, source, compile="default")) == (
         "-        loss = model(x).sum()\n+        loss = compiled_model(x).sum()\n"
@@ -365,7 +369,8 @@ def test_whole_batches_of_a_tensor_data_set(tmp_path: Path) -> None:
         "+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset\n"
         "-    loader = DataLoader(TensorDataset(inputs, labels), batch_size=8, shuffle=True)\n"
         "+    training_data = TensorDataset(inputs, labels)\n"
-        "+    loader = DataLoader(training_data, batch_size=None, sampler=BatchSampler(RandomSampler(training_data), 8, "
+        "+    loader = DataLoader(training_data, batch_size=None, sampler="
+        "BatchSampler(RandomSampler(training_data), 8, "
         "drop_last=False))\n"
     )
 

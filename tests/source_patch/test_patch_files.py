@@ -166,7 +166,8 @@ def test_modules_of_the_script_are_patched_too(tmp_path: Path) -> None:
         "        model.zero_grad()\n        loss = model(x).sum()\n        loss.backward()\n        optimizer.step()\n"
     )
     (package / "parts.py").write_text(
-        "from torch import nn, optim\ndef make():\n    model = nn.Linear(2, 2)\n    return model, optim.Adam(model.parameters())\n"
+        "from torch import nn, optim\ndef make():\n    model = nn.Linear(2, 2)\n"
+        "    return model, optim.Adam(model.parameters())\n"
     )
     (tmp_path / "start.py").write_text("from net.loop import train\ntrain([])\n")
     choices = {"optimizer": "fused", "compile": "default"}
