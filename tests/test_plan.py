@@ -64,6 +64,7 @@ def _plans() -> st.SearchStrategy[Plan]:
     numbers = st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False)
     provenance = dict.fromkeys(PROVENANCE, texts) | {
         "argv": st.lists(st.text()).map(tuple),
+        "sources": st.lists(st.text()).map(tuple),
         "warnings": st.lists(st.text()).map(tuple),
         "proved_reduced": st.lists(st.text()).map(tuple),
         "speedup": numbers,

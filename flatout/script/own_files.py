@@ -56,9 +56,13 @@ def own_files(target: Target) -> tuple[OwnFile, ...]:
 
 
 def source_digests(target: Target) -> tuple[str, ...]:
-    """'sha256:... name' for each of the script's own files that can be read."""
-    digests = []
-    for file in own_files(target):
+    """'sha256:... name' for each of the script's own files that can be read; none where a module has no file."""
+    digests: list[str] = []
+    try:
+        files = own_files(target)
+    except UsageError:
+        return ()
+    for file in files:
         try:
             content = file.path.read_bytes()
         except OSError:

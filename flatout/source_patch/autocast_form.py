@@ -10,11 +10,20 @@ same in the source, in the shortest form that has the same numbers:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import libcst as cst
 
 from flatout.plan_choices import ChoiceValue
 from flatout.source_patch.edits import Changed, Hoisting, InContext, NoSourceForm, Replacement
-from flatout.source_patch.known_calls import LOSS_CLASSES, REARRANGING, TENSOR_ATTRIBUTES, TENSOR_METHODS, is_loss
+from flatout.source_patch.known_calls import (
+    FACTORIES,
+    LOSS_CLASSES,
+    REARRANGING,
+    TENSOR_ATTRIBUTES,
+    TENSOR_METHODS,
+    is_loss,
+)
 from flatout.source_patch.setting_forms import Notes
 from flatout.source_patch.source_file import SourceFile, called, dotted, walk, walk_own
 from flatout.source_patch.sources import Sources, Value, returned
@@ -33,7 +42,9 @@ TO_FP32 = '''def {name}(value):
 '''
 SAME_IN_BF16 = frozenset(("argmax", "argmin", "size", "shape", "dim", "numel", "ndim"))
 """Of a tensor, the same whether it is bf16 or the same values in fp32."""
-INNOCENT = frozenset(("len", "int", "float", "range", "print"))
+UNCHANGED = frozenset(("to", "cuda", "cpu", "float", "long", "size", "mean", "sum", "item"))
+"""Methods that are the same inside of autocast, where their tensor is."""
+INNOCENT = frozenset(("len", "int", "float", "range"))
 
 
 def precision(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:
@@ -66,6 +77,8 @@ class _Form:
             raise NoSourceForm(f"{place}: the model is called in the line of backward")
         if self._within(call, (cst.Lambda, cst.ListComp, cst.GeneratorExp, cst.IfExp, cst.BooleanOperation), statement):
             raise NoSourceForm(f"{place}: the model is called within an expression that may run it more or less often")
+        if not all(self._is_unchanged(one) for one in self._computed_in(call.args)):
+            raise NoSourceForm(f"{place}: what is computed for the model's arguments would be inside of autocast too")
         small = statement.body[0]
         if isinstance(small, cst.Assign) and small.value is call:
             self._assigned(call, small, statement)
@@ -174,7 +187,7 @@ class _Form:
         call = self.file.parents.get(parent)
         return isinstance(parent, cst.Arg) and isinstance(call, cst.Call) and called(call) == "len"
 
-    def _shows_tensor(self, use: cst.CSTNode, depth: int = 3) -> bool:
+    def _shows_tensor(self, use: cst.CSTNode) -> bool:
         """Is it used as only a tensor can be?"""
         parent = self.file.parents[use]
         if isinstance(parent, cst.Attribute) and parent.value is use:
@@ -243,17 +256,21 @@ class _Form:
             parent = self.file.parents[outer]
 
     def _is_plain(self, statement: cst.SimpleStatementLine, mine: cst.Call | None) -> bool:
-        """No call but losses, rearranging and the model's own; no matrix product."""
-        for node in walk(statement):
-            if isinstance(node, cst.MatrixMultiply):
-                return False
-            if not isinstance(node, cst.Call) or node is mine or self._is_loss_call(node):
-                continue
-            if isinstance(node.func, cst.Attribute) and node.func.attr.value in REARRANGING | {"to", "size", "mean"}:
-                continue
-            if dotted(node.func) not in INNOCENT and not self.file.qualified(node.func) & LOSS_CLASSES:
-                return False
-        return True
+        """Is nothing computed but losses, the model's own call, and what autocast leaves as it is?"""
+        return all(one is mine or self._is_unchanged(one) for one in self._computed_in([statement]))
+
+    def _computed_in(self, nodes: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
+        """Calls and matrix products."""
+        return [one for node in nodes for one in walk(node) if isinstance(one, (cst.Call, cst.MatrixMultiply))]
+
+    def _is_unchanged(self, node: cst.CSTNode) -> bool:
+        """Does this give the same inside of autocast?"""
+        if not isinstance(node, cst.Call):
+            return False
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value in REARRANGING | UNCHANGED:
+            return True
+        names = self.file.qualified(node.func)
+        return self._is_loss_call(node) or bool(names & (LOSS_CLASSES | FACTORIES)) or dotted(node.func) in INNOCENT
 
     def _is_loss_of(self, name: str, statement: cst.SimpleStatementLine) -> bool:
         """Does the statement compute a loss of `name`, and nothing else?"""

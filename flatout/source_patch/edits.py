@@ -92,9 +92,7 @@ class Edits:
     def insert_after(self, file: SourceFile, node: cst.CSTNode, choice: str, code: str) -> None:
         """Statements after the statement `node`; the first of them after an empty line."""
         known = [edit for edit in self.made if isinstance(edit, Insertion) and edit.node is node and edit.after]
-        if any(edit.code == code for edit in known):
-            return
-        apart = 0 if known else 1
+        apart = 0 if any(edit.blank_lines for edit in known) else 1
         self.add(Insertion(file=file, node=node, choice=choice, code=code, after=True, blank_lines=apart))
 
     def applied(self, file: SourceFile) -> bytes:
@@ -162,11 +160,20 @@ class _Applied(cst.CSTTransformer):
         ahead: list[cst.CSTNode] = []
         behind: list[cst.CSTNode] = []
         for edit in edits:
-            parts = list(cst.parse_module(edit.code, config=self._config).body)
+            parts = list(cst.parse_module(self._laid_out(edit.code), config=self._config).body)
             if edit.after and edit.blank_lines:
                 parts[0] = parts[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)] * edit.blank_lines)
             (behind if edit.after else ahead).extend(parts)
         return ahead, behind
+
+    def _laid_out(self, code: str) -> str:
+        """With the file's own indentation and line ends."""
+        indent, newline = self._config.default_indent, self._config.default_newline
+        lines = []
+        for line in code.splitlines():
+            bare = line.lstrip(" ")
+            lines.append(indent * ((len(line) - len(bare)) // 4) + bare)
+        return newline.join([*lines, ""])
 
     def _blank_lines(self, statements: Iterable[cst.CSTNode]) -> int:
         inserted = [edit for one in statements for edit in self._inserted.get(one, ()) if not edit.after]

@@ -18,6 +18,15 @@ REARRANGING = frozenset(
 )
 """Methods of tensors that change no value."""
 
+FACTORIES = frozenset(
+    f"torch.{name}"
+    for name in (
+        *("arange", "as_tensor", "empty", "empty_like", "from_numpy", "full", "ones", "ones_like", "rand", "rand_like"),
+        *("randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+    )
+)
+"""Functions that make tensors, of which autocast changes nothing."""
+
 TENSOR_METHODS = REARRANGING | frozenset(
     (
         *("argmax", "argmin", "backward", "item", "max", "min", "mean", "sum", "size", "pow", "exp", "log", "abs"),
