@@ -94,7 +94,10 @@ class Sources:
         return [value for values in found for value in values or ()] if found and None not in found else None
 
     def _of_name(self, file: SourceFile, node: cst.BaseExpression, depth: int) -> list[Value] | None:
-        name, found = dotted(node), []
+        name = dotted(node)
+        found: list[Value] = []
+        if any(name in [item.name.value for item in one.names] for one in file.find(cst.Global)):
+            return None  # bound by functions too
         for scope in self._scopes(file, node):
             bound = list(_bindings(scope, name))
             parameter = _parameter(scope, name)
