@@ -64,7 +64,7 @@ def _differences(target: Target, plan: Plan, place: Path, *, force: bool) -> lis
             return []
         what, limit = (
             f"{', '.join(changed)} changed since the tune",
-            "the plan was measured and proved for what was there",
+            "the plan was measured and proved for what it was",
         )
     if not force:
         raise UsageError(what, limit=limit, remedy="tune again, or pass --force")

@@ -42,7 +42,7 @@ TO_FP32 = '''def {name}(value):
 '''
 SAME_IN_BF16 = frozenset(("argmax", "argmin", "size", "shape", "dim", "numel", "ndim"))
 """Of a tensor, the same whether it is bf16 or the same values in fp32."""
-UNCHANGED = frozenset(("to", "cuda", "cpu", "float", "long", "size", "mean", "sum", "item"))
+UNCHANGED = frozenset(("to", "cuda", "cpu", "float", "long", "size", "dim", "mean", "sum", "item", "argmax", "argmin"))
 """Methods that are the same inside of autocast, where their tensor is."""
 INNOCENT = frozenset(("len", "int", "float", "range"))
 

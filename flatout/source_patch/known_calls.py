@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div")
+LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss")
 """Of torch.nn.functional: autocast casts their inputs to fp32, on CPUs and on CUDA."""
 
 LOSS_FUNCTIONS = frozenset(f"torch.nn.functional.{name}" for name in LOSSES)
 LOSS_CLASSES = frozenset(
-    f"torch.nn.{name}" for name in ("CrossEntropyLoss", "NLLLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "KLDivLoss")
+    f"torch.nn.{name}" for name in ("CrossEntropyLoss", "NLLLoss", "MSELoss", "L1Loss", "SmoothL1Loss")
 )
 """Their modules."""
 

@@ -132,6 +132,8 @@ def _fetch_whole(sources: Sources, choice: str, loader: Value, given: dict[str, 
     shuffle = code.get("shuffle", "False")
     if shuffle not in ("True", "False"):
         raise NoSourceForm(f"{_place(file, call)}: shuffle is {shuffle}")
+    if "generator" in given and not dotted(given["generator"].value):
+        raise NoSourceForm(f"{_place(file, call)}: the generator has no name by which the sampler could share it")
     names = _sampler_names(sources, file, choice, "BatchSampler", *_order(code, shuffle))
     generator = f", generator={code['generator']}" if shuffle == "True" and "generator" in code else ""
     sampler = code.get("sampler", "")

@@ -78,10 +78,10 @@ def _before(file: SourceFile, place: cst.CSTNode, backward: cst.Call) -> Iterato
     """Calls that are made with gradients before the backward pass; those of a name or an attribute of one."""
     last = file.positions[backward].start
     for node in walk_own(place):
-        if not isinstance(node, cst.Call) or not dotted(node.func):
+        if not isinstance(node, cst.Call) or not dotted(node.func) or node is backward:
             continue
         start = file.positions[node].start
-        if (start.line, start.column) < (last.line, last.column) and not without_gradients(file, node):
+        if (start.line, start.column) <= (last.line, last.column) and not without_gradients(file, node):
             yield node
 
 

@@ -385,9 +385,10 @@ def test_whole_batches_of_a_tensor_data_set(tmp_path: Path) -> None:
         ),
         ("shuffle=True", "shuffle=True, num_workers=2", "worker processes"),
         ("shuffle=True", "shuffle=True, collate_fn=f", "its own collate_fn"),
+        ("shuffle=True", "shuffle=True, generator=torch.Generator()", "the generator has no name"),
         ("shuffle=True", "**more", "known only when it runs"),
         ("shuffle=True", "shuffle=args.shuffle", "shuffle is args.shuffle"),
-        ("test(model, loader)", "print(loader.batch_size)", "reads loader.batch_size"),
+        ("    test(model, loader)\n", "    print(loader.batch_size)\n", "reads loader.batch_size"),
         (
             "for data, target in loader:\n        optimizer",
             "for data, target in other:\n        optimizer",

@@ -23,6 +23,7 @@ import torch
 import torch.utils.data
 
 torch.manual_seed({seed})
+seeded = torch.Generator().manual_seed(3)
 data = torch.utils.data.TensorDataset(torch.arange(23.0).view(23, 1), torch.arange(23))
 loader = torch.utils.data.DataLoader(data, {arguments})
 model, batches = torch.nn.Linear(1, 1), []
@@ -40,7 +41,7 @@ batches += [torch.rand(3), len(loader)]
         "4, True",
         "batch_size=4",
         "batch_size=5, shuffle=True, drop_last=True",
-        "batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(3)",
+        "batch_size=5, shuffle=True, generator=seeded",
         "batch_size=4, sampler=torch.utils.data.SubsetRandomSampler(range(9))",
         "shuffle=False",
     ],

@@ -91,10 +91,10 @@ def test_names_are_quoted_as_git_does() -> None:
 
 def test_hunks_name_the_choices_that_they_are_for(tmp_path: Path) -> None:
     patch = patch_for(tmp_path, EPOCHS, threads=1, optimizer="fused", precision="bf16")
-    assert [hunk.choices for hunk in patch.files[0].hunks] == [("threads",), ("precision",), ("optimizer",)]
+    assert [hunk.choices for hunk in patch.files[0].hunks] == [("threads", "precision"), ("optimizer",)]
     headings = [line for line in patch_bytes(patch, ["train.py"]).decode().split("\n") if line.startswith("@@")]
     assert [line.partition("@@ ")[2].partition("@@ ")[2] for line in headings] == [
-        *("threads = 1: gain unknown", "precision = bf16: gain unknown", "optimizer = fused: gain unknown")
+        *("threads = 1: gain unknown; precision = bf16: gain unknown", "optimizer = fused: gain unknown")
     ]
 
 
