@@ -61,12 +61,14 @@ VERBS = {
     "tune": ScriptCommand,
     "run": RunCommand,
     "diff": ScriptCommand,
+    "profile": ScriptCommand,
     "memory": ScriptCommand,
     "predict": Verb,
     "generate": Verb,
     "tune-inference": Verb,
     "export": Verb,
     "compare": Verb,
+    "report": Verb,
     "clean": Verb,
 }
 """Every verb, in the order in which a newcomer needs them; the function of that name stands in its own file."""
@@ -86,6 +88,9 @@ torchrun --nproc-per-node 2 -m flatout run train.py""",
     "diff": """flatout diff train.py
 flatout diff --out train.patch train.py
 flatout diff --plan other.toml -m package.train""",
+    "profile": """flatout profile train.py --epochs 3
+flatout profile --by shape --sort flops train.py
+flatout profile --trace trace.json.gz --operators operators.csv train.py""",
     "memory": """flatout memory train.py
 flatout memory --batch-curve --budget 5m train.py""",
     "predict": """flatout predict net.py:make images.npz --out results.jsonl
@@ -95,7 +100,9 @@ flatout generate ./gpt2 --prompts prompts.jsonl --out texts.jsonl""",
     "tune-inference": """flatout tune-inference net.py:make images.npz --out serving.toml""",
     "export": """flatout export net.py:make --input 'float32[1,3,224,224]' --format pt2,onnx""",
     "compare": """flatout compare baseline.json candidate.json
-flatout compare baseline.json candidate.json --fail-if-slower""",
+flatout compare baseline/ candidate/ --fail-if slower --threshold 3%""",
+    "report": """flatout report flatout-report.json flatout-run.json
+flatout report flatout-report.json memory.json --out train.html --open""",
     "clean": """flatout clean --dry-run""",
 }
 """Verb -> commands that its help shows."""
