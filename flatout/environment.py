@@ -11,6 +11,7 @@ tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devi
     OMP_NUM_THREADS        threads for the CPU work of torch
     ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
     LD_PRELOAD             whether another allocator is in place already
+    PYTHONPATH             where a script's own modules are looked for, after its folder
     _FLATOUT_COMPLETE      a shell asks for completions of a command line
     RANK                   which of several processes this one is (set by torchrun)
 """
@@ -166,6 +167,11 @@ def headers_are_compiled() -> bool:
 def inductor_cache() -> dict[str, str]:
     """The variable that sets this folder for torch.compile."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(inductor_folder())}
+
+
+def python_path() -> list[str]:
+    """The folders of PYTHONPATH."""
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def preloaded_libraries() -> str:

@@ -60,6 +60,9 @@ class Plan(Choices):
     """The script's own arguments, without its name. write_plan leaves them out, unless it is told to include them."""
     arguments_digest: str | None = None
     """Of these arguments; tells whether a run has the same ones. Given by `argv`, if not here."""
+    sources: tuple[str, ...] = ()
+    """The script's own files as they were tuned, each as 'sha256:... name'; empty: not known. `flatout diff` patches no
+    others."""
     loop: str | None = None
     """What trained then, in words: models, optimizers, device. With other arguments another loop may train."""
     machine_fingerprint: str | None = None
@@ -184,7 +187,7 @@ class Plan(Choices):
 PROVENANCE = tuple(one.name for one in fields(Plan) if "declared" not in one.metadata and one.name != "reasons")
 """The keys of [provenance]: everything that is neither a choice nor a reason."""
 
-_LISTS = ("argv", "warnings", "proved_reduced")
+_LISTS = ("argv", "sources", "warnings", "proved_reduced")
 _TEXTS = (
     "script",
     "arguments_digest",

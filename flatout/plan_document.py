@@ -15,11 +15,12 @@ import tomli_w
 from flatout import __version__
 from flatout.errors import PlanError
 
-SCHEMA = 3
+SCHEMA = 4
 """The layout of the TOML document; a file with a higher number was written by a newer Flatout.
 
 In schema 1 `micro_batches` was called `accumulate`; up to schema 2 the script's arguments were always there, since 3
-their digest is. Older files are read, and written in the newest layout.
+their digest is; since 4 there are digests of the script's own files. Older files are read, and written in
+the newest layout.
 """
 
 RENAMED = {"accumulate": "micro_batches"}

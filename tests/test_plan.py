@@ -64,6 +64,7 @@ def _plans() -> st.SearchStrategy[Plan]:
     numbers = st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False)
     provenance = dict.fromkeys(PROVENANCE, texts) | {
         "argv": st.lists(st.text()).map(tuple),
+        "sources": st.lists(st.text()).map(tuple),
         "warnings": st.lists(st.text()).map(tuple),
         "proved_reduced": st.lists(st.text()).map(tuple),
         "speedup": numbers,
@@ -317,7 +318,7 @@ def test_a_file_of_schema_1_is_migrated() -> None:
     assert Plan.from_toml("schema = 1\n[plan]\nthreads = 2").threads == 2
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3])
+@pytest.mark.parametrize("schema", [1, 2, 3, 4])
 def test_a_former_name_of_an_exactness_is_read(schema: int) -> None:
     plan = Plan.from_toml(f'schema = {schema}\n[provenance]\nexactness = "bit-same"')
     assert plan.exactness == "bit-identical"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout import private_details
-from flatout.application.applied_plan import _same_script
+from flatout.application.applied_plan import same_script
 from flatout.errors import PlanError
 from flatout.plan import Plan, read_plan, write_plan
 from flatout.private_details import arguments_digest, with_home, without_home, without_private
@@ -87,7 +87,7 @@ def test_digests_tell_arguments_apart() -> None:
     assert len({arguments_digest(one) for one in lists}) == len(lists)
 
 
-def test_a_plan_is_written_without_arguments_and_is_for_the_same_script(tmp_path: Path) -> None:
+def test_a_plan_is_written_without_arguments_and_is_for_thesame_script(tmp_path: Path) -> None:
     plan = Plan(
         threads=2,
         script="/home/alice/train.py",
@@ -105,7 +105,7 @@ def test_a_plan_is_written_without_arguments_and_is_for_the_same_script(tmp_path
     back = read_plan(path)
     assert back.argv == ()
     assert back.arguments_digest == plan.arguments_digest == arguments_digest(ARGUMENTS)
-    assert _same_script(str(back.script), Target(path="/home/alice/train.py"))
+    assert same_script(str(back.script), Target(path="/home/alice/train.py"))
     write_plan(path, plan, include_private=True)
     assert read_plan(path) == plan
 

@@ -39,13 +39,15 @@ def test_there_is_a_plan_of_every_schema() -> None:
 
 
 def test_plans_with_arguments_in_full_are_for_the_same_arguments() -> None:
-    first, second, third = (read_plan(FORMATS / f"plan-{n}.toml") for n in (1, 2, 3))
+    first, second, third, fourth = (read_plan(FORMATS / f"plan-{n}.toml") for n in (1, 2, 3, 4))
     assert first.choices() == {"precision": "bf16", "micro_batches": 4}
     assert (first.exactness, first.reasons["micro_batches"]) == ("bit-identical", "fits into 8 GiB")
     assert second.choices() == {"threads": 2, "memory_format": "channels_last"}
     digest = arguments_digest(["--epochs", "3"])
     assert first.arguments_digest == second.arguments_digest == digest
     assert (third.argv, third.arguments_digest) == ((), arguments_digest(()))
+    assert third.sources == ()
+    assert fourth.sources == ("sha256:0d1f3a5b7c9e2468 train.py", "sha256:13579bdf02468ace net/blocks.py")
 
 
 @pytest.mark.parametrize("kind", ["run", "tune", "check", "memory", "profile", "run-state", "watch"])

@@ -94,14 +94,14 @@ class AppliedPlan:
         from flatout.plan import read_plan
 
         if path is not None:
-            return _for_scripts(path, read_plan(path))
+            return for_scripts(path, read_plan(path))
         if not Path(PLAN_NAME).exists():
             return None
         plan = read_plan(PLAN_NAME)
-        if plan.script is not None and not _same_script(plan.script, self.target):
+        if plan.script is not None and not same_script(plan.script, self.target):
             self._miss(f"{PLAN_NAME} is for {plan.script}: not applied (give --plan to apply it all the same)")
             return None
-        return _for_scripts(PLAN_NAME, plan)
+        return for_scripts(PLAN_NAME, plan)
 
     def _compare_arguments(self, plan: Plan) -> None:
         """Other arguments may mean another loop: what was proved in lower precision is applied only to the same one."""
@@ -154,7 +154,7 @@ class AppliedPlan:
         self.missed.append(text)
 
 
-def _for_scripts(path: str, plan: Plan) -> Plan:
+def for_scripts(path: str, plan: Plan) -> Plan:
     """The plan; PlanError where it chooses what no script can be given."""
     try:
         plan.check_for("script")
@@ -163,7 +163,7 @@ def _for_scripts(path: str, plan: Plan) -> Plan:
     return plan
 
 
-def _same_script(planned: str, target: Target) -> bool:
+def same_script(planned: str, target: Target) -> bool:
     """'train.py', './train.py' and its absolute path are one script."""
     planned = with_home(planned)
     if planned == target.name:

@@ -60,6 +60,7 @@ VERBS = {
     "check": Verb,
     "tune": ScriptCommand,
     "run": RunCommand,
+    "diff": ScriptCommand,
     "profile": ScriptCommand,
     "watch": Verb,
     "memory": ScriptCommand,
@@ -86,6 +87,9 @@ flatout run --without compile,threads train.py
 flatout run --no-plan --report baseline.json train.py
 flatout run --serve train.py
 torchrun --nproc-per-node 2 -m flatout run train.py""",
+    "diff": """flatout diff train.py
+flatout diff --out train.patch train.py
+flatout diff --plan other.toml -m package.train""",
     "profile": """flatout profile train.py --epochs 3
 flatout profile --by shape --sort flops train.py
 flatout profile --trace trace.json.gz --operators operators.csv train.py""",

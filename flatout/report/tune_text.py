@@ -177,6 +177,7 @@ def tune_payload(result: Tuned, *, include_private: bool = False) -> dict[str, o
         "kept": [choice.label for choice in result.state.kept],
         "fit": None if result.state.fit is None else _fit(result.state.fit),
         "plan": result.plan.choices(),
+        "sources": list(result.plan.sources),
         "exactness": result.plan.exactness,
         "speedup": None if result.speedup is None else result.speedup.to_json(),
         "reason": result.reason,

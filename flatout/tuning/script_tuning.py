@@ -15,6 +15,7 @@ from typing import Literal
 from flatout.machine.description import Machine
 from flatout.plan_choices import ChoiceValue, Exactness
 from flatout.script.entry import Target
+from flatout.script.own_files import source_digests
 from flatout.script.trial.fork_server import ForkServer
 from flatout.script.trial.process import TrialSetup, terminal_size
 from flatout.script.trial.session import load_levers
@@ -61,6 +62,7 @@ def tune_script(
     """
     request.target.check()
     deadline = deadline or Deadline(request.budget_seconds)
+    sources = source_digests(request.target)  # now: it may be edited during the tune
     with work_folder() as folder, ForkServer() as fork_server:
         setup = TrialSetup(
             target=request.target,
@@ -93,7 +95,12 @@ def tune_script(
             subject=request.target,
             machine=machine,
             state=found.state,
-            plan=replace(plan_of(found, machine), script=request.target.name, argv=request.target.arguments),
+            plan=replace(
+                plan_of(found, machine),
+                script=request.target.name,
+                argv=request.target.arguments,
+                sources=sources,
+            ),
             proof=found.proof,
             final=found.final,
             whole=whole,

@@ -1,0 +1,1 @@
+"""Are patched scripts as fast as `flatout run`, with the same losses?"""

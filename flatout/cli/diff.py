@@ -1,0 +1,70 @@
+"""flatout diff: the plan's changes as a patch of the script's source."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def diff(
+    target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The plan; default: flatout.toml, if it is for this script.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What the tune measured; default: flatout-report.json beside the plan."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the patch here; default: to stdout.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Patch a script that changed since the tune, or may have.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> int:
+    """Show the plan's changes as a patch of the script's source, each with its measured gain. Edits nothing.
+
+    Apply it with `patch -p1` or `git apply`. Exit code: 0 there is a patch, 1 no choice of the plan has a form in this
+    source, 2 the script is not the one that was tuned.
+    """
+    from flatout.application.source_patch import patch_of
+    from flatout.report.document import to_text
+    from flatout.report.source_patch_text import patch_bytes, patch_document
+    from flatout.script.entry import Target
+
+    script = Target.from_command(target)
+    found = patch_of(script, plan=plan, report=report, force=force)
+    written = patch_bytes(found, script.command)
+    if out is not None and found.files:
+        _write(out, written)
+    if json:
+        print(to_text(patch_document(found, script.command)))
+    elif out is None or not found.files:
+        sys.stdout.flush()
+        _print(written)
+    else:
+        print(f"saved {out}      next: patch -p1 < {out}")
+    return 0 if found.files else 1
+
+
+def _write(path: Path, content: bytes) -> None:
+    from flatout.errors import UsageError
+    from flatout.whole_files import written_whole
+
+    try:
+        with written_whole(path) as temporary:
+            temporary.write_bytes(content)
+    except OSError as error:
+        remedy = "name a file in a folder that you may write"
+        raise UsageError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error
+
+
+def _print(content: bytes) -> None:
+    """Byte for byte: the source may be in any encoding."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    if buffer is None:  # a stream of text that a caller put there
+        sys.stdout.write(content.decode("utf-8", "replace"))
+    else:
+        buffer.write(content)

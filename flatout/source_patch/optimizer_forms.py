@@ -1,0 +1,69 @@
+"""The optimizer's implementation and zero_grad: keywords of their calls."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from flatout.plan_choices import ChoiceValue
+from flatout.source_patch.edits import NoSourceForm
+from flatout.source_patch.known_calls import FOREACH, FUSABLE, optimizer_kind
+from flatout.source_patch.setting_forms import Notes
+from flatout.source_patch.source_file import SourceFile, called, has_stars, keyword
+from flatout.source_patch.sources import Sources
+from flatout.source_patch.tuned_loop import TunedLoop
+
+CHOSEN = ("fused", "foreach", "capturable", "differentiable")
+"""Keywords by which a script chooses the implementation itself."""
+
+
+def optimizer(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:
+    """`fused=True` or `foreach=True` for every optimizer that has it."""
+    name, kinds = str(value), FUSABLE if value == "fused" else FOREACH
+    made = [(file, call, optimizer_kind(file.qualified(call.func))) for file, call in sources.calls()]
+    seen = tuned.optimizers
+    fitting = [one for one in made if one[2] in kinds and (seen is None or one[2] in seen)]
+    if not fitting:
+        wanted = ", ".join(sorted(seen or kinds))
+        raise NoSourceForm(f"no call of torch.optim's {wanted} was found by name")
+    for file, call, kind in fitting:
+        place = f"{file.path.name}:{file.lines(call)[0]}"
+        if has_stars(call) and any(one.star == "**" for one in call.args):
+            raise NoSourceForm(f"{place} passes keywords of {kind} that are known only when the script runs")
+        if (given := next((one for one in CHOSEN if keyword(call, one)), None)) is not None:
+            raise NoSourceForm(f"{place} sets {given} itself")
+        if name == "fused" and kind == "SGD" and sources.mentions("requires_grad"):
+            reason = "torch's fused SGD takes momentum of parameters that are unfrozen later for that of the others"
+            raise NoSourceForm(f"the script mentions requires_grad, and {reason}")
+        sources.edits.add_keyword(file, call, choice, **{name: "True"})
+    return ()
+
+
+def zero_grad(sources: Sources, choice: str, value: ChoiceValue, tuned: TunedLoop) -> Notes:
+    """`set_to_none=True`, where nothing in the script looks at gradients."""
+    mentioned = sources.mentions(".grad\n", ".grad ", ".grad.", ".grad)", ".grad,", ".grad[", "requires_grad")
+    if mentioned:
+        raise NoSourceForm(f"the script mentions {mentioned.strip()}, and a gradient that is None is no zero there")
+    found = [(file, call) for file, call in sources.calls() if called(call) == "zero_grad" and _fills(call)]
+    if not found:
+        raise NoSourceForm("no call of zero_grad(set_to_none=False) was found")
+    for file, call in found:
+        _set_to_none(sources, file, call, choice)
+    return ("the same numbers only if every parameter gets a gradient in every step",)
+
+
+def _argument(call: cst.Call) -> cst.Arg | None:
+    given = keyword(call, "set_to_none")
+    return given or next((one for one in call.args if one.keyword is None and not one.star), None)
+
+
+def _fills(call: cst.Call) -> bool:
+    given = _argument(call)
+    return given is not None and isinstance(given.value, cst.Name) and given.value.value == "False"
+
+
+def _set_to_none(sources: Sources, file: SourceFile, call: cst.Call, choice: str) -> None:
+    from flatout.source_patch.edits import Replacement
+
+    given = _argument(call)
+    assert given is not None
+    sources.edits.add(Replacement(file=file, node=given.value, choice=choice, change=lambda node: cst.Name("True")))

@@ -1,0 +1,126 @@
+"""What the tune knew of the loop, and what each of its choices gained: from the plan and the report beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flatout.decoding import decode
+from flatout.levers.observed import Observed
+from flatout.plan import Plan
+from flatout.plan_choices import ChoiceValue
+from flatout.source_patch.result import Gain
+from flatout.statistics import Comparison
+
+NO_REPORT = "there is no report of the tune beside the plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedLoop:
+    """What trained when the plan was made; None or '' where nobody knows."""
+
+    device: str = ""
+    """'cpu' or 'cuda'."""
+    trained: frozenset[str] | None = None
+    """Classes of the modules that were called, with weights."""
+    repeated_block: str = ""
+    """The class of the blocks that repeat in the model."""
+    optimizers: frozenset[str] | None = None
+    """Their classes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """What of a comparison in a report is read."""
+
+    ratio: float
+    low: float
+    high: float | None
+    confidence: float
+    pairs: int
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    outcome: str
+    choices: Mapping[str, object]
+    comparison: Mapping[str, object] | None = None
+
+
+class TuneReport:
+    """A report of `flatout tune`, if it is for this plan. obstacle: why it is not; then every gain is unknown."""
+
+    def __init__(self, plan: Plan, document: Mapping[str, object] | None, obstacle: str = NO_REPORT) -> None:
+        self._plan = plan
+        self.obstacle = obstacle if document is None else _obstacle(plan, document)
+        self._document: Mapping[str, object] = {} if document is None or self.obstacle else document
+
+    def loop(self) -> TunedLoop:
+        """From the report; without one, from the plan's own words."""
+        device = (self._plan.loop or "").rpartition(" on ")[2]
+        known = device if device in ("cpu", "cuda") else ""
+        observed = self._document.get("observed")
+        if not isinstance(observed, Mapping):
+            return TunedLoop(device=known)
+        seen = Observed.from_json(observed)
+        return TunedLoop(
+            device=seen.device.partition(":")[0],
+            trained=frozenset(one.kind for one in seen.modules if one.parameters),
+            repeated_block=next((one.repeated_block for one in seen.modules if one.repeated_block), ""),
+            optimizers=frozenset(one.kind for one in seen.optimizers),
+        )
+
+    def gain(self, choice: str, value: ChoiceValue) -> Gain:
+        """By the trial in which this choice was kept."""
+        if self.obstacle:
+            return Gain(comparison=None, reason=self.obstacle)
+        trials = self._document.get("trials")
+        for entry in reversed(trials if isinstance(trials, list) else []):
+            tried = decode(_Tried, {name: entry.get(name) for name in ("outcome", "choices", "comparison")})
+            if tried.outcome != "kept" or tried.choices.get(choice) != value:
+                continue
+            if tried.comparison is None:
+                return Gain(comparison=None, reason="it was not timed by itself")
+            others = tuple(name for name in tried.choices if name != choice)
+            return Gain(comparison=_comparison(tried.comparison), together_with=others)
+        return Gain(comparison=None, reason="the report has no trial in which it was kept")
+
+    def total(self) -> Gain:
+        """Of the whole plan, in new processes."""
+        if self.obstacle:
+            return Gain(comparison=None, reason=self.obstacle)
+        found = self._document.get("speedup")
+        if not isinstance(found, Mapping):
+            return Gain(comparison=None, reason="the plan as a whole was not compared with the plain script")
+        if self._document.get("plan") != self._plan.choices():
+            return Gain(comparison=None, reason="the plan was changed after the tune")
+        return Gain(comparison=_comparison(found))
+
+
+def _comparison(data: Mapping[str, object]) -> Comparison:
+    found = decode(_Compared, {name: data.get(name) for name in _Compared.__dataclass_fields__})
+    verdict = found.verdict
+    assert verdict in ("faster", "slower", "not significant"), verdict
+    return Comparison(
+        ratio=found.ratio,
+        low=found.low,
+        high=float("inf") if found.high is None else found.high,
+        confidence=found.confidence,
+        pairs=found.pairs,
+        verdict=verdict,  # type: ignore[arg-type]  # one of the words above
+    )
+
+
+def _obstacle(plan: Plan, document: Mapping[str, object]) -> str:
+    """Why a report is not that of this plan; '' if it is."""
+    machine, sources = document.get("machine"), document.get("sources")
+    fingerprint = machine.get("fingerprint") if isinstance(machine, Mapping) else None
+    if plan.machine_fingerprint is not None and fingerprint != plan.machine_fingerprint:
+        return "the report beside the plan is of another machine"
+    if isinstance(sources, list) and plan.sources and tuple(sources) != plan.sources:
+        return "the report beside the plan is of another version of the script"
+    planned = document.get("plan")
+    if not isinstance(planned, Mapping) or not planned.items() >= plan.choices().items():
+        return "the report beside the plan is of another plan"
+    return ""
