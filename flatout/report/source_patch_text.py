@@ -34,7 +34,9 @@ def comment_lines(patch: SourcePatch, command: Sequence[str]) -> list[str]:
     on = f" on {patch.machine}" if patch.machine else ""
     lines = [f"{patch.script} as flatout tune measured it{on}, torch {patch.torch_version or '(unknown)'}"]
     lines.append(f"the whole plan: {_long(patch.total)}")
-    width = max((len(_named(one.choice, one.value)) for one in (*patch.changes, *patch.left)), default=0)
+    names = [_named(one.choice, one.value) for one in patch.changes]
+    names += [_named(one.choice, one.value) for one in patch.left]
+    width = max(map(len, names), default=0)
     for change in patch.changes:
         lines += ["", "in this patch:"] if change is patch.changes[0] else []
         lines += _change_lines(change, width)

@@ -43,7 +43,7 @@ class OwnFile:
 def own_files(target: Target) -> tuple[OwnFile, ...]:
     """The script first. Raises UsageError where a module's file is not there."""
     roots = [target.folder, *python_path()]
-    found = {}
+    found: dict[str, OwnFile] = {}
     waiting = [_first(target, roots)]
     while waiting and len(found) < MOST_FILES:
         file = waiting.pop(0)

@@ -221,10 +221,13 @@ class _Form:
                 if not isinstance(result, cst.Tuple) or place >= len(result.elements):
                     return False
                 one = result.elements[place].value
-            for value in self.sources.values(file, one) or [None]:
-                is_none = value is not None and isinstance(value.node, cst.Name) and value.node.value == "None"
-                known = value is not None and isinstance(value.node, cst.Call)
-                if not is_none and not (known and is_loss(value.file.qualified(value.node.func))):
+            values = self.sources.values(file, one)
+            if not values:
+                return False
+            for value in values:
+                node = value.node
+                is_none = isinstance(node, cst.Name) and node.value == "None"
+                if not is_none and not (isinstance(node, cst.Call) and is_loss(value.file.qualified(node.func))):
                     return False
         return bool(results)
 

@@ -168,8 +168,8 @@ class _Applied(cst.CSTTransformer):
 
     def _laid_out(self, code: str) -> str:
         """With the file's own indentation and line ends."""
-        indent, newline = self._config.default_indent, self._config.default_newline
-        lines = []
+        indent, newline = str(self._config.default_indent), str(self._config.default_newline)
+        lines: list[str] = []
         for line in code.splitlines():
             bare = line.lstrip(" ")
             lines.append(indent * ((len(line) - len(bare)) // 4) + bare)
@@ -189,7 +189,8 @@ def _in_context(context: str, statements: Sequence[cst.CSTNode]) -> cst.With:
     first, *others = statements
     assert isinstance(first, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
     lines = first.leading_lines
-    body = [first.with_changes(leading_lines=()), *others]
+    body = [one for one in (first.with_changes(leading_lines=()), *others) if isinstance(one, cst.BaseStatement)]
+    assert len(body) == len(statements)
     return cst.With(
         items=[cst.WithItem(cst.parse_expression(context))], body=cst.IndentedBlock(body=body), leading_lines=lines
     )
@@ -240,7 +241,8 @@ def _comment_kept(
     between: cst.BaseParenthesizableWhitespace, end: cst.BaseParenthesizableWhitespace
 ) -> tuple[cst.BaseParenthesizableWhitespace, cst.BaseParenthesizableWhitespace]:
     """(whitespace after the argument that was last, whitespace before the parenthesis): a comment stays on its line."""
-    both = isinstance(between, cst.ParenthesizedWhitespace) and isinstance(end, cst.ParenthesizedWhitespace)
-    if not both or end.first_line.comment is None:
+    if not isinstance(between, cst.ParenthesizedWhitespace) or not isinstance(end, cst.ParenthesizedWhitespace):
+        return between, end
+    if end.first_line.comment is None:
         return between, end
     return between.with_changes(first_line=end.first_line), end.with_changes(first_line=between.first_line)
