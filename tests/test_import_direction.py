@@ -20,8 +20,8 @@ ROOMS = [
     "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "signals", "tracebacks", "replaced",
     "generators", "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices",
     "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search",
-    "checkpoint", "train", "infer", "parallel", "profile", "script", "diagnose", "tuning", "sizing", "bench", "report",
-    "application", "cli",
+    "checkpoint", "train", "infer", "parallel", "profiling", "script", "diagnose", "tuning", "sizing", "bench",
+    "report", "application", "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""

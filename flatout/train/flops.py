@@ -55,9 +55,18 @@ class OperationCount:
         out: object,
     ) -> None:
         """Arguments as a dispatch mode gets them, and the result."""
+        self.flops += self.of(operation, args, kwargs, out) or 0.0
+
+    def of(
+        self,
+        operation: OpOverload[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        out: object,
+    ) -> float | None:
+        """Of this operation alone; None where there is no formula: it has no products."""
         formula = self._formulas.get(packet_of(operation))
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
+        return None if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
 def _more_formulas(aten: object) -> dict[Packet, Callable[..., int]]:

@@ -1,0 +1,409 @@
+"""Bring the profiler's times and the followed operators together: rows by operator, module and line.
+
+Both see the same calls in the same order, as long as steps are alike: the i-th call of an operator with certain shapes
+in one window belongs to the i-th in the other. Where shapes differ from step to step, names alone are compared, and
+FLOPs are then counted from the profiler's own shapes where that is possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flatout.profiling.operator_classes import operator_class
+from flatout.profiling.profile import KernelRow, LineRow, ModuleRow, OperatorRow, Phase
+from flatout.profiling.recorded_events import Event, Kernel, Recording
+
+if TYPE_CHECKING:
+    from flatout.profiling.following import FollowedModule, FollowedOperator, Origin
+
+MOST_ROWS = 1500
+MOST_KERNELS = 200
+MOST_LINES = 200
+OTHERS = "(others)"
+AUTOGRAD = "(autograd engine)"
+COMPILED = "(compiled code)"
+_AUTOGRAD_NAMES = ("autograd::", "torch::autograd::")
+_COMPILED_NAMES = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction", "TorchDynamo Cache Lookup")
+_PHASE_LABELS: tuple[tuple[str, Phase], ...] = (
+    ("Optimizer.step#", "optimizer"),
+    ("Optimizer.zero_grad#", "optimizer"),
+    ("enumerate(DataLoader)#", "data"),
+)
+"""Labels that torch itself puts around these calls."""
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    calls: int = 0
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+    flops: float | None = None
+    size_bytes: float | None = None
+
+    def add(self, host: float, device: float | None, flops: float | None, size_bytes: float | None) -> None:
+        self.calls += 1
+        self.host_seconds += host
+        self.seconds += host if device is None else device
+        if flops is not None:
+            self.flops = (self.flops or 0.0) + flops
+        if size_bytes is not None:
+            self.size_bytes = (self.size_bytes or 0.0) + size_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Where:
+    """What is known of one event."""
+
+    phase: Phase
+    origin: Origin | None = None
+    dtype: str = ""
+    flops: float | None = None
+    size_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attributed:
+    """Rows per step."""
+
+    operators: tuple[OperatorRow, ...]
+    calls: float
+    matched_share: float
+    """Of the time of operators, the share whose module, line and FLOPs were found by name and shapes."""
+    by_name_share: float
+    """Likewise by the name alone."""
+    kernels: tuple[KernelRow, ...] = ()
+    busy_seconds: float = 0.0
+    """Of a GPU, at which anything ran."""
+    busy_by_phase: Mapping[str, float] = field(default_factory=dict)
+    launches: float = 0.0
+
+
+def attribute(
+    recording: Recording, followed: Sequence[FollowedOperator], *, steps: int, on_gpu: bool, folder: str = ""
+) -> Attributed:
+    """steps: in the recording. on_gpu: times are those of kernels. folder: what lines are named relative to."""
+    return _Attribution(recording, followed, steps=steps, on_gpu=on_gpu, folder=folder).result()
+
+
+class _Attribution:
+    def __init__(
+        self, recording: Recording, followed: Sequence[FollowedOperator], *, steps: int, on_gpu: bool, folder: str
+    ) -> None:
+        self._events, self._kernels = recording.events, recording.kernels
+        self._steps, self._on_gpu, self._folder = max(1, steps), on_gpu, folder
+        self._exact = _Queues(followed, lambda one: (one.phase == "backward", one.name, one.shapes))
+        self._by_name = _Queues(followed, lambda one: (one.phase == "backward", one.name))
+        self._where: list[_Where | None] = [None] * len(self._events)
+        self._matched_by: list[str] = [""] * len(self._events)
+        self._top: list[int | None] = [None] * len(self._events)
+        """The followed operator that an event is, or is part of."""
+        self._device = [event.device_seconds for event in self._events]
+        self._inside = [0.0] * len(self._events)
+        """Seconds of an event's direct children."""
+
+    def result(self) -> Attributed:
+        self._match()
+        self._fill()
+        rows, calls, by = self._rows()
+        total = sum(row.seconds for row in rows) or 1.0
+        busy, by_phase = self._busy()
+        return Attributed(
+            operators=_bounded(rows),
+            calls=calls / self._steps,
+            matched_share=by["shapes"] / self._steps / total,
+            by_name_share=by["name"] / self._steps / total,
+            kernels=self._kernel_rows(),
+            busy_seconds=busy / self._steps,
+            busy_by_phase={phase: seconds / self._steps for phase, seconds in by_phase.items()},
+            launches=len(self._kernels) / self._steps,
+        )
+
+    def _match(self) -> None:
+        backward = [False] * len(self._events)
+        for number, event in enumerate(self._events):
+            parent = event.parent
+            if parent is not None:
+                backward[number] = backward[parent]
+                self._inside[parent] += event.seconds
+                self._top[number] = self._top[parent]
+            backward[number] |= event.backward
+            if self._top[number] is not None or event.annotation:
+                continue
+            found = self._exact.next((backward[number], event.name, event.shapes))
+            how = "shapes"
+            if found is None:
+                found, how = self._by_name.next((backward[number], event.name)), "name"
+            if found is not None:
+                self._top[number], self._matched_by[number] = number, how
+                self._where[number] = _Where(
+                    phase=found.phase,
+                    origin=found.origin,
+                    dtype=found.dtype,
+                    flops=found.flops if how == "shapes" else flops_by_shapes(event.name, event.shapes),
+                    size_bytes=found.size_bytes if how == "shapes" else None,
+                )
+        for number, event in enumerate(self._events):
+            if self._where[number] is None and backward[number]:
+                self._where[number] = _Where(phase="backward")
+            elif self._where[number] is None and (phase := _labelled_phase(event)) is not None:
+                self._where[number] = _Where(phase=phase)
+            elif self._where[number] is None and event.parent is not None and self._top[number] is None:
+                above = self._where[event.parent]
+                self._where[number] = _Where(phase=above.phase) if above is not None else None
+
+    def _fill(self) -> None:
+        """An operator that only calls others belongs where the first of them does; device time goes to the top."""
+        for number in range(len(self._events) - 1, -1, -1):
+            parent, top = self._events[number].parent, self._top[number]
+            if top is not None and top != number:
+                self._device[top] += self._device[number]
+                continue
+            where = self._where[number]
+            if parent is None or where is None or where.origin is None or self._top[parent] is not None:
+                continue
+            above = self._where[parent]
+            if not self._events[parent].annotation and not _is_engine(self._events[parent].name):
+                phase = above.phase if above is not None and above.phase == "backward" else where.phase
+                self._where[parent] = _Where(phase=phase, origin=where.origin, dtype=where.dtype)
+            elif _is_engine(self._events[parent].name):
+                self._where[parent] = _Where(phase="backward", origin=where.origin)
+
+    def _rows(self) -> tuple[list[OperatorRow], int, dict[str, float]]:
+        sums: dict[tuple[str, str, str, Phase, str, str, bool], _Sums] = {}
+        calls, by = 0, {"shapes": 0.0, "name": 0.0, "": 0.0}
+        for number, event in enumerate(self._events):
+            top = self._top[number]
+            name = _row_name(event)
+            if not name or (top is not None and top != number):
+                continue
+            where = self._where[number] or _Where(phase="other")
+            host = event.seconds if top == number else max(0.0, event.seconds - self._inside[number])
+            device = self._device[number] if self._on_gpu else None
+            if name.partition("::")[0] == "c10d" or operator_class(name) == "communication":
+                where = _Where(phase="communication", origin=where.origin, dtype=where.dtype)
+            place, module = "", ""
+            if where.origin is not None:
+                place, module = short_place(where.origin.line, self._folder), where.origin.module
+            shapes = " ".join(str(list(shape)) for shape in event.shapes) if name == event.name else ""
+            key = name, shapes[:200], where.dtype, where.phase, module, place, bool(self._device[number])
+            sums.setdefault(key, _Sums()).add(host, device, where.flops, where.size_bytes)
+            calls += 1
+            by[self._matched_by[number]] += host if device is None else device
+        return [self._row(key, one) for key, one in sums.items()], calls, by
+
+    def _row(self, key: tuple[str, str, str, Phase, str, str, bool], one: _Sums) -> OperatorRow:
+        name, shapes, dtype, phase, module, line, has_kernels = key
+        steps = self._steps
+        return OperatorRow(
+            name=name,
+            operator_class=operator_class(name),
+            shapes=shapes,
+            dtype=dtype,
+            calls=one.calls / steps,
+            seconds=one.seconds / steps,
+            host_seconds=one.host_seconds / steps,
+            phase=phase,
+            module=module,
+            line=line,
+            device="cuda" if has_kernels else "cpu",
+            flops=None if one.flops is None else one.flops / steps,
+            bytes=None if one.size_bytes is None else one.size_bytes / steps,
+        )
+
+    def _phase_of(self, kernel: Kernel) -> str:
+        if kernel.kind == "communication":
+            return "communication"
+        if kernel.kind == "copy":
+            return "copies"
+        number = kernel.operator
+        while number is not None:
+            top = self._top[number]
+            where = self._where[number if top is None else top]
+            if where is not None:
+                return where.phase
+            number = self._events[number].parent
+        return "other"
+
+    def _busy(self) -> tuple[float, dict[str, float]]:
+        """Time at which anything ran; where two kernels overlap, it belongs to the one that began first."""
+        total, until, by_phase = 0.0, -math.inf, dict[str, float]()
+        for kernel in sorted(self._kernels, key=lambda one: one.begin):
+            alone = kernel.end - max(kernel.begin, until)
+            if alone > 0:
+                phase = self._phase_of(kernel)
+                by_phase[phase] = by_phase.get(phase, 0.0) + alone
+                total, until = total + alone, kernel.end
+        return total, by_phase
+
+    def _kernel_rows(self) -> tuple[KernelRow, ...]:
+        grouped: dict[tuple[str, str, str], list[Kernel]] = {}
+        for one in self._kernels:
+            number = one.operator
+            top = self._top[number] if number is not None else None
+            operator = self._events[top if top is not None else number].name if number is not None else ""
+            grouped.setdefault((one.name[:300], one.kind, operator), []).append(one)
+        rows = [
+            KernelRow(
+                name=name,
+                kind=kernels[0].kind,
+                operator=operator,
+                calls=len(kernels) / self._steps,
+                seconds=sum(one.seconds for one in kernels) / self._steps,
+                bytes=_total([one.size_bytes for one in kernels], self._steps),
+            )
+            for (name, _, operator), kernels in grouped.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.seconds)[:MOST_KERNELS])
+
+
+class _Queues:
+    """The followed operators by key, each key's handed out in turn, step after step."""
+
+    def __init__(self, followed: Sequence[FollowedOperator], key: Callable[[FollowedOperator], object]) -> None:
+        self._found: dict[object, list[FollowedOperator]] = {}
+        for one in followed:
+            self._found.setdefault(key(one), []).append(one)
+        self._turns: dict[object, Iterator[FollowedOperator]] = {
+            name: itertools.cycle(operators) for name, operators in self._found.items()
+        }
+
+    def next(self, key: object) -> FollowedOperator | None:
+        turn = self._turns.get(key)
+        return None if turn is None else next(turn)
+
+
+def flops_by_shapes(name: str, shapes: Sequence[Sequence[int]]) -> float | None:
+    """Of a product whose arguments have these shapes; None for other operators.
+
+    >>> flops_by_shapes("aten::addmm", [[10], [64, 128], [128, 10]])
+    163840.0
+    """
+    matrices = [shape for shape in shapes if len(shape) >= 2]
+    plain = name.partition("::")[2]
+    if plain in ("mm", "addmm", "_addmm_activation") and len(matrices) >= 2:
+        a, b = matrices[-2:]
+        return 2.0 * a[0] * a[1] * b[1]
+    if plain in ("bmm", "baddbmm") and len(matrices) >= 2:
+        a, b = matrices[-2:]
+        return 2.0 * a[0] * a[1] * a[2] * b[2] if len(a) == len(b) == 3 else None
+    return None
+
+
+def lines_of(
+    operators: Sequence[OperatorRow], texts: Callable[[str, int], str], functions: Mapping[str, str]
+) -> tuple[LineRow, ...]:
+    """texts: the text of a line of a file; functions: the name of the function by place."""
+    total = sum(row.seconds for row in operators) or 1.0
+    seconds: dict[str, float] = {}
+    for row in operators:
+        if row.line:
+            seconds[row.line] = seconds.get(row.line, 0.0) + row.seconds
+    rows = []
+    for place, spent in sorted(seconds.items(), key=lambda item: -item[1])[:MOST_LINES]:
+        file, _, line = place.rpartition(":")
+        rows.append(
+            LineRow(
+                file=file,
+                line=int(line),
+                seconds=spent,
+                share=spent / total,
+                text=texts(file, int(line))[:200],
+                function=functions.get(place, ""),
+            )
+        )
+    return tuple(rows)
+
+
+def modules_of(operators: Sequence[OperatorRow], modules: Mapping[str, FollowedModule]) -> tuple[ModuleRow, ...]:
+    """The tree, depth first; a module's time includes that of the modules inside it."""
+    spent: dict[str, list[float]] = {path: [0.0, 0.0] for path in modules}
+    for row in operators:
+        if row.phase not in ("forward", "evaluation", "backward", "copies"):
+            continue
+        path = row.module
+        while path:
+            if path in spent:
+                spent[path][row.phase == "backward"] += row.seconds
+            path = path.rpartition(".")[0]
+    order = {path: number for number, path in enumerate(modules)}
+
+    def place(path: str) -> tuple[int, ...]:
+        parts = path.split(".")
+        above = (".".join(parts[: n + 1]) for n in range(len(parts)))
+        return tuple(order[one] for one in above if one in order)
+
+    return tuple(
+        ModuleRow(
+            path=path,
+            kind=modules[path].kind,
+            depth=modules[path].depth,
+            calls=modules[path].calls,
+            forward_seconds=spent[path][0],
+            backward_seconds=spent[path][1],
+        )
+        for path in sorted(modules, key=place)
+    )
+
+
+def short_place(place: str, folder: str) -> str:
+    """Relative to the folder, where it is in there."""
+    start = folder.rstrip(os.sep) + os.sep
+    return place.removeprefix(start) if folder and place.startswith(start) else place
+
+
+def _bounded(rows: list[OperatorRow]) -> tuple[OperatorRow, ...]:
+    rows.sort(key=lambda row: -row.seconds)
+    if len(rows) <= MOST_ROWS:
+        return tuple(rows)
+    from flatout.profiling.profile import grouped
+
+    kept, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
+    others = [
+        OperatorRow(
+            name=OTHERS,
+            operator_class=first.operator_class,
+            calls=first.calls,
+            seconds=first.seconds,
+            host_seconds=first.host_seconds,
+            phase=first.phase,
+            device=first.device,
+            flops=first.flops,
+            bytes=first.bytes,
+        )
+        for first in (row for group in _by_phase(rest).values() for row in grouped(group, "class"))
+    ]
+    return (*kept, *others)
+
+
+def _by_phase(rows: Sequence[OperatorRow]) -> dict[str, list[OperatorRow]]:
+    found: dict[str, list[OperatorRow]] = {}
+    for row in rows:
+        found.setdefault(row.phase, []).append(row)
+    return found
+
+
+def _total(sizes: Sequence[float | None], steps: int) -> float | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) / steps if known else None
+
+
+def _labelled_phase(event: Event) -> Phase | None:
+    return next((phase for start, phase in _PHASE_LABELS if event.name.startswith(start)), None)
+
+
+def _is_engine(name: str) -> bool:
+    return name.startswith(_AUTOGRAD_NAMES) or name.endswith(("Backward", "Backward0", "Backward1", "Backward2"))
+
+
+def _row_name(event: Event) -> str:
+    """'' for labels and calls of the driver, which are no operators."""
+    if event.name.startswith(_COMPILED_NAMES):
+        return COMPILED
+    if _is_engine(event.name):
+        return AUTOGRAD
+    return event.name if "::" in event.name and not event.annotation else ""

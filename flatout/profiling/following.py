@@ -1,0 +1,318 @@
+"""Follow every operator of one step: what it computes, and which module and line of the script it belongs to.
+
+    with OperatorFollower(prefer=folder) as follower:
+        ...                                     # one step, which takes several times as long
+    follower.operators
+
+The profiler measures times but sees neither results nor lines; this sees both but slows the step down. So each looks
+at steps of its own, and `attribution` brings them together. Importing this imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+
+from flatout.profiling.operator_classes import moves_no_data
+from flatout.profiling.profile import Phase
+from flatout.torch_private.attributes import name_in_schema
+from flatout.torch_private.dispatch import (
+    ListeningMode,
+    current_graph_task,
+    current_node,
+    next_node_number,
+    node_number,
+    without_torch_function,
+)
+from flatout.tracebacks import is_users_file
+from flatout.train.flops import OperationCount
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+MOST_OPERATORS = 200_000
+"""That are kept; of more only the number is known."""
+_LOADING = os.sep + os.path.join("torch", "utils", "data") + os.sep
+_LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_embedding_bag")
+"""They read as much as they return, not all of their first argument."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where an operator was called."""
+
+    module: str = ""
+    line: str = ""
+    """'/path/train.py:41'."""
+    function: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowedOperator:
+    """One call."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its tensor arguments, without those in lists and without scalars, as the profiler records them."""
+    dtype: str
+    flops: float | None
+    size_bytes: float
+    phase: Phase
+    origin: Origin
+
+
+@dataclass(kw_only=True)
+class FollowedModule:
+    """One module that was called."""
+
+    path: str
+    kind: str
+    depth: int
+    calls: int = 0
+
+
+class OperatorFollower:
+    """Follows while its context is open; `fault` says why it gave up, which the script must not notice."""
+
+    def __init__(self, *, prefer: str | None = None) -> None:
+        """prefer: the folder whose lines are named, where one of them led to an operator."""
+        self.operators: list[FollowedOperator] = []
+        self.count = 0
+        self.modules: dict[str, FollowedModule] = {}
+        self.fault = ""
+        self._prefer = prefer.rstrip(os.sep) + os.sep if prefer else ""
+        self._flops = OperationCount()
+        self._stack = contextlib.ExitStack()
+        self._open_modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self._roots: dict[int, str] = {}
+        self._in_optimizer = 0
+        self._origins: list[tuple[int, Origin]] = []
+        """(sequence number of the newest autograd node, where it was made), in forward order."""
+        self._newest = -1
+
+    def __enter__(self) -> OperatorFollower:
+        for handle in (
+            optimizers.register_optimizer_step_pre_hook(self._optimizer_starts),
+            optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
+            torch.nn.modules.module.register_module_forward_pre_hook(self._module_starts),
+            torch.nn.modules.module.register_module_forward_hook(self._module_ends, always_call=True),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(_Mode(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    # called by the dispatch mode
+
+    def begins(self) -> tuple[Phase, Origin]:
+        if current_graph_task() != -1:
+            return "backward", self._forward_origin(current_node())
+        frame = sys._getframe(2)
+        if self._in_optimizer:
+            return "optimizer", self._origin(frame)[0]
+        origin, loading = self._origin(frame)
+        if loading:
+            return "data", origin
+        recording = torch.is_grad_enabled()
+        if recording and (number := next_node_number()) != self._newest:
+            self._newest = number
+            if not self._origins or self._origins[-1][1] != origin:
+                self._origins.append((number - 1, origin))
+        if not self._open_modules:
+            return "other", origin
+        return ("forward" if recording else "evaluation"), origin
+
+    def ended(
+        self,
+        operation: OpOverload[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        out: object,
+        where: tuple[Phase, Origin],
+    ) -> None:
+        self.count += 1
+        if len(self.operators) >= MOST_OPERATORS:
+            return
+        name = name_in_schema(operation)
+        phase, origin = where
+        if phase in ("forward", "evaluation", "other") and _crosses_devices(args, out):
+            phase = "copies"
+        self.operators.append(
+            FollowedOperator(
+                name=name,
+                shapes=shapes_of(args, kwargs),
+                dtype=_dtype(args, out),
+                flops=self._flops.of(operation, args, kwargs, out),
+                size_bytes=_traffic(name, args, kwargs, out),
+                phase=phase,
+                origin=origin,
+            )
+        )
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            with without_torch_function():  # the script's own modes must not see our operations
+                yield
+        except Exception as error:
+            self.fault = self.fault or f"{type(error).__name__}: {error}"
+
+    # where operators come from
+
+    def _forward_origin(self, node: object) -> Origin:
+        """Of the forward operator that this backward node belongs to."""
+        if node is None or not self._origins:
+            return _NOWHERE
+        at = bisect_right(self._origins, node_number(node), key=lambda entry: entry[0]) - 1
+        return self._origins[at][1] if at >= 0 else _NOWHERE
+
+    def _origin(self, frame: FrameType | None) -> tuple[Origin, bool]:
+        """The innermost line of the user's code, and whether a loader is at work."""
+        first: FrameType | None = None
+        loading = False
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if _is_users(file):
+                if not self._prefer or file.startswith(self._prefer):
+                    first = frame
+                    break
+                first = first or frame
+            elif not loading and _LOADING in file:
+                loading = frame.f_code.co_name in ("__next__", "_next_data")
+            frame = frame.f_back
+        while frame is not None and not loading:  # a data set's own lines are called by the loader
+            loading = _LOADING in frame.f_code.co_filename and frame.f_code.co_name in ("__next__", "_next_data")
+            frame = frame.f_back
+        module = self._open_modules[-1] if self._open_modules else ""
+        if first is None:
+            return Origin(module=module), loading
+        code = first.f_code
+        return Origin(module=module, line=f"{code.co_filename}:{first.f_lineno}", function=code.co_name), loading
+
+    def _module_starts(self, module: nn.Module, arguments: object) -> None:
+        if not self._open_modules:
+            root = self._root_name(module)
+            self._names = {id(one): f"{root}.{name}" if name else root for name, one in module.named_modules()}
+        path = self._names.get(id(module))
+        if path is None:  # made or found while the outer one runs
+            path = f"{self._open_modules[-1]}.{type(module).__name__}" if self._open_modules else type(module).__name__
+        known = self.modules.get(path)
+        if known is None:
+            known = self.modules[path] = FollowedModule(
+                path=path, kind=type(module).__name__, depth=len(self._open_modules)
+            )
+        known.calls += 1
+        self._open_modules.append(path)
+
+    def _root_name(self, module: nn.Module) -> str:
+        """Its class; with a number where another outermost module has the same class."""
+        if id(module) not in self._roots:
+            kind, taken = type(module).__name__, set(self._roots.values())
+            number = next(n for n in range(1, len(taken) + 2) if (kind if n == 1 else f"{kind}#{n}") not in taken)
+            self._roots[id(module)] = kind if number == 1 else f"{kind}#{number}"
+        return self._roots[id(module)]
+
+    def _module_ends(self, module: nn.Module, arguments: object, output: object) -> None:
+        if self._open_modules:
+            self._open_modules.pop()
+
+    def _optimizer_starts(self, optimizer: optimizers.Optimizer, args: object, kwargs: object) -> None:
+        self._in_optimizer += 1
+
+    def _optimizer_ends(self, optimizer: optimizers.Optimizer, args: object, kwargs: object) -> None:
+        self._in_optimizer = max(0, self._in_optimizer - 1)
+
+
+class _Mode(ListeningMode):
+    def __init__(self, follower: OperatorFollower) -> None:
+        super().__init__()
+        self._follower = follower
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        follower = self._follower
+        where: tuple[Phase, Origin] | None = None
+        if not follower.fault:
+            with follower.guard():
+                where = follower.begins()
+        out = func(*args, **(kwargs or {}))
+        if where is not None and not follower.fault:
+            with follower.guard():
+                follower.ended(func, args, kwargs or {}, out, where)
+        return out
+
+
+_NOWHERE = Origin()
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_users(file: str) -> bool:
+    return is_users_file(file)
+
+
+def shapes_of(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
+    """The shapes that the profiler records: of tensors, not of lists of them; scalars have none."""
+    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return tuple(tuple(one.shape) for one in tensors if one.dim())
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, (tuple, list)):
+            yield from (inner for inner in value if isinstance(inner, Tensor))
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes that reading it touches: an expanded tensor is smaller than it looks."""
+    if tensor.layout != torch.strided:
+        return tensor.numel() * tensor.element_size()
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or size == 0:
+            count *= size
+    return count * tensor.element_size()
+
+
+def _traffic(name: str, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> float:
+    if moves_no_data(name):
+        return 0.0
+    written = [_size(one) for one in _tensors(out)]
+    read = [_size(one) for one in (*_tensors(tuple(args)), *_tensors(tuple(kwargs.values())))]
+    if name in _LOOKUPS and read:
+        read[0] = min(read[0], sum(written))
+    return float(sum(read) + sum(written))
+
+
+def _dtype(args: Sequence[object], out: object) -> str:
+    """Of the first argument in floating point, else of the first tensor; '' without one."""
+    tensors = [*_tensors(tuple(args)), *_tensors(out)]
+    found = next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
+    return "" if found is None else str(found.dtype).removeprefix("torch.")
+
+
+def _crosses_devices(args: Sequence[object], out: object) -> bool:
+    devices = {one.device.type for one in (*_tensors(tuple(args)), *_tensors(out)) if one.dim()}
+    return len(devices) > 1

@@ -1,0 +1,82 @@
+"""Which class an operator belongs to, by its name; classes share a ceiling.
+
+>>> operator_class("aten::addmm"), operator_class("aten::_foreach_add_"), operator_class("aten::gelu_backward")
+('matmul', 'pointwise', 'pointwise')
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+from flatout.profiling.profile import OperatorClass
+
+PRODUCTS: Final[frozenset[OperatorClass]] = frozenset({"matmul", "convolution", "attention", "recurrent"})
+"""Classes whose work is matrix products."""
+
+_EXACT: dict[str, OperatorClass] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "vdot", "addr", "linear"), "matmul"),
+    **dict.fromkeys(("matmul",), "matmul"),
+    **dict.fromkeys(("_int_mm", "_scaled_mm", "_addmm_activation", "linear_backward", "_grouped_mm"), "matmul"),
+    **dict.fromkeys(("embedding", "index_select", "gather", "scatter_add_", "index_put_", "index"), "embedding"),
+    **dict.fromkeys(("gather_backward", "_embedding_bag", "scatter_", "_index_put_impl_", "index_add_"), "embedding"),
+    **dict.fromkeys(("copy_", "_to_copy", "clone", "cat", "stack", "contiguous", "_pin_memory"), "copy"),
+    **dict.fromkeys(("_local_scalar_dense", "constant_pad_nd", "roll", "flip", "repeat"), "copy"),
+    **dict.fromkeys(("sum", "mean", "var", "std", "var_mean", "max", "min", "amax", "amin", "argmax"), "reduction"),
+    **dict.fromkeys(("argmin", "topk", "sort", "cumsum", "norm", "linalg_vector_norm", "all", "any"), "reduction"),
+    **dict.fromkeys(("_foreach_norm", "nll_loss_forward", "nll_loss2d_forward", "logsumexp", "prod"), "reduction"),
+}  # fmt: skip
+_WITHIN: tuple[tuple[str, OperatorClass], ...] = (
+    ("attention", "attention"),
+    ("flash_attn", "attention"),
+    ("convolution", "convolution"),
+    ("conv1d", "convolution"),
+    ("conv2d", "convolution"),
+    ("conv3d", "convolution"),
+    ("rnn", "recurrent"),
+    ("lstm", "recurrent"),
+    ("gru", "recurrent"),
+    ("embedding", "embedding"),
+    ("_norm", "normalisation"),
+    ("softmax", "softmax"),
+    ("_fused_adam", "optimizer"),
+    ("_fused_sgd", "optimizer"),
+    ("_fused_adagrad", "optimizer"),
+    ("qlinear", "matmul"),
+    ("pool", "reduction"),
+)
+"""The first that the name contains; the order decides where several do."""
+_COMMUNICATION = ("c10d::", "nccl:", "gloo:", "mpi:", "ucc:", "_c10d_functional::", "c10d_functional::")
+
+
+@functools.lru_cache(maxsize=4096)
+def operator_class(name: str) -> OperatorClass:
+    """'other' for what is no operator of torch's, or does no work of its own, such as a view."""
+    if name.startswith(_COMMUNICATION):
+        return "communication"
+    space, _, plain = name.partition("::")
+    if space not in ("aten", "mkldnn", "mkldnn_prepacked", "onednn", "quantized", "torchvision"):
+        return "other"
+    if plain in _EXACT:
+        return _EXACT[plain]
+    for part, found in _WITHIN:
+        if part in plain:
+            return found
+    return "pointwise" if space == "aten" and plain not in _NO_WORK else "other"
+
+
+# fmt: off
+_NO_WORK = frozenset({
+    "view", "reshape", "_reshape_alias", "_unsafe_view", "transpose", "t", "permute", "expand", "as_strided", "slice",
+    "select", "squeeze", "unsqueeze", "unbind", "split", "split_with_sizes", "chunk", "narrow", "detach", "detach_",
+    "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "unfold",
+    "view_as", "expand_as", "diagonal", "lift", "lift_fresh", "is_same_size", "result_type", "item", "is_nonzero",
+    "record_stream", "to", "zero_grad", "flatten", "unflatten", "movedim", "swapaxes", "numpy_T", "adjoint", "mT",
+    "real", "imag",
+})
+# fmt: on
+
+
+def moves_no_data(name: str) -> bool:
+    """Views, and results that nothing has filled yet: they touch no memory."""
+    return name.partition("::")[2] in _NO_WORK

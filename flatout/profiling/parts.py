@@ -1,0 +1,84 @@
+"""The parts of a step, from the spans of unprofiled steps and, on a GPU, from the kernels of profiled ones.
+
+On a CPU a span is time in which the main thread worked. A GPU's span is time between two points of its queue, at which
+it may be busy or idle: how long it was busy is what the kernels took, which the profiler hardly changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flatout.profiling.profile import IdleCause, OperatorRow, StepParts
+
+_BUSY = ("copies", "forward", "backward", "optimizer", "communication")
+
+
+def parts_on_cpu(spans: Mapping[str, float], communication: float = 0.0) -> StepParts:
+    """spans: seconds by kind, that add up to the step (without 'evaluation'). communication: of it, spent in
+    collectives, which run inside the backward pass."""
+    inside = min(communication, spans.get("backward", 0.0))
+    return StepParts(
+        data=spans.get("data", 0.0),
+        copies=spans.get("transfer", 0.0),
+        forward=spans.get("forward", 0.0),
+        backward=spans.get("backward", 0.0) - inside,
+        optimizer=spans.get("optimizer", 0.0),
+        communication=inside,
+        idle=0.0,
+        other=spans.get("other", 0.0) + spans.get("sync", 0.0),
+    )
+
+
+def parts_on_gpu(spans: Mapping[str, float], busy: Mapping[str, float], step_seconds: float) -> StepParts:
+    """busy: seconds by phase at which kernels of it ran. What they do not fill is idle, or waits for the loader."""
+    working = {phase: busy.get(phase, 0.0) for phase in _BUSY}
+    other = sum(seconds for phase, seconds in busy.items() if phase not in _BUSY)
+    total = sum(working.values()) + other
+    scale = min(1.0, step_seconds / total) if total else 1.0  # kernels of two streams overlap; clocks differ a little
+    left = max(0.0, step_seconds - scale * total)
+    data = min(left, spans.get("data", 0.0))
+    return StepParts(
+        data=data,
+        copies=scale * working["copies"],
+        forward=scale * working["forward"],
+        backward=scale * working["backward"],
+        optimizer=scale * working["optimizer"],
+        communication=scale * working["communication"],
+        idle=left - data,
+        other=scale * other,
+    )
+
+
+def parts_by_operators(operators: Sequence[OperatorRow], step_seconds: float) -> StepParts:
+    """For a callable, whose calls nothing times: operators by phase; the rest is Python, and what it waits for."""
+    spent: dict[str, float] = {}
+    for row in operators:
+        spent[row.phase] = spent.get(row.phase, 0.0) + row.seconds
+    total = sum(spent.values())
+    scale = min(1.0, step_seconds / total) if total else 1.0
+    named = {phase: scale * spent.get(phase, 0.0) for phase in (*_BUSY, "data")}
+    named["forward"] += scale * spent.get("evaluation", 0.0)
+    return StepParts(**named, idle=0.0, other=max(0.0, step_seconds - sum(named.values())))
+
+
+def idle_causes(parts: StepParts, spans: Mapping[str, float], launches: float) -> tuple[IdleCause, ...]:
+    """Of a GPU, longest first."""
+    found = []
+    if parts.data > 0:
+        found.append(
+            IdleCause(cause="loader", seconds=parts.data, evidence="the GPU had no work while the loader was awaited")
+        )
+    sync = min(parts.idle, spans.get("sync", 0.0))
+    if sync > 0:
+        found.append(
+            IdleCause(cause="sync", seconds=sync, evidence="around reads of values (.item(), .cpu()) and synchronize()")
+        )
+    if parts.idle - sync > 0:
+        found.append(
+            IdleCause(
+                cause="host late",
+                seconds=parts.idle - sync,
+                evidence=f"the host did not queue the {launches:,.0f} kernels and copies of a step fast enough",
+            )
+        )
+    return tuple(sorted(found, key=lambda one: -one.seconds))

@@ -1,0 +1,222 @@
+"""Classes of operators against the measured ceilings of the machine, and the share of products on matrix units.
+
+Below a certain number of FLOPs per byte an operator cannot be faster than memory delivers; above it, than the
+processor computes. Which ceiling binds follows from that ratio, and the share of it that was reached is the distance
+to what is possible. Bytes count every argument and result once, as if nothing stayed in caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flatout.machine.ceilings import Ceilings, Peak
+from flatout.machine.description import Machine
+from flatout.profiling.operator_classes import PRODUCTS
+from flatout.profiling.profile import KernelRow, MatrixUnits, OperatorClass, OperatorRow, RooflineRow
+
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8", "float64": "fp64"}
+_ALIGNED = 8
+"""Of 16-bit products on Tensor Cores, sizes are multiples of this."""
+_UNIT_KERNELS = ("tensorop", "hmma", "wgmma", "gmma", "s16816", "s1688", "s884", "xmma", "mma_", "h884", "nvjet")
+_PLAIN_KERNELS = ("simt", "sgemm", "ffma")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Class:
+    operator_class: OperatorClass
+    dtype: str
+    seconds: float
+    flops: float | None
+    size_bytes: float | None
+
+
+def roofline(
+    operators: Sequence[OperatorRow], ceilings: Ceilings | None, *, device: str, tf32: bool = False
+) -> tuple[RooflineRow, ...]:
+    """Longest first. device: where the steps ran: other devices' ceilings do not bind them. tf32: may fp32 products
+    run as TF32?"""
+    total = sum(row.seconds for row in operators) or 1.0
+    known, reason = _known(ceilings, device)
+    rows = [_row(one, total, known, reason) for one in _classes(operators, tf32)]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _known(ceilings: Ceilings | None, device: str) -> tuple[Ceilings | None, str]:
+    if ceilings is None:
+        return None, "unknown, because this machine's ceilings were not measured (flatout check --measure)"
+    if ceilings.device != device:
+        return None, f"unknown, because the ceilings of {ceilings.device} were measured, and the steps ran on {device}"
+    return ceilings, ""
+
+
+def _classes(operators: Sequence[OperatorRow], tf32: bool) -> list[_Class]:
+    found: dict[tuple[OperatorClass, str], list[OperatorRow]] = {}
+    for row in operators:
+        dtype = _short(row.dtype, tf32) if row.operator_class in PRODUCTS else ""
+        found.setdefault((row.operator_class, dtype), []).append(row)
+    return [
+        _Class(
+            operator_class=kind,
+            dtype=dtype,
+            seconds=sum(row.seconds for row in rows),
+            flops=_sum([row.flops for row in rows]),
+            size_bytes=_sum([row.bytes for row in rows]),
+        )
+        for (kind, dtype), rows in found.items()
+    ]
+
+
+def _short(dtype: str, tf32: bool) -> str:
+    short = SHORT_DTYPES.get(dtype, dtype)
+    return "tf32" if short == "fp32" and tf32 else short
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> RooflineRow:
+    attained = one.flops / one.seconds if one.flops and one.seconds else None
+    moved = one.size_bytes / one.seconds if one.size_bytes and one.seconds else None
+    bound: Literal["compute", "memory"] | None = None
+    name, ceiling, share = "", None, None
+    if ceilings is not None:
+        compute = ceilings.gemm_flops_per_second.get(one.dtype) if one.flops else None
+        memory = ceilings.memory_copy_bytes_per_second or ceilings.memory_read_bytes_per_second
+        bound = _bound(one, compute, memory)
+        if bound == "compute" and compute is not None and attained is not None:
+            name, ceiling, share = f"{one.dtype} products", compute.value, attained / compute.value
+        elif bound == "memory" and memory is not None and moved is not None:
+            name, ceiling, share = "memory copy", memory.value, moved / memory.value
+        elif one.flops and compute is None:
+            reason = f"unknown, because the {one.dtype or 'their'} rate of this device was not measured"
+        else:
+            reason = "unknown, because neither FLOPs nor bytes of these operators were counted"
+        if share is not None and share > 1 and bound == "memory":
+            reason = "above memory's rate: these tensors stay in the caches"
+    return RooflineRow(
+        operator_class=one.operator_class,
+        dtype=one.dtype,
+        seconds=one.seconds,
+        share=one.seconds / total,
+        flops=one.flops,
+        bytes=one.size_bytes,
+        attained_flops_per_second=attained,
+        attained_bytes_per_second=moved,
+        bound=bound,
+        ceiling_name=name,
+        ceiling=ceiling,
+        share_of_ceiling=share,
+        reason=reason,
+    )
+
+
+def _bound(one: _Class, compute: Peak | None, memory: Peak | None) -> Literal["compute", "memory"] | None:
+    """The ceiling under which the time would be longest."""
+    if one.flops and compute is None:
+        return None
+    by_compute = one.flops / compute.value if one.flops and compute is not None else 0.0
+    by_memory = one.size_bytes / memory.value if one.size_bytes and memory is not None else 0.0
+    if not by_compute and not by_memory:
+        return None
+    return "compute" if by_compute >= by_memory else "memory"
+
+
+def matrix_units(
+    operators: Sequence[OperatorRow], kernels: Sequence[KernelRow], machine: Machine, *, device: str, tf32: bool = False
+) -> MatrixUnits | None:
+    """None: there were no products. On a GPU the names of the kernels decide where they say it, else the dtype does."""
+    products = [row for row in operators if row.operator_class in PRODUCTS and row.flops and row.seconds > 0]
+    if not products:
+        return None
+    total = sum(row.seconds for row in products)
+    if device.startswith("cuda"):
+        unit, dtypes = _gpu_unit(machine, device)
+        by_kernel = _kernel_verdicts(kernels)
+    else:
+        unit, dtypes = _cpu_unit(machine)
+        by_kernel = {}
+    if not unit:
+        return MatrixUnits(
+            unit="", product_seconds=total, seconds_on_units=None, share=None, reason="this device has no matrix units"
+        )
+    rest: dict[str, float] = {}
+    for row in products:
+        why = by_kernel.get(row.name) or _why_not(row, unit, dtypes, tf32, on_gpu=device.startswith("cuda"))
+        if why and why != _ON_UNITS:
+            rest[why] = rest.get(why, 0.0) + row.seconds
+    on_units = total - sum(rest.values())
+    return MatrixUnits(
+        unit=unit,
+        product_seconds=total,
+        seconds_on_units=on_units,
+        share=on_units / total,
+        rest=tuple(sorted(rest.items(), key=lambda item: -item[1])),
+    )
+
+
+_ON_UNITS = "on units"
+
+
+def _kernel_verdicts(kernels: Sequence[KernelRow]) -> Mapping[str, str]:
+    """Operator -> what the name of its longest kernel says; operators whose kernels say nothing are left out."""
+    found: dict[str, str] = {}
+    for row in sorted(kernels, key=lambda one: one.seconds):
+        name = row.name.lower()
+        if any(word in name for word in _PLAIN_KERNELS):
+            found[row.operator] = f"its kernel does not use them ({row.name[:60]})"
+        elif any(word in name for word in _UNIT_KERNELS):
+            found[row.operator] = _ON_UNITS
+    return found
+
+
+def _cpu_unit(machine: Machine) -> tuple[str, frozenset[str]]:
+    features = set(machine.cpu.features)
+    dtypes = set()
+    if features & {"amx_bf16", "avx512_bf16"}:
+        dtypes.add("bf16")
+    if features & {"amx_fp16", "avx512_fp16"}:
+        dtypes.add("fp16")
+    if features & {"amx_int8", "avx512_vnni", "avx_vnni"}:
+        dtypes.add("int8")
+    unit = next(
+        (
+            name
+            for name, wanted in (
+                ("AMX", {"amx_bf16", "amx_int8", "amx_tile"}),
+                ("AVX-512 BF16", {"avx512_bf16"}),
+                ("VNNI", {"avx512_vnni", "avx_vnni"}),
+            )
+            if features & wanted
+        ),
+        "",
+    )
+    return unit, frozenset(dtypes)
+
+
+def _gpu_unit(machine: Machine, device: str) -> tuple[str, frozenset[str]]:
+    number = int(device.partition(":")[2] or 0)
+    gpus = machine.usable_gpus
+    capability = gpus[number].compute_capability if number < len(gpus) else None
+    if capability is None or capability < (7, 0):
+        return "", frozenset()
+    dtypes = {"fp16"} if capability < (8, 0) else {"fp16", "bf16", "tf32", "int8"}
+    return "Tensor Cores", frozenset(dtypes)
+
+
+def _why_not(row: OperatorRow, unit: str, dtypes: frozenset[str], tf32: bool, *, on_gpu: bool) -> str:
+    dtype = _short(row.dtype, tf32)
+    if dtype not in dtypes:
+        return f"{dtype or 'unknown dtype'}: {unit} takes {', '.join(sorted(dtypes))}"
+    if on_gpu and dtype in ("fp16", "bf16") and not _is_aligned(row.shapes):
+        return f"{dtype}: sizes are no multiples of {_ALIGNED}"
+    return ""
+
+
+def _is_aligned(shapes: str) -> bool:
+    """Of the last sizes of matrices; unknown shapes count as aligned."""
+    matrices = [part.strip(" []").split(", ") for part in shapes.split("]") if part.count(",")]
+    return all(int(size) % _ALIGNED == 0 for sizes in matrices for size in sizes[-2:] if size.isdigit())

@@ -1,0 +1,214 @@
+"""The windows of a profile, and how they become one: plain steps that are timed, one step that is followed, a few
+steps under torch's profiler. Importing this imports torch.
+
+A callable goes through them in `profile_callable`; an unmodified script in `script.profile_watch`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from flatout.profiling.attribution import Attributed, attribute, lines_of, modules_of, short_place
+from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
+from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu
+from flatout.profiling.profile import OperatorRow, Profile, StepParts
+from flatout.profiling.recorded_events import Recording, recorded
+from flatout.torch_private.dispatch import profiler_is_on
+
+MOST_OPERATORS_PROFILED = 60_000
+"""In one window: the profiler keeps several events for each, of about a kilobyte."""
+COMPILED = "unknown, because compiled code does not show its operators to Python"
+NO_TIME = "unknown, because the script ended before a step could be timed without the profiler"
+NOT_FOLLOWED = "unknown, because the script ended before a step could be followed"
+OTHERS_PROFILER = "unknown, because the script runs a profiler of its own"
+MUCH_APPROXIMATE = 0.05
+
+
+class ProfilerWindow:
+    """torch's profiler, on from `start` to `stop`. Where another one is on, it stays off and `obstacle` says so."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.obstacle = ""
+        self._on_gpu = on_gpu
+        self._profiler: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        if profiler_is_on():
+            self.obstacle = OTHERS_PROFILER
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its own caches: nothing that the script did
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+
+    def stop(self) -> Recording | None:
+        """What was recorded; None where nothing was."""
+        if self._profiler is None:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._profiler.stop()
+            return recorded(self._profiler.events())
+
+    def export(self, path: Path) -> None:
+        """The Chrome trace of the window."""
+        if self._profiler is not None:
+            self._profiler.export_chrome_trace(str(path))
+
+
+def steps_to_profile(asked: int, operators_per_step: int | None) -> int:
+    """Fewer than asked where steps have very many operators; 0 where even one step has too many."""
+    if not operators_per_step:
+        return asked
+    if operators_per_step >= MOST_OPERATORS:
+        return 0
+    return max(1, min(asked, MOST_OPERATORS_PROFILED // operators_per_step))
+
+
+@dataclass(kw_only=True)
+class Windows:
+    """What the windows found."""
+
+    name: str
+    device: str
+    step_kind: str | None
+    asked: int
+    warm_up_steps: int = 0
+    timed_seconds: Sequence[float] = ()
+    spans: Mapping[str, float] | None = None
+    """Seconds of each kind in a typical timed step; None: nothing timed the parts."""
+    follower: OperatorFollower | None = None
+    compiled: bool = False
+    recording: Recording | None = None
+    profiled_seconds: Sequence[float] = ()
+    obstacle: str = ""
+    """Why there is no recording."""
+    folder: str = ""
+    """What lines are named relative to."""
+    samples_per_step: float | None = None
+    tokens_per_step: float | None = None
+    peak_resident_bytes: int | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def profile(self) -> Profile:
+        """Without ceilings, which another process may have to measure."""
+        step = statistics.median(self.timed_seconds) if self.timed_seconds else None
+        profiled = statistics.median(self.profiled_seconds) if self.profiled_seconds else None
+        if step is None:
+            self.reasons.setdefault("step_seconds", NO_TIME)
+        found = Profile(
+            name=self.name,
+            device=self.device,
+            step_kind=self.step_kind,
+            steps=len(self.profiled_seconds),
+            timed_steps=len(self.timed_seconds),
+            warm_up_steps=self.warm_up_steps,
+            step_seconds=step,
+            samples_seconds=tuple(self.timed_seconds),
+            profiled_step_seconds=profiled,
+            parts=None,
+            evaluation_seconds=(self.spans or {}).get("evaluation") or None,
+            samples_per_step=self.samples_per_step,
+            tokens_per_step=self.tokens_per_step,
+            peak_resident_bytes=self.peak_resident_bytes,
+        )
+        found = self._with_operators(found)
+        if len(self.profiled_seconds) < self.asked and not self.obstacle:
+            self.notes.append(f"{len(self.profiled_seconds)} of the {self.asked} steps asked for were profiled")
+        return replace(found, notes=tuple(self.notes), reasons=dict(self.reasons))
+
+    def _with_operators(self, found: Profile) -> Profile:
+        if self.recording is None:
+            self.reasons.setdefault("operators", self.obstacle or NOT_FOLLOWED)
+            return replace(found, parts=self._parts(found, None), flops=self._flops())
+        followed = self.follower.operators if self.follower is not None else []
+        attributed = attribute(
+            self.recording,
+            followed,
+            steps=len(self.profiled_seconds),
+            on_gpu=self.on_gpu,
+            folder=self.folder,
+        )
+        self._say_what_is_unsure(attributed)
+        parts = self._parts(found, attributed)
+        causes = () if parts is None or not self.on_gpu else idle_causes(parts, self.spans or {}, attributed.launches)
+        return replace(
+            found,
+            parts=parts,
+            operators=attributed.operators,
+            modules=modules_of(attributed.operators, self.follower.modules) if self.follower is not None else (),
+            lines=lines_of(attributed.operators, self._text, self._functions()),
+            kernels=attributed.kernels,
+            idle_causes=causes,
+            operator_calls=attributed.calls,
+            launches=attributed.launches if self.on_gpu else None,
+            flops=self._flops(),
+        )
+
+    def _parts(self, found: Profile, attributed: Attributed | None) -> StepParts | None:
+        step = found.best_step_seconds
+        operators: Sequence[OperatorRow] = attributed.operators if attributed is not None else ()
+        if step is None:
+            self.reasons.setdefault("parts", NO_TIME)
+            return None
+        if self.on_gpu and attributed is not None:
+            return parts_on_gpu(self.spans or {}, attributed.busy_by_phase, step)
+        if self.spans is not None and found.step_seconds is not None:
+            talk = sum(row.seconds for row in operators if row.phase == "communication")
+            return parts_on_cpu(self.spans, talk)
+        if operators:
+            self.reasons.setdefault("parts", "parts are times of operators; 'other' is Python and what it waits for")
+            return parts_by_operators(operators, step)
+        self.reasons.setdefault("parts", self.obstacle or NO_TIME)
+        return None
+
+    def _flops(self) -> float | None:
+        follower = self.follower
+        if follower is None or follower.fault or follower.count > len(follower.operators):
+            self.reasons.setdefault("flops", COMPILED if self.compiled else NOT_FOLLOWED)
+            return None
+        return sum(one.flops for one in follower.operators if one.flops is not None)
+
+    def _say_what_is_unsure(self, attributed: Attributed) -> None:
+        follower = self.follower
+        if follower is None:
+            why = COMPILED if self.compiled else NOT_FOLLOWED
+            for name in ("lines", "modules", "bytes"):
+                self.reasons.setdefault(name, why)
+            return
+        if follower.fault:
+            self.reasons.setdefault("lines", f"unknown, because following a step failed: {follower.fault}")
+        unmatched = 1 - attributed.matched_share
+        if attributed.by_name_share > MUCH_APPROXIMATE:
+            self.notes.append(
+                f"shapes differ from step to step: modules and lines of {attributed.by_name_share:.0%} of the time of "
+                "operators are by the order of calls alone"
+            )
+        elif unmatched - attributed.by_name_share > 2 * MUCH_APPROXIMATE:
+            self.notes.append(
+                f"module and line are unknown for {unmatched - attributed.by_name_share:.0%} of the time of operators: "
+                "steps differ from one another"
+            )
+
+    def _text(self, file: str, line: int) -> str:
+        path = file if Path(file).is_absolute() or not self.folder else str(Path(self.folder, file))
+        return linecache.getline(path, line).strip()
+
+    def _functions(self) -> dict[str, str]:
+        operators = self.follower.operators if self.follower is not None else []
+        return {short_place(one.origin.line, self.folder): one.origin.function for one in operators if one.origin.line}
