@@ -105,7 +105,6 @@ class MadeSeen:
     made: int
     steps: int
     """In how many steps."""
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +300,6 @@ class Behaviour:
     seeded: bool | None = None
     """Was torch's generator seeded?"""
     threads: int = 1
-    cores: int = 1
     loader_workers: int = 0
     allocated_bytes: int | None = None
     """Peak of torch's CUDA allocator in the window."""
