@@ -13,7 +13,7 @@ The name of the finding is that of the function, with dashes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flatout.diagnose.facts import Facts
@@ -21,6 +21,7 @@ from flatout.diagnose.finding import Finding, SourceLine
 
 MATERIAL_SHARE = 0.05
 """Of a step: a cost from here on is a warning."""
+MOST_LINES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,17 @@ class Check:
             if_wrong=self.if_wrong,
             plan_change=seen.plan,
         )
+
+
+def where(*groups: Iterable[SourceLine] | SourceLine | None) -> tuple[SourceLine, ...]:
+    """A few known lines, each once, in this order."""
+    found: dict[SourceLine, None] = {}
+    for group in groups:
+        if group is None:
+            continue
+        lines = [group] if isinstance(group, tuple) and len(group) == 3 and isinstance(group[1], int) else list(group)
+        found |= {one: None for one in lines if isinstance(one, tuple) and one[1]}
+    return tuple(found)[:MOST_LINES]
 
 
 def check(

@@ -255,7 +255,7 @@ class BehaviourWatch:
             recomputed_seconds=forward.recomputed_seconds / max(1, self._steps) or None,
             autocast_dtype=forward.autocast,
             scaler=update.scaler,
-            anomaly=torch.is_anomaly_enabled(),
+            anomaly=update.anomaly,
             debug=self._debug,
             seeded=_seeded(torch.initial_seed()),
             threads=torch.get_num_threads(),

@@ -149,6 +149,8 @@ class UpdateWatch:
         self.zero_place: Place | None = None
         self.zero_fills: bool | None = None
         self.scaler = False
+        self.anomaly = False
+        """Was anomaly detection on in a backward pass?"""
         self.steps = 0
         self.backward_passes = 0
         self.on_backward: Callable[[bool], None] = lambda begins: None
@@ -229,9 +231,11 @@ class UpdateWatch:
         return backward
 
     def _note_backward(self, place: Place, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        import torch
         from torch import Tensor
 
         self.backward_passes += 1
+        self.anomaly |= torch.is_anomaly_enabled()
         found = self._backwards.setdefault(place, _Backwards())
         found.calls += 1
         given = args[0] if args else kwargs.get("tensors")
