@@ -1,6 +1,6 @@
 """All checks of a script, in one list, and what calls them.
 
-    check_facts(Facts(profile=profile, behaviour=behaviour, source=source, ...))    # findings, in the order of the list
+check_facts(Facts(profile=profile, behaviour=behaviour, source=source, ...))    # findings, in the order of the list
 """
 
 from __future__ import annotations

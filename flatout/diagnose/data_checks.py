@@ -48,7 +48,8 @@ def starved_loader(facts: Facts) -> Seen | None:
 
 @check(
     means="A loader makes each batch from single samples although its data set can give whole batches.",
-    needs="a wait for data of at least 15 % of a step, no workers, and a data set whose samples one operation can fetch "
+    needs="a wait for data of at least 15 % of a step, no workers, and a data set whose samples one operation can "
+    "fetch "
     "with the same result",
     if_wrong="none: the first batch of each shape is compared with the loader's own",
 )
@@ -62,9 +63,11 @@ def per_sample_fetch(facts: Facts) -> Seen | None:
     one = slow[0]
     return Seen(
         title=f"{one.dataset} is fetched sample by sample",
-        evidence=f"each batch of {one.batch_size} is collated from single samples, in {format_seconds(seconds)} a step; "
+        evidence=f"each batch of {one.batch_size} is collated from single samples, in {format_seconds(seconds)} a "
+        "step; "
         "one operation on the whole data set gives the same batch",
-        remedy="index the tensors with the indices of a whole batch (sampler=BatchSampler(...), batch_size=None), or let "
+        remedy="index the tensors with the indices of a whole batch (sampler=BatchSampler(...), batch_size=None), "
+        "or let "
         "a plan do it",
         cost_seconds=seconds,
         cost_share=share,

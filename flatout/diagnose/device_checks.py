@@ -21,7 +21,9 @@ CLEARLY_FASTER = 2.0
 def pageable_copies(facts: Facts) -> Seen | None:
     if facts.profile is None or not facts.on_gpu:
         return None
-    copies = [one for one in facts.profile.kernels if one.kind == "copy" and "HtoD" in one.name and "Pageable" in one.name]
+    copies = [
+        one for one in facts.profile.kernels if one.kind == "copy" and "HtoD" in one.name and "Pageable" in one.name
+    ]
     seconds = sum(one.seconds for one in copies)
     share = facts.share(seconds)
     if share is None or share < COPY_SHARE:

@@ -1,4 +1,4 @@
-"""The input of the checks: everything that is known of a script, gathered once, so that each check is a pure function."""
+"""The input of the checks: all that is known of a script, gathered once, so that each check is a pure function."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ BYTES_OF_FP32 = 4
 
 @check(
     means="Convolutions run in the default memory format where channels_last is faster here.",
-    needs="convolutions take at least 30 % of a step, and the slowest of them, timed alone in both formats, would save 10 % "
+    needs="convolutions take at least 30 % of a step, and the slowest of them, timed alone in both formats, would "
+    "save 10 % "
     "of it, by the lower end of the confidence interval",
     if_wrong="results differ by rounding; layers that know no such format convert their inputs",
 )
@@ -41,7 +42,8 @@ def channels_last_missing(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title=f"convolutions are x{ratio:.2f} as fast in channels_last",
-        evidence=f"{timed.layers} layers timed alone, forward and backward: {format_seconds(timed.contiguous_seconds)} and "
+        evidence=f"{timed.layers} layers timed alone, forward and backward: "
+        f"{format_seconds(timed.contiguous_seconds)} and "
         f"{format_seconds(timed.channels_last_seconds)}; convolutions take {share:.0%} of a step",
         remedy="model.to(memory_format=torch.channels_last), and the same for the inputs",
         certain=False,
@@ -81,7 +83,9 @@ def cudnn_benchmark_changing_shapes(facts: Facts) -> Seen | None:
 def huge_softmax(facts: Facts) -> Seen | None:
     if facts.profile is None:
         return None
-    rows = [one for one in facts.profile.operators if one.operator_class == "softmax" and _last_size(one.shapes) >= WIDE]
+    rows = [
+        one for one in facts.profile.operators if one.operator_class == "softmax" and _last_size(one.shapes) >= WIDE
+    ]
     if not rows:
         return None
     seconds = sum(one.seconds for one in rows)
@@ -104,7 +108,8 @@ def huge_softmax(facts: Facts) -> Seen | None:
 
 @check(
     means="A module computes attention with a softmax between two products, and writes the scores to memory.",
-    needs="the module's code does that, the module takes at least 10 % of a step, and what a fused kernel does not need "
+    needs="the module's code does that, the module takes at least 10 % of a step, and what a fused kernel does not "
+    "need "
     "(softmax, masks, copies) at least 5 %",
     if_wrong="results differ by rounding; attention weights are no longer there to be read",
 )
@@ -119,7 +124,8 @@ def unfused_attention(facts: Facts) -> Seen | None:
     rows = [
         one
         for one in profile.operators
-        if one.operator_class in SCORES and any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
+        if one.operator_class in SCORES
+        and any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
     ]
     cost = sum(one.seconds for one in rows)
     share = facts.share(cost) or 0.0

@@ -23,7 +23,8 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
 
 @check(
     means="The loss does not fall, because nothing is learned.",
-    needs="in the steps that were watched: no weight changed at all; or the loss was exactly the same in 8 steps in a row; "
+    needs="in the steps that were watched: no weight changed at all; or the loss was exactly the same in 8 steps in "
+    "a row; "
     "or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test at 1 in 1,000, to twice their level",
     if_wrong="a run is stopped that would have learned later",
 )
@@ -47,9 +48,7 @@ def loss_not_falling(facts: Facts) -> Seen | None:
 
 def _why_not_falling(losses: Sequence[float], *, moves: bool | None) -> str:
     wrong = [loss for loss in losses if not math.isfinite(loss)]
-    if len(wrong) >= LEAST_NONFINITE and wrong[-1:] == list(losses[-1:]) or (
-        len(wrong) >= LEAST_NONFINITE and not math.isfinite(losses[-1])
-    ):
+    if len(wrong) >= LEAST_NONFINITE and not math.isfinite(losses[-1]):
         return f"{len(wrong)} of {len(losses)} losses are NaN or infinite, the last one too"
     if moves is False:
         return f"no weight changed in {len(losses)} steps: the learning rate is 0, or updates are below the rounding"
@@ -77,7 +76,8 @@ def trend(values: Sequence[float]) -> float:
 
 @check(
     means="Gradients of the first layers are so small that they learn nothing.",
-    needs="in at least 5 steps and every one of them, the mean gradient of a weight is below a millionth of the largest "
+    needs="in at least 5 steps and every one of them, the mean gradient of a weight is below a millionth of the "
+    "largest "
     "layer's, is not exactly 0, and sizes fall towards the input",
     if_wrong="normalisation or another activation changes a network that trained",
 )
@@ -117,7 +117,8 @@ def _vanished(seen: GradientsSeen) -> list[LayerGradients]:
 @check(
     means="Gradients are so large that steps destroy what was learned.",
     needs="gradients are NaN or infinite in at least 3 steps without a gradient scaler; or their norm rises a "
-    "thousandfold, step after step; or a small relative change of the weights changes the loss ten thousand times as much, "
+    "thousandfold, step after step; or a small relative change of the weights changes the loss ten thousand times "
+    "as much, "
     "and nothing clips",
     if_wrong="clipping makes steps shorter that were right",
 )
@@ -130,7 +131,8 @@ def exploding_gradients(facts: Facts) -> Seen | None:
             return Seen(
                 title=f"gradients of {one.module} explode",
                 evidence=why,
-                remedy="a lower learning rate, torch.nn.utils.clip_grad_norm_ before the step, or another initialisation",
+                remedy="a lower learning rate, torch.nn.utils.clip_grad_norm_ before the step, or another "
+                "initialisation",
                 fault=True,
                 certain=False,
                 lines=where([back.line for back in behaviour.backwards], behaviour.optimizer_lines),

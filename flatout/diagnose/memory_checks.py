@@ -125,7 +125,8 @@ def graph_kept_by_logging(facts: Facts) -> Seen | None:
 
 @check(
     means="Memory is returned to the system and faulted in again in every step, or taken from the GPU's driver anew.",
-    needs="the page faults of a step, at the time of one that was measured here, take at least 10 % of it; or the GPU's "
+    needs="the page faults of a step, at the time of one that was measured here, take at least 10 % of it; or the "
+    "GPU's "
     "allocator asked the driver for memory in steady steps",
     if_wrong="the process keeps memory that others could use",
 )
@@ -153,7 +154,8 @@ def allocator_churn(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title=f"page faults take about {cost / step:.0%} of a step",
-        evidence=f"{faults:,.0f} page faults a step of {format_seconds(behaviour.page_fault_seconds)}, measured here, of "
+        evidence=f"{faults:,.0f} page faults a step of {format_seconds(behaviour.page_fault_seconds)}, measured "
+        "here, of "
         f"which an allocator that keeps its memory avoids about {FAULTS_AVOIDED:.0%}",
         remedy="an allocator that keeps memory: let a plan set it, or preload jemalloc or tcmalloc; reuse buffers",
         certain=False,
@@ -182,7 +184,8 @@ def costly_checkpointing(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title=f"activation checkpointing costs {share:.0%} of a step",
-        evidence=f"forwards are recomputed for {format_seconds(cost or 0.0)} a step; the peak is {format_bytes(peak)} of "
+        evidence=f"forwards are recomputed for {format_seconds(cost or 0.0)} a step; the peak is "
+        f"{format_bytes(peak)} of "
         f"{format_bytes(total)}",
         remedy="leave it out, or checkpoint fewer blocks: flatout.forecast says what fits",
         cost_seconds=cost,
@@ -206,7 +209,8 @@ def reserved_unused(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title=f"{format_bytes(unused)} of GPU memory are reserved and not used",
-        evidence=f"{format_bytes(seen.reserved_bytes)} reserved, at most {format_bytes(seen.allocated_bytes)} in tensors",
+        evidence=f"{format_bytes(seen.reserved_bytes)} reserved, at most {format_bytes(seen.allocated_bytes)} in "
+        "tensors",
         remedy="torch.cuda.empty_cache() once, after the phase that needed it, returns it to other processes",
         cost_bytes=unused,
     )

@@ -29,7 +29,9 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     for one in _forwards(facts):
         if not one.grad or one.used or one.unused < LEAST_CALLS or one.longest_run < LEAST_CALLS or not one.updated:
             continue
-        if not any(other.line[:2] != one.line[:2] or other.training != one.training for other in _trains(facts, one.module)):
+        if not any(
+            other.line[:2] != one.line[:2] or other.training != one.training for other in _trains(facts, one.module)
+        ):
             continue
         return Seen(
             title=f"{one.module} is evaluated with gradients on",
@@ -43,8 +45,10 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="Evaluation runs in training mode: dropout drops, and batch normalisation uses, and updates, batch statistics.",
-    needs="at least 3 calls in a row that no backward pass used, of a model in training mode with such layers, which is "
+    means="Evaluation runs in training mode: dropout drops, and batch normalisation uses, and updates, batch "
+    "statistics.",
+    needs="at least 3 calls in a row that no backward pass used, of a model in training mode with such layers, "
+    "which is "
     "trained elsewhere",
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
 )
@@ -68,7 +72,8 @@ def evaluation_in_train_mode(facts: Facts) -> Seen | None:
 
 @check(
     means="Training runs in evaluation mode: dropout is off, and batch normalisation does not learn.",
-    needs="at least 3 calls of a model in evaluation mode, with such layers, whose graphs were used to update it; no other "
+    needs="at least 3 calls of a model in evaluation mode, with such layers, whose graphs were used to update it; "
+    "no other "
     "line trains it in training mode",
     if_wrong="statistics that were frozen on purpose change",
 )
@@ -173,7 +178,8 @@ def no_seed(facts: Facts) -> Seen | None:
     return Seen(
         title="no seed is set",
         evidence="torch's generator has a random seed, and the script sets none",
-        remedy="torch.manual_seed(0) at the start, to compare runs; flatout check-deterministic finds what else differs",
+        remedy="torch.manual_seed(0) at the start, to compare runs; flatout check-deterministic finds what else "
+        "differs",
         lines=where(facts.lines_calling("randn", "rand", "shuffle", "DataLoader")[:1]),
         unknown="it costs repeatability, not time",
     )

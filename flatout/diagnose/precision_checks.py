@@ -20,7 +20,8 @@ LEAST_DENORMAL_COST = 0.05
 
 @check(
     means="Products run in full fp32 where this machine is much faster in a shorter format.",
-    needs="fp32 products take at least half of a step, and the measured ceilings say that bf16 or TF32 would save 20 % of it",
+    needs="fp32 products take at least half of a step, and the measured ceilings say that bf16 or TF32 would save "
+    "20 % of it",
     if_wrong="results differ by rounding: `flatout tune` compares losses and gradients before it keeps the change",
 )
 def fp32_matmul(facts: Facts) -> Seen | None:
@@ -43,7 +44,9 @@ def fp32_matmul(facts: Facts) -> Seen | None:
     return Seen(
         title=f"fp32 products take {share:.0%} of a step; {fast} is x{ratio:.1f} as fast here",
         evidence=f"{format_seconds(seconds)} a step in fp32; measured ceilings: x{ratio:.2f} in {fast}",
-        remedy="torch.set_float32_matmul_precision('high')" if fast == "tf32" else "torch.autocast(..., dtype=bfloat16)",
+        remedy="torch.set_float32_matmul_precision('high')"
+        if fast == "tf32"
+        else "torch.autocast(..., dtype=bfloat16)",
         certain=False,
         cost_seconds=saved,
         cost_share=saved / facts.step_seconds,
@@ -72,7 +75,9 @@ def unaligned_shapes(facts: Facts) -> Seen | None:
         evidence=f"{rows[0].name} of {rows[0].shapes}: sizes that are no multiples of {MULTIPLE}",
         remedy=f"round vocabulary and widths up to a multiple of {MULTIPLE} (64 for a vocabulary)",
         certain=False,
-        lines=where([(file, int(line), "") for one in rows[:3] for file, _, line in [one.line.rpartition(":")] if line]),
+        lines=where(
+            [(file, int(line), "") for one in rows[:3] for file, _, line in [one.line.rpartition(":")] if line]
+        ),
         unknown="no aligned size was timed",
         fault=True,
     )
@@ -122,7 +127,9 @@ def half_weights(facts: Facts) -> Seen | None:
         return None
     lost = seen.unchanged_share
     half = "float16" in seen.optimizer_dtypes
-    brain = "bfloat16" in seen.optimizer_dtypes and lost is not None and lost >= LOST_SHARE and seen.weights_move is True
+    brain = (
+        "bfloat16" in seen.optimizer_dtypes and lost is not None and lost >= LOST_SHARE and seen.weights_move is True
+    )
     if not half and not brain:
         return None
     dtype = "float16" if half else "bfloat16"

@@ -67,7 +67,8 @@ def disk_time(facts: Facts) -> Seen | None:
 
 @check(
     means="The script's own Python takes much of a step.",
-    needs="after a run, 30 % of a step outside of the model, the loader and the optimizer; after a profile, 10 % in lines "
+    needs="after a run, 30 % of a step outside of the model, the loader and the optimizer; after a profile, 10 % in "
+    "lines "
     "that neither compute with tensors nor plot, log or write",
     if_wrong="a loop is rewritten that was not the slowest part",
 )

@@ -28,7 +28,8 @@ def clip_before_unscale(facts: Facts) -> Seen | None:
         if clip.before_unscale >= LEAST_STEPS and clip.before_unscale >= NEARLY_ALL * clip.steps:
             return Seen(
                 title="gradients are clipped before they are unscaled",
-                evidence=f"in {clip.before_unscale} of {clip.steps} steps: the limit is compared with gradients that are "
+                evidence=f"in {clip.before_unscale} of {clip.steps} steps: the limit is compared with gradients "
+                "that are "
                 "multiplied by the scale, so that nearly every step is clipped",
                 remedy="scaler.unscale_(optimizer) before the clip",
                 fault=True,
@@ -60,7 +61,8 @@ def clip_before_backward(facts: Facts) -> Seen | None:
 
 @check(
     means="Gradients of earlier steps are added to those of each step.",
-    needs="in at least 3 steps, and in none not, new gradients arrived at the ones that the optimizer's last step had used",
+    needs="in at least 3 steps, and in none not, new gradients arrived at the ones that the optimizer's last step "
+    "had used",
     if_wrong="gradients are cleared that were meant to be summed over optimizer steps",
 )
 def missing_zero_grad(facts: Facts) -> Seen | None:
@@ -69,7 +71,8 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title="gradients are never cleared",
-        evidence=f"in {seen.accumulated_steps} of {seen.accumulated_steps} steps backward added to the gradients that the "
+        evidence=f"in {seen.accumulated_steps} of {seen.accumulated_steps} steps backward added to the gradients "
+        "that the "
         "step before had used",
         remedy="optimizer.zero_grad() before each backward pass, or after each step",
         fault=True,
@@ -80,7 +83,8 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
 
 @check(
     means="The learning rate scheduler steps before the optimizer: the first rate of the schedule is skipped.",
-    needs="in at least 3 steps it came between backward and the optimizer's step; or it stands before the optimizer's step "
+    needs="in at least 3 steps it came between backward and the optimizer's step; or it stands before the "
+    "optimizer's step "
     "in the same loop, and was called there",
     if_wrong="the schedule begins one step later",
 )
@@ -88,7 +92,9 @@ def scheduler_order(facts: Facts) -> Seen | None:
     seen = facts.behaviour
     if seen is None:
         return None
-    before = {scheduler[:2]: optimizer for scheduler, optimizer in (facts.source.scheduler_first if facts.source else ())}
+    before = {
+        scheduler[:2]: optimizer for scheduler, optimizer in (facts.source.scheduler_first if facts.source else ())
+    }
     for one in seen.schedulers:
         between = one.between >= LEAST_STEPS and one.between >= NEARLY_ALL * one.calls
         optimizer = before.get(one.line[:2])
@@ -107,7 +113,8 @@ def scheduler_order(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="Gradients of several micro-batches are summed where their mean was meant: the step is that many times as long.",
+    means="Gradients of several micro-batches are summed where their mean was meant: the step is that many times as "
+    "long.",
     needs="two or more backward passes a step from one line, each from a loss that is a mean and is not divided; the "
     "source divides neither a loss nor a gradient; and it steps the optimizer only in some turns of the loop",
     if_wrong="the learning rate has to be multiplied by the number of micro-batches",
@@ -174,7 +181,8 @@ def zero_grad_fills(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title="zero_grad fills gradients with zeros",
-        evidence=f"filling takes {format_seconds(seen.zero_grad_seconds)} a step, {share:.1%}; adding to zeros instead of "
+        evidence=f"filling takes {format_seconds(seen.zero_grad_seconds)} a step, {share:.1%}; adding to zeros "
+        "instead of "
         "writing comes on top",
         remedy="optimizer.zero_grad(), whose default frees the gradients",
         cost_seconds=seen.zero_grad_seconds,

@@ -212,7 +212,9 @@ class BehaviourWatch:
         assert subject is not None
         device = device_name(subject)
         optimizers = _all_optimizers()
-        parameters = [one for optimizer in update.optimizers for group in optimizer.param_groups for one in group["params"]]
+        parameters = [
+            one for optimizer in update.optimizers for group in optimizer.param_groups for one in group["params"]
+        ]
         devices, example = _devices(list(subject.modules))
         cuda = torch.cuda if device != "cpu" else None
         return Behaviour(

@@ -1,4 +1,4 @@
-"""Calls of outermost modules: in which mode, with gradients or without, and whether a backward pass used their graph."""
+"""Calls of outermost modules: in which mode, with gradients or not, and whether a backward pass used their graph."""
 
 from __future__ import annotations
 
@@ -341,4 +341,3 @@ def padding_of(tokens: Tensor, padding_idx: int | None) -> tuple[int, int, int, 
         if int(padded.sum()) >= max(2, tokens.shape[0] // 4) and len(set(runs.tolist())) >= 3:
             return int(runs[padded].sum()), positions, value, False
     return 0, positions, 0, False
-

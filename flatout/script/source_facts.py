@@ -450,7 +450,10 @@ def _layer_of_torch(kind: ast.ClassDef, forward: ast.FunctionDef) -> str:
     names = attributes | {node.id for node in ast.walk(forward) if isinstance(node, ast.Name)}
     numbers = {node.value for node in ast.walk(forward) if isinstance(node, ast.Constant)}
     submodules = {
-        _dotted(node.func).rpartition(".")[2] for one in kind.body for node in ast.walk(one) if isinstance(node, ast.Call)
+        _dotted(node.func).rpartition(".")[2]
+        for one in kind.body
+        for node in ast.walk(one)
+        if isinstance(node, ast.Call)
     }
     if submodules & {"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"} and "Parameter" not in submodules:
         return _cell_of_torch(forward, submodules)
@@ -465,7 +468,13 @@ def _layer_of_torch(kind: ast.ClassDef, forward: ast.FunctionDef) -> str:
             return "BatchNorm"
         return "LayerNorm" if "mean" in attributes or "var_mean" in attributes else ""
     squares = "square" in attributes or "pow" in attributes or 2 in numbers
-    if root and squares and "mean" in attributes and "Parameter" in submodules and "rsqrt" in attributes | {"sqrt"} & attributes:
+    if (
+        root
+        and squares
+        and "mean" in attributes
+        and "Parameter" in submodules
+        and "rsqrt" in attributes | {"sqrt"} & attributes
+    ):
         return "LayerNorm" if _subtracts(forward) else "RMSNorm"
     if "sigmoid" in names and length <= 2 and _is_product(forward):
         return "SiLU"
@@ -478,9 +487,7 @@ def _layer_of_torch(kind: ast.ClassDef, forward: ast.FunctionDef) -> str:
 
 def _cell_of_torch(forward: ast.FunctionDef, submodules: set[str]) -> str:
     """A recurrent layer, written as a loop over time."""
-    called = [
-        _dotted(node.func).rpartition(".")[2] for node in ast.walk(forward) if isinstance(node, ast.Call)
-    ]
+    called = [_dotted(node.func).rpartition(".")[2] for node in ast.walk(forward) if isinstance(node, ast.Call)]
     loops = [node for node in ast.walk(forward) if isinstance(node, _LOOPS)]
     sigmoids, tanhs = called.count("sigmoid"), called.count("tanh")
     if not loops or "Linear" not in submodules:

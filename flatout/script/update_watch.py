@@ -1,4 +1,4 @@
-"""The order of backward passes, clips, scalers, zero_grad, schedulers and optimizer steps, and what they do to gradients.
+"""The order of backward passes, clips, scalers, zero_grad, schedulers and optimizer steps, and the gradients.
 
 Between two steps of an optimizer the script's calls make one sequence, such as
 
@@ -51,7 +51,17 @@ SAMPLED = 4
 MOST_NUMBERS = 8192
 KEPT_STEPS = 2
 """So long a later pass may still use a retained graph."""
-MEANS = ("MeanBackward", "NllLoss", "MseLoss", "CrossEntropy", "BinaryCrossEntropy", "SmoothL1", "L1Loss", "KlDiv", "Huber")
+MEANS = (
+    "MeanBackward",
+    "NllLoss",
+    "MseLoss",
+    "CrossEntropy",
+    "BinaryCrossEntropy",
+    "SmoothL1",
+    "L1Loss",
+    "KlDiv",
+    "Huber",
+)
 
 
 class Event(NamedTuple):
