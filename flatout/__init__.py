@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flatout import models as models
     from flatout import plan as plan
     from flatout.application.check import CheckResult, check
+    from flatout.application.profile import ProfileResult, measure, profile
     from flatout.application.run import RunResult, run
     from flatout.application.tune import TuneResult, tune
     from flatout.checkpoint.capturing import capture
@@ -74,6 +75,7 @@ __all__ = [
     "Piece",
     "Plan",
     "Predictions",
+    "ProfileResult",
     "Proof",
     "RunResult",
     "Stream",
@@ -97,8 +99,10 @@ __all__ = [
     "generate",
     "largest_batch",
     "linear_cross_entropy",
+    "measure",
     "over_all",
     "predict",
+    "profile",
     "restore",
     "run",
     "supervised",
@@ -130,6 +134,7 @@ _HOMES = {
     "Piece": "flatout.infer.generation.generated",
     "Plan": "flatout.plan",
     "Predictions": "flatout.infer.prediction.predict",
+    "ProfileResult": "flatout.application.profile",
     "Proof": "flatout.tuning.results",
     "RunResult": "flatout.application.run",
     "Stream": "flatout.data.batches",
@@ -152,8 +157,10 @@ _HOMES = {
     "generate": "flatout.infer.generation.token_generator",
     "largest_batch": "flatout.sizing.largest_batch",
     "linear_cross_entropy": "flatout.kernels.linear_cross_entropy",
+    "measure": "flatout.application.profile",
     "over_all": "flatout.train.global_metrics",
     "predict": "flatout.infer.prediction.predict",
+    "profile": "flatout.application.profile",
     "restore": "flatout.checkpoint.restoring",
     "run": "flatout.application.run",
     "supervised": "flatout.train.loss",

@@ -35,6 +35,7 @@ _MOST_UNPAIRED = 30
 # rank.
 _EXACT_PAIRS = 50
 _EXACT_UNPAIRED = 20
+_MOST_BINOMIAL = 500
 _STUDENT_95 = (
     *(12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23),
     *(2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09),
@@ -112,6 +113,19 @@ def median(values: Sequence[float]) -> float:
 def iqr(values: Sequence[float]) -> float:
     """The interquartile range: the width of the middle half."""
     return quantile(values, 0.75) - quantile(values, 0.25)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Where the median of what was sampled lies, whatever its distribution; None: too few values for that confidence.
+
+    Below 6 values even the whole range does not reach 95 %.
+    """
+    ordered, count = sorted(values), len(values)
+    if count <= _MOST_BINOMIAL:
+        cut = _exact_trim([math.comb(count, k) for k in range(count + 1)], confidence)
+    else:
+        cut = math.floor((count - _normal_quantile(confidence) * math.sqrt(count)) / 2) - 1
+    return None if cut is None else (ordered[cut], ordered[count - 1 - cut])
 
 
 def compare_paired(

@@ -21,7 +21,7 @@ from typing import NotRequired, TypedDict
 import psutil
 
 from flatout.errors import UsageError
-from flatout.statistics import iqr, median
+from flatout.statistics import iqr, median, median_interval
 from flatout.units import format_seconds
 
 Clock = Callable[[], float]
@@ -67,6 +67,11 @@ class Measurement:
     @property
     def iqr_seconds(self) -> float:
         return iqr(self.samples_seconds)
+
+    @property
+    def interval_seconds(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the median; None: fewer than 6 samples."""
+        return median_interval(self.samples_seconds)
 
     def to_json(self) -> dict[str, object]:
         listed = {"samples_seconds", "warmup_seconds", "warnings"}

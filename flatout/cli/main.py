@@ -60,6 +60,7 @@ VERBS = {
     "check": Verb,
     "tune": ScriptCommand,
     "run": RunCommand,
+    "profile": ScriptCommand,
     "memory": ScriptCommand,
     "predict": Verb,
     "generate": Verb,
@@ -82,6 +83,9 @@ flatout tune --fit 12GiB -m package.train""",
 flatout run --without compile,threads train.py
 flatout run --no-plan --report baseline.json train.py
 torchrun --nproc-per-node 2 -m flatout run train.py""",
+    "profile": """flatout profile train.py --epochs 3
+flatout profile --by shape --sort flops train.py
+flatout profile --trace trace.json.gz --operators operators.csv train.py""",
     "memory": """flatout memory train.py
 flatout memory --batch-curve --budget 5m train.py""",
     "predict": """flatout predict net.py:make images.npz --out results.jsonl

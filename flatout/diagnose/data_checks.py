@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flatout.diagnose.check import Seen, check, where
 from flatout.diagnose.facts import Facts
+from flatout.levers.observed import LoaderSeen
 from flatout.script.behaviour_seen import LineTime, SourceLine
 from flatout.units import format_seconds
 
@@ -183,12 +184,11 @@ def tiny_batch(facts: Facts) -> Seen | None:
     seen, profile = facts.observed, facts.profile
     if seen is None or profile is None or not profile.operator_calls or facts.step_seconds is None:
         return None
+    steps = facts.behaviour.steps if facts.behaviour is not None else 0
     small = [
         one
         for one in seen.loaders
-        if one.batch_size is not None
-        and one.batch_size <= TINY_BATCH
-        and (one.samples or 0) >= LEAST_BATCHES * one.batch_size
+        if one.batch_size is not None and one.batch_size <= TINY_BATCH and _has_many(one, steps)
     ]
     if not small or (seen.backwards_per_step or 1.0) > 1.5:
         return None
@@ -199,12 +199,19 @@ def tiny_batch(facts: Facts) -> Seen | None:
     return Seen(
         title=f"batches of {one.batch_size}: a step is mostly overhead",
         evidence=f"{profile.operator_calls:,.0f} operators take {format_seconds(each)} each, about what it takes to "
-        f"call them; the data set has {one.samples:,} samples",
+        "call them",
         remedy="a larger batch_size computes more in the same number of calls; adapt the learning rate",
         lines=where(_loaders(facts)),
         unknown="no larger batch was timed",
         fault=True,
     )
+
+
+def _has_many(loader: LoaderSeen, steps: int) -> bool:
+    """Does its data set make many batches? Where its length was not asked for, as many steps were seen."""
+    if loader.samples is None or loader.batch_size is None:
+        return steps >= LEAST_BATCHES
+    return loader.samples >= LEAST_BATCHES * loader.batch_size
 
 
 def _loaders(facts: Facts) -> tuple[SourceLine, ...]:

@@ -153,9 +153,10 @@ def half_weights(facts: Facts) -> Seen | None:
 )
 def denormals(facts: Facts) -> Seen | None:
     seen = facts.observed
-    if seen is None or seen.device != "cpu" or seen.flush_denormals or not seen.denormal_share:
+    if seen is None or seen.device != "cpu" or seen.flush_denormals:
         return None
-    share, slowdown = seen.denormal_share, seen.denormal_slowdown or 1.0
+    known = facts.behaviour if facts.behaviour is not None and facts.behaviour.denormal_share is not None else seen
+    share, slowdown = known.denormal_share or 0.0, known.denormal_slowdown or 1.0
     added = share * (slowdown - 1)
     cost_share = added / (1 + added)
     if share < DENORMAL_SHARE or slowdown < DENORMAL_SLOWDOWN or cost_share < LEAST_DENORMAL_COST:

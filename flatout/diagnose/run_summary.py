@@ -6,8 +6,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from flatout.diagnose.checks import check_facts
 from flatout.diagnose.facts import Facts, RunFacts
@@ -50,6 +50,10 @@ class RunSummary:
     """What kept the processor busy during the steps; None: too short to measure."""
     death: MemoryDeath | None = None
     """Where the script ran out of memory."""
+    samples_per_step: float | None = None
+    tokens_per_step: float | None = None
+    samples_reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why what of these is None is unknown."""
     began: float | None = None
     """When the script was started, on the clock of time.perf_counter()."""
 
@@ -115,6 +119,9 @@ def summarise(
         plan_notes=tuple(said),
         findings=check_facts(facts),
         load=runner.load(),
+        samples_per_step=runner.batches.samples_per_step,
+        tokens_per_step=runner.batches.tokens_per_step,
+        samples_reasons=runner.batches.reasons(),
         death=_death(target, runner),
     )
 

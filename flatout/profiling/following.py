@@ -90,6 +90,8 @@ class OperatorFollower:
         self.operators: list[FollowedOperator] = []
         self.count = 0
         self.modules: dict[str, FollowedModule] = {}
+        self.devices: set[str] = set()
+        """Kinds of devices that operators ran on."""
         self.fault = ""
         self._prefer = prefer.rstrip(os.sep) + os.sep if prefer else ""
         self._flops = OperationCount()
@@ -151,7 +153,9 @@ class OperatorFollower:
             return
         name = name_in_schema(operation)
         phase, origin = where
-        if phase in ("forward", "evaluation", "other") and _crosses_devices(args, out):
+        devices = {one.device.type for one in (*_tensors(tuple(args)), *_tensors(out)) if one.dim()}
+        self.devices |= devices
+        if len(devices) > 1 and phase in ("forward", "evaluation", "other"):
             phase = "copies"
         self.operators.append(
             FollowedOperator(
@@ -311,8 +315,3 @@ def _dtype(args: Sequence[object], out: object) -> str:
     tensors = [*_tensors(tuple(args)), *_tensors(out)]
     found = next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
     return "" if found is None else str(found.dtype).removeprefix("torch.")
-
-
-def _crosses_devices(args: Sequence[object], out: object) -> bool:
-    devices = {one.device.type for one in (*_tensors(tuple(args)), *_tensors(out)) if one.dim()}
-    return len(devices) > 1

@@ -5,7 +5,8 @@ events = recorded(profiler.events())
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -66,18 +67,29 @@ class Recording:
     kernels: tuple[Kernel, ...] = ()
 
 
-def recorded(function_events: Iterable[FunctionEvent]) -> Recording:
-    """The events that `torch.profiler.profile(...).events()` returns: ordered by their start."""
+def recorded(function_events: Iterable[FunctionEvent], *, steps: int | None = None) -> Recording:
+    """The events that `torch.profiler.profile(...).events()` returns: ordered by their start.
+
+    steps: how many steps labelled 'ProfilerStep' were whole; what began after the last of them is left out.
+    """
     from torch.autograd import DeviceType
 
     given = list(function_events)
     host = [one for one in given if one.device_type == DeviceType.CPU and not one.is_async]
+    until = _end_of_step(host, steps) if steps is not None else math.inf
+    host = [one for one in host if one.time_range.start < until]
     index = {id(one): number for number, one in enumerate(host)}
     by_correlation = {one.id: number for number, one in enumerate(host) if not _linked(one)}
     kernels = [one for one in given if one.device_type == DeviceType.CUDA and not one.is_user_annotation]
+    kept = [one for one in kernels if _linked(one) in by_correlation or one.time_range.start < until]
     return Recording(
-        events=tuple(_event(one, index) for one in host), kernels=tuple(_kernel(one, by_correlation) for one in kernels)
+        events=tuple(_event(one, index) for one in host), kernels=tuple(_kernel(one, by_correlation) for one in kept)
     )
+
+
+def _end_of_step(host: Sequence[FunctionEvent], steps: int) -> float:
+    ends = sorted(one.time_range.end for one in host if one.name.startswith("ProfilerStep"))
+    return ends[steps - 1] if 0 < steps <= len(ends) else math.inf
 
 
 def _event(one: FunctionEvent, index: dict[int, int]) -> Event:

@@ -24,6 +24,8 @@ from flatout.torch_private.dispatch import profiler_is_on
 
 MOST_OPERATORS_PROFILED = 60_000
 """In one window: the profiler keeps several events for each, of about a kilobyte."""
+MOST_STEPS_UNCOUNTED = 20
+"""Where no step could be followed, so that nobody knows how many operators one has."""
 COMPILED = "unknown, because compiled code does not show its operators to Python"
 NO_TIME = "unknown, because the script ended before a step could be timed without the profiler"
 NOT_FOLLOWED = "unknown, because the script ended before a step could be followed"
@@ -51,14 +53,15 @@ class ProfilerWindow:
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profiler.start()
 
-    def stop(self) -> Recording | None:
-        """What was recorded; None where nothing was."""
+    def stop(self, *, steps: int | None = None) -> Recording | None:
+        """What was recorded; None where nothing was. steps: of what is labelled 'ProfilerStep', so many are kept; None:
+        all, with or without a label."""
         if self._profiler is None:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profiler.stop()
-            return recorded(self._profiler.events())
+            return recorded(self._profiler.events(), steps=steps)
 
     def export(self, path: Path) -> None:
         """The Chrome trace of the window."""
@@ -69,7 +72,7 @@ class ProfilerWindow:
 def steps_to_profile(asked: int, operators_per_step: int | None) -> int:
     """Fewer than asked where steps have very many operators; 0 where even one step has too many."""
     if not operators_per_step:
-        return asked
+        return min(asked, MOST_STEPS_UNCOUNTED)
     if operators_per_step >= MOST_OPERATORS:
         return 0
     return max(1, min(asked, MOST_OPERATORS_PROFILED // operators_per_step))

@@ -125,7 +125,11 @@ def _steps(summary: RunSummary) -> str:
     if not steps:
         return "no training step found"
     counted = f"{steps:,} step{'s' if steps > 1 else ''}"
-    return f"{counted}, median {format_seconds(median)}" if median else counted
+    if not median:
+        return counted
+    rates = (("samples", summary.samples_per_step), ("tokens", summary.tokens_per_step))
+    known = "".join(f", {count / median:,.4g} {name}/s" for name, count in rates if count is not None)
+    return f"{counted}, median {format_seconds(median)}{known}"
 
 
 def _cores(summary: RunSummary) -> float:
@@ -144,6 +148,9 @@ def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[
         "peak_resident_bytes": summary.peak_resident_bytes,
         "steps": record.steps,
         "step_sample_stride": record.stride,
+        "samples_per_step": summary.samples_per_step,
+        "tokens_per_step": summary.tokens_per_step,
+        "samples_unknown_because": dict(summary.samples_reasons),
         "memory": [asdict(sample) for sample in record.memory],
         "outside_of_steps": {
             "before_seconds": record.first_step_at - summary.began if record.first_step_at and summary.began else None,

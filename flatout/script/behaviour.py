@@ -14,6 +14,7 @@ while it is on except what it times itself. No error in here reaches the script:
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import threading
@@ -24,6 +25,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from flatout.environment import variables
+from flatout.levers.observed import StepWork
 from flatout.levers.subject import Subject
 from flatout.machine.process_memory import page_fault_seconds
 from flatout.script.behaviour_seen import (
@@ -45,7 +47,7 @@ from flatout.script.seeds import UNSEEDED
 from flatout.script.tensor_calls import TensorCalls
 from flatout.script.update_watch import UpdateWatch
 from flatout.torch_private.compiler import compilations, compiled_versions, compiling_seconds, graph_breaks
-from flatout.torch_private.dispatch import profiler_is_on, without_torch_function
+from flatout.torch_private.dispatch import current_dispatch_mode, profiler_is_on, without_torch_function
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +65,7 @@ SLOWING_SETTINGS = {
 }
 LEAST_SEED = 1 << 32
 """A seed that nobody chose has 53 random bits."""
-MANY_FAULTS = 200
+FOLLOWED_STEP = 2
 SCHEDULER_WARNING = "Detected call of `lr_scheduler.step()` before `optimizer.step()`"
 
 
@@ -93,6 +95,9 @@ class BehaviourWatch:
         self._waiting: tuple[float, DataLoader[object]] | None = None
         self._start_seconds: list[float] = []
         self._synchronised: dict[int, int] = {}
+        self._work: StepWork | None = None
+        self._finish_work: Callable[[], StepWork] | None = None
+        self._followed_from = self._not_counted = 0.0
         self._result: Behaviour | None = None
 
     def start(self, subject: Subject) -> None:
@@ -116,13 +121,14 @@ class BehaviourWatch:
             return
         now = time.perf_counter()
         self._steps += 1
-        self._seconds = now - self._began
+        self._seconds = now - self._began - self._not_counted
         self._update.step_ended()
         self._forward.steps = self._steps
         self._guard(self._note_first_batch)
         if not self._kept.done:
             self._guard(self._kept.step_ended)
             self._began += time.perf_counter() - now  # the time of the examination is not the script's
+        self._guard(self._follow_one_step)
 
     @property
     def done(self) -> bool:
@@ -137,6 +143,8 @@ class BehaviourWatch:
         if self._began is None or self._result is not None:
             return
         self._sampler.stop()
+        if self._finish_work is not None:
+            self._finish_work()  # of a step that did not end
         self._update.stop()
         self._forward.stop()
         self._calls.stop()
@@ -175,6 +183,18 @@ class BehaviourWatch:
         self._compiling_before = compiling_seconds()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._allocations_before = int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+    def _follow_one_step(self) -> None:
+        """One step under a dispatch mode that looks at the values; its time counts for nothing."""
+        from flatout.script.step_work import follow_step
+
+        if self._finish_work is not None:
+            self._work, self._finish_work = self._finish_work(), None
+            self._not_counted += time.perf_counter() - self._followed_from
+            self._sampler.paused = False
+        elif self._steps == FOLLOWED_STEP and current_dispatch_mode() is None and not compile_was_asked_for():
+            self._sampler.paused, self._followed_from = True, time.perf_counter()
+            self._finish_work = follow_step()
 
     def _backward(self, begins: bool) -> None:
         self._forward.in_backward = begins
@@ -221,7 +241,7 @@ class BehaviourWatch:
             steps=self._steps,
             seconds=self._seconds,
             device=device,
-            files=tuple(own_source_files()),
+            files=tuple(os.path.realpath(file) for file in own_source_files()),
             forwards=forward.forwards(update.updates),
             backwards=update.backwards(),
             clips=update.clips(),
@@ -260,6 +280,8 @@ class BehaviourWatch:
             anomaly=update.anomaly,
             debug=self._debug,
             seeded=_seeded(torch.initial_seed()),
+            denormal_share=self._work.denormal_share if self._work is not None else None,
+            denormal_slowdown=self._work.denormal_slowdown if self._work is not None else None,
             threads=torch.get_num_threads(),
             loader_workers=max((loader.num_workers for loader in subject.loaders), default=0),
             allocated_bytes=cuda.max_memory_allocated(device) if cuda is not None else None,

@@ -299,6 +299,9 @@ class Behaviour:
     """Settings that slow a run down for debugging."""
     seeded: bool | None = None
     """Was torch's generator seeded?"""
+    denormal_share: float | None = None
+    """Of the fp32 values of one step's operators; see Observed."""
+    denormal_slowdown: float | None = None
     threads: int = 1
     loader_workers: int = 0
     allocated_bytes: int | None = None

@@ -67,6 +67,7 @@ class LineSampler:
         self._switch_seconds = 0.0
         self.own = False
         """Set by the collectors around what they do."""
+        self.paused = False
 
     def start(self) -> None:
         self._switch_seconds = sys.getswitchinterval()
@@ -108,7 +109,7 @@ class LineSampler:
             frame = sys._current_frames().get(self._watched)
             now = time.perf_counter()
             weight, last = min(now - last, LONGEST_WEIGHT_SECONDS), now
-            if frame is None or self.own:
+            if frame is None or self.own or self.paused:
                 continue
             self.add(frame, weight)
 

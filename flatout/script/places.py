@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from types import FrameType
 
@@ -50,4 +51,4 @@ class Places:
         file, number = place
         if not number:
             return UNKNOWN
-        return (short_name(file, self.folder), number, linecache.getline(file, number).strip()[:200])
+        return (short_name(os.path.realpath(file), self.folder), number, linecache.getline(file, number).strip()[:200])

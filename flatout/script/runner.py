@@ -21,6 +21,7 @@ from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.machine.detect import memory_left
 from flatout.machine.process_memory import resident_bytes
+from flatout.script.batch_count import BatchCount
 from flatout.script.describe import NOT_AS_NOW, observe
 from flatout.script.device_calls import device_name
 from flatout.script.epochs import EpochStarts
@@ -58,6 +59,7 @@ class Runner:
         self.watch = Watch()
         self.record = RunRecord()
         self.epochs = EpochStarts()
+        self.batches = BatchCount(self.watch.subject)
         self._look = StepLook(self.watch.subject)
         self.at_alarm: list[Callable[[], None]] = []
         """Called once when hardly any of the host's memory is left: whatever is to survive must be written now."""
@@ -81,6 +83,7 @@ class Runner:
         self._resident_then = 0
         self.watch.at_boundary.append(self._boundary)
         self.watch.at_iterator.append(self._iterator_made)
+        self.watch.at_batch.append(self._batch_drawn)
 
     def install(self) -> None:
         """Wait for the script to import torch; do nothing before."""
@@ -107,6 +110,12 @@ class Runner:
     def _iterator_made(self, loader: DataLoader[object], began: float) -> None:
         self.epochs.iterator_made(loader, began, self.watch.finder.steps)
 
+    def _batch_drawn(self, loader: DataLoader[object] | None, batch: object) -> None:
+        try:
+            self.batches.batch(loader, batch)
+        except Exception as error:
+            self._give_up(error)
+
     def _boundary(self) -> None:
         try:
             self._step_ended()
@@ -117,6 +126,7 @@ class Runner:
         now = time.perf_counter()
         self.record.steps = self.watch.finder.steps
         self.record.mark_step(now)
+        self.batches.step_ended()
         if self._last_boundary is None:
             if self.watch.finder.kind is None:
                 return

@@ -81,6 +81,8 @@ class Watch:
         self.before_optimizer: list[Callable[[Optimizer], None]] = []
         self.at_iterator: list[Callable[[DataLoader[object], float], None]] = []
         """Called when a loader that feeds training has made an iterator, with the loader and the time before."""
+        self.at_batch: list[Callable[[DataLoader[object] | None, object], None]] = []
+        """Called with each batch that a loader returns, and that loader; not while suspended."""
         self.look: Look | None = None
         """Inspects the current step more closely."""
         self.saw_autocast = False
@@ -466,13 +468,18 @@ class Watch:
                 self._last_loader = self._loader_of.get(iterator, (None,))[0]
                 span = self._spans.enter("pending") if self.rows is not None else None
             try:
-                return original(iterator)
+                batch = original(iterator)
             except BaseException as error:
                 leave_no_frame(error)
                 raise
             finally:
                 if span is not None and self.rows is not None:
                     self._spans.leave(span)
+            if self.at_batch and not self.suspended and self._here():
+                loader = self._last_loader() if self._last_loader is not None else None
+                for callback in self.at_batch:
+                    callback(loader, batch)
+            return batch
 
         return __next__
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 from flatout.script.determinism_watch import DeterminismWatch
 from flatout.script.memory_watch import MemoryWatch
 from flatout.script.preloaded import Preloaded
+from flatout.script.profile_watch import ProfileWatch
 from flatout.script.trial.isolated_child import IsolatedChild, Observer
 from flatout.script.trial.messages import TrialConfig
 from flatout.script.trial.session import Session
@@ -35,6 +36,8 @@ def begin(config: TrialConfig, read_fd: int, write_fd: int, preloaded: Preloaded
         observer = Session(child, config, commands.readline)
     elif command["do"] == "memory":
         observer = MemoryWatch(child, steps=command["steps"])
+    elif command["do"] == "profile":
+        observer = ProfileWatch(child, command)
     else:
         observer = DeterminismWatch(child, steps=command["steps"], deterministic=command["deterministic"])
     if preloaded is not None:

@@ -25,6 +25,14 @@ class Command(TypedDict, total=False):
     steps: int
     suspended: bool
     deterministic: bool
+    warm_up: int
+    timed: int
+    timed_seconds: float
+    """Time more than `timed` steps until so much time has passed."""
+    follow: bool
+    """Does a step fit in that is followed operator by operator?"""
+    trace: str
+    """The file for a Chrome trace; '': none."""
     request: dict[str, object]
     """A NumericsRequest."""
 
@@ -78,3 +86,19 @@ class MemoryAnswer(TypedDict, total=False):
     judged_steps: int
     leaks: list[dict[str, Any]]  # the fields of a Leak
     collected: list[str]
+
+
+class ProfileAnswer(TypedDict, total=False):
+    """Where the time of some steps went; of a script that never imported torch only the first three."""
+
+    event: Literal["profile"]
+    ended: bool
+    steps: int
+    """Since the first recognized one."""
+    step_kind: str | None
+    profile: dict[str, object] | None
+    """A Profile without ceilings; None: no step was timed or profiled."""
+    observed: dict[str, object] | None
+    behaviour: dict[str, object] | None
+    tf32: bool
+    has_trace: bool

@@ -1,0 +1,162 @@
+"""`flatout.profile` and `flatout.measure`: where the time of a callable goes, and how long it takes.
+
+found = flatout.profile(lambda: train_step(batch))
+found.operators_by("line")[0].line
+flatout.measure(lambda: train_step(batch)).median_seconds
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from flatout.arguments import as_whole_number, wrong
+from flatout.diagnose.checks import check_facts
+from flatout.diagnose.facts import Facts, RunFacts
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.profile_summary import ScriptProfile
+from flatout.machine.description import Machine
+from flatout.machine.detect import detect
+from flatout.machine.kept_ceilings import load_ceilings
+from flatout.machine.with_ceilings import machine_with_ceilings
+from flatout.profiling.exports import check_trace, write_trace
+from flatout.profiling.profile import GroupBy, Profile, SortBy
+from flatout.profiling.roofline import matrix_units, roofline
+from flatout.report.profile_text import profile_text
+from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, ProfileWatched, watch_profile
+from flatout.script.source_facts import read_source
+from flatout.timing import Measurement
+from flatout.timing import measure as timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileResult(Profile):
+    """What `flatout.profile` found, per call: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`."""
+
+    @classmethod
+    def of(cls, found: Profile) -> ProfileResult:
+        return cls(**{one.name: getattr(found, one.name) for one in fields(found)})
+
+    def summary(self, *, by: GroupBy = "name", sort: SortBy = "time") -> str:
+        """What `flatout profile` prints, on one screen."""
+        return profile_text(self, by=by, sort=sort)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+def profile(
+    function: Callable[[], object],
+    *,
+    steps: int = 5,
+    name: str = "",
+    trace: str | os.PathLike[str] | None = None,
+) -> ProfileResult:
+    """Call a function without arguments a dozen times or more, and say where its time goes.
+
+    It is called to warm up, then timed for half a second, then followed operator by operator, then `steps` times under
+    torch's profiler; so it may change what it works on, such as weights. trace: where to write a Chrome trace, as
+    "trace.json" or "trace.json.gz". Ceilings are those that `flatout check --measure` has kept; without them shares of
+    a ceiling are unknown.
+
+    Returns a ProfileResult: `parts`, `operators_by()`, `modules`, `lines`, `roofline`, `overhead`, `summary()`. Raises
+    what the function raises, and UsageError for options that mean nothing.
+    """
+    if not callable(function):
+        raise wrong("function", function, "it is called without arguments", "for a script: flatout profile train.py")
+    as_whole_number(steps, "steps")
+    if trace is not None:
+        check_trace(Path(trace))
+    from tempfile import TemporaryDirectory
+
+    from flatout.profiling.callables import profile_callable
+
+    called = name or getattr(function, "__name__", type(function).__name__)
+    with TemporaryDirectory(prefix="flatout-profile-") as folder:
+        recorded = Path(folder) / TRACE_NAME if trace is not None else None
+        found = profile_callable(function, steps=steps, name=called, folder=os.getcwd(), trace=recorded)
+        if trace is not None and recorded is not None and recorded.exists():
+            write_trace(recorded, Path(trace))
+    import torch
+
+    machine = detect()
+    ceilings = load_ceilings(machine, found.device)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return ProfileResult.of(against_ceilings(found, machine.with_ceilings(ceilings), tf32=tf32))
+
+
+def measure(
+    function: Callable[[], object],
+    *,
+    name: str = "",
+    warmup: int = 3,
+    min_samples: int = 10,
+    max_seconds: float = 10.0,
+) -> Measurement:
+    """Time a function without arguments: warmed up, with the GPU awaited before and after, enough samples to be sure.
+
+    The function is called until there are `min_samples` samples over at least 0.2 s, or `max_seconds` have passed; a
+    quick one is called several times for each sample. Returns a Measurement: `median_seconds`, `interval_seconds` (the
+    95 % confidence interval of the median), `samples_seconds`, and `warnings` that say what makes it doubtful. Raises
+    what the function raises.
+    """
+    if not callable(function):
+        raise wrong("function", function, "it is called without arguments", "flatout.measure(lambda: step(batch))")
+    return timed(
+        function,
+        name=name,
+        synchronize=_wait_for_gpu,
+        warmup=as_whole_number(warmup, "warmup", least=0),
+        min_samples=as_whole_number(min_samples, "min_samples"),
+        max_seconds=max_seconds,
+        machine_fingerprint=detect().fingerprint,
+    )
+
+
+def profile_script(request: ProfileRequest, progress: Callable[[str], None]) -> ScriptProfile:
+    """Measures this machine's ceilings quickly where none are known. Raises TrialError where the trial failed."""
+    machine = machine_with_ceilings(progress)
+    progress("profiling")
+    watched = watch_profile(request)
+    found = watched.profile
+    if found is not None:
+        ceilings = load_ceilings(machine, found.device) or machine.ceilings
+        found = against_ceilings(found, machine.with_ceilings(ceilings), tf32=watched.tf32)
+    return ScriptProfile(watched=watched, profile=found, machine=machine, findings=findings_of(watched, found, machine))
+
+
+def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machine) -> tuple[Finding, ...]:
+    """What the checks find. profile: with ceilings."""
+    behaviour = watched.behaviour
+    files = behaviour.files if behaviour is not None else ()
+    facts = Facts(
+        command=shlex.join(watched.target.command),
+        observed=watched.observed,
+        profile=profile,
+        behaviour=behaviour,
+        source=read_source(files, watched.target.folder) if files else None,
+        run=RunFacts(steps=watched.steps) if watched.status in (None, 0) else None,
+        machine=machine,
+        gpus=tuple(gpu.name for gpu in machine.usable_gpus),
+    )
+    return check_facts(facts)
+
+
+def against_ceilings(found: Profile, machine: Machine, *, tf32: bool) -> Profile:
+    """With the roofline and the share of products on matrix units. tf32: may fp32 products run as TF32?"""
+    on_gpu = found.device != "cpu"
+    return replace(
+        found,
+        roofline=roofline(found.operators, machine.ceilings, device=found.device, tf32=tf32 and on_gpu),
+        matrix_units=matrix_units(found.operators, found.kernels, machine, device=found.device, tf32=tf32 and on_gpu),
+    )
+
+
+def _wait_for_gpu() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,332 @@
+"""Where the time of a step went, as a screen for people and as a document for programs."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.profile_summary import ScriptProfile
+from flatout.private_details import without_private
+from flatout.profiling.operator_classes import PRODUCTS
+from flatout.profiling.profile import (
+    GroupBy,
+    ModuleRow,
+    OperatorRow,
+    Profile,
+    RooflineRow,
+    SortBy,
+    StepParts,
+)
+from flatout.report.document import document
+from flatout.report.step_text import percent
+from flatout.units import format_bytes, format_rate, format_seconds, labelled
+
+KIND = "profile"
+LINES_SHOWN, MODULES_SHOWN, OPERATORS_SHOWN, ROOFLINE_SHOWN, KERNELS_SHOWN, NOTES_SHOWN = 5, 6, 8, 5, 3, 4
+LEAST_SHARE = 0.01
+LABEL_WIDTH = 11
+LINE_WIDTH = 118
+OVERHEAD_IS_LARGE = 0.25
+
+
+def profile_document(found: ScriptProfile, *, include_private: bool = False) -> dict[str, object]:
+    """Seconds, bytes and FLOPs per step; what is unknown is null, and profile.reasons says why."""
+    watched = found.watched
+    payload: dict[str, object] = {
+        "script": {
+            "name": watched.target.name,
+            "arguments": list(watched.target.arguments),
+            "status": watched.status,
+        },
+        "steps": watched.steps,
+        "step_kind": watched.step_kind,
+        "profile": found.profile.to_json() if found.profile is not None else None,
+        "observed": watched.observed.to_json() if watched.observed is not None else None,
+        "behaviour": watched.behaviour.to_json() if watched.behaviour is not None else None,
+        "findings": [one.to_json() for one in found.findings] if found.findings is not None else None,
+        "machine": found.machine.to_json(),
+    }
+    return document(KIND, payload if include_private else without_private(payload))
+
+
+def script_text(
+    found: ScriptProfile, *, by: GroupBy = "name", sort: SortBy = "time", files: Sequence[tuple[str, Path]] = ()
+) -> str:
+    """One screen. files: (what, where) that were written."""
+    watched = found.watched
+    rows = [("script", f"{shlex.join(watched.target.command)} · {_steps(found)}")]
+    if found.profile is not None:
+        rows += _rows(found.profile, by, sort)
+    elif not watched.steps and not watched.status:
+        rows.append(("note", "if training happens in processes that it starts, Flatout does not follow it there"))
+        rows.append(("", "a function can be profiled by itself: flatout.profile(lambda: step(batch))"))
+    rows += labelled("written", [f"{what}: {path} ({_size(path)})" for what, path in files])
+    for one in found.findings or ():
+        rows += labelled(one.severity, _finding(one))
+    if found.profile is not None:
+        rows += labelled("next", _next(found.profile, shlex.join(watched.target.command), files))
+    return _text(rows)
+
+
+def _finding(one: Finding) -> list[str]:
+    cost = f" [{format_seconds(one.cost_seconds)} a step]" if one.cost_seconds is not None else ""
+    texts = [f"{one.title}{cost} ({one.name}, {one.confidence})", *_wrapped(one.evidence)]
+    texts += [f"  {file}:{number}  {text}" for file, number, text in one.lines[:3]]
+    texts += _wrapped(f"do: {one.remedy}")
+    return [*texts, f"next: {one.next_command}"] if one.next_command else texts
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, LINE_WIDTH - 2)
+
+
+def profile_text(profile: Profile, *, by: GroupBy = "name", sort: SortBy = "time") -> str:
+    """The same of a profile alone, as `flatout.profile` returns it."""
+    step = profile.best_step_seconds
+    head = f"{profile.name} · {format_seconds(step)} a call" if step is not None else profile.name
+    return _text([("profile", head), *_rows(profile, by, sort)])
+
+
+def verdict(profile: Profile) -> str:
+    """What takes most of a step, in one sentence."""
+    step, parts = profile.best_step_seconds, profile.parts
+    if step is None or parts is None:
+        return f"unknown, because {_because(profile, 'parts')}"
+    shares = {
+        "waits for its loader": parts.data / step,
+        "leaves the GPU without work": parts.idle / step,
+        "is communication between ranks": parts.communication / step,
+        "is copies between host and GPU": parts.copies / step,
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    products = [row for row in profile.roofline if row.operator_class in PRODUCTS]
+    seconds = sum(row.seconds for row in products)
+    share = min(1.0, seconds / step)
+    of_products = _products(profile, products, share)
+    if shares[worst] > max(0.3, share):
+        return f"{percent(shares[worst])} of a step of {format_seconds(step)} {worst}; {of_products}"
+    if not profile.operators:
+        return f"a step takes {format_seconds(step)}; operators are {_because(profile, 'operators')}"
+    if share >= 0.3:
+        return f"{percent(share)} of a step of {format_seconds(step)} {of_products.partition(' ')[2]}"
+    outside = max(0.0, step - parts.data - parts.idle - profile.operator_seconds)
+    if outside / step > 0.4 and profile.device == "cpu":
+        return (
+            f"{percent(outside / step)} of a step of {format_seconds(step)} passes outside of torch's operators, in "
+            f"Python and libraries; {of_products}"
+        )
+    return f"{format_seconds(step)} a step: {_largest_class(profile, step)}; {of_products}"
+
+
+def _products(profile: Profile, products: Sequence[RooflineRow], share: float) -> str:
+    """'62% is matrix products at 41% of this processor's measured fp32 rate'."""
+    if not profile.operators:
+        return "operators are unknown"
+    if not products:
+        return "none of it is matrix products"
+    main = max(products, key=lambda row: row.seconds)
+    text = f"{percent(share)} is matrix products"
+    known = [row for row in products if row.flops and row.dtype == main.dtype and row.seconds]
+    flops, seconds = sum(row.flops or 0.0 for row in known), sum(row.seconds for row in known)
+    ceiling = next((row.ceiling for row in known if row.bound == "compute" and row.ceiling), None)
+    device = "processor" if profile.device == "cpu" else "GPU"
+    if not flops or not seconds:
+        return text
+    if ceiling is None:
+        return f"{text} at {format_rate(flops / seconds, 'FLOP/s')}"
+    return f"{text} at {percent(flops / seconds / ceiling)} of this {device}'s measured {main.dtype} rate"
+
+
+def _largest_class(profile: Profile, step: float) -> str:
+    rows = [row for row in profile.roofline if row.operator_class not in PRODUCTS] or list(profile.roofline)
+    if not rows:
+        return "operators are unknown"
+    most = max(rows, key=lambda row: row.seconds)
+    return f"{percent(min(1.0, most.seconds / step))} is {_class_name(most)}"
+
+
+def _rows(profile: Profile, by: GroupBy, sort: SortBy) -> list[tuple[str, str]]:
+    rows = [("verdict", verdict(profile))]
+    step = profile.best_step_seconds
+    if profile.parts is not None and step is not None:
+        rows += labelled("parts", _parts(profile, profile.parts, step))
+    rows += labelled("lines", _lines(profile))
+    rows += labelled("modules", _modules(profile))
+    rows += labelled("operators", _operators(profile, by, sort))
+    rows += labelled("kernels", [_kernel(profile, n) for n in range(min(KERNELS_SHOWN, len(profile.kernels)))])
+    rows += labelled("ceilings", _ceilings(profile))
+    rows += labelled("units", _units(profile))
+    rows += labelled("idle", [f"{format_seconds(c.seconds)}: {c.cause}: {c.evidence}" for c in profile.idle_causes])
+    rows += labelled("measured", _measured(profile))
+    rows += labelled("note", list(profile.notes)[:NOTES_SHOWN])
+    return rows
+
+
+def _steps(found: ScriptProfile) -> str:
+    watched, profile = found.watched, found.profile
+    if profile is None:
+        counted = f"{watched.steps} step{'s' if watched.steps != 1 else ''}, too few to profile"
+        said = counted if watched.steps else "no training step found"
+        return said if watched.status in (None, 0) else f"{said}; the script exited with code {watched.status}"
+    parts = [f"{profile.steps} steps profiled" if profile.steps != 1 else "1 step profiled"]
+    parts.append(f"{profile.timed_steps} timed without the profiler")
+    rates = [
+        f"{rate:,.4g} {what}/s"
+        for what, rate in (("samples", profile.samples_per_second), ("tokens", profile.tokens_per_second))
+        if rate is not None
+    ]
+    if watched.status is not None:
+        parts.append(f"the script exited on its own with code {watched.status}")
+    return " · ".join([", ".join(parts), *rates])
+
+
+def _parts(profile: Profile, parts: StepParts, step: float) -> list[str]:
+    shown = {name: seconds for name, seconds in parts.to_json().items() if seconds > 0.005 * step}
+    scale, unit = (1e3, "ms") if step < 1 else (1.0, "s")
+    inside = " + ".join(f"{name} {seconds * scale:.3g}" for name, seconds in shown.items())
+    texts = [f"{format_seconds(step)} = {inside or 'nothing'} {unit}"]
+    if profile.evaluation_seconds:
+        texts.append(f"and {format_seconds(profile.evaluation_seconds)} a step of modules without gradients")
+    if profile.reasons.get("parts"):
+        texts.append(profile.reasons["parts"])
+    return texts
+
+
+def _lines(profile: Profile) -> list[str]:
+    if not profile.lines:
+        return [_because(profile, "lines")] if profile.operators else []
+    shown = [row for row in profile.lines if row.share >= LEAST_SHARE][:LINES_SHOWN]
+    width = max((len(row.place) for row in shown), default=0)
+    return [f"{percent(row.share):>6}  {row.place:<{width}}  {row.text}" for row in shown]
+
+
+def _modules(profile: Profile) -> list[str]:
+    total = profile.operator_seconds or 1.0
+    shown = sorted(profile.modules, key=lambda row: -row.seconds)
+    shown = [row for row in shown if row.seconds >= LEAST_SHARE * total and row.depth <= 8][:MODULES_SHOWN]
+    order = {row.path: number for number, row in enumerate(profile.modules)}
+    return [_module(row, total) for row in sorted(shown, key=lambda row: order[row.path])]
+
+
+def _module(row: ModuleRow, total: float) -> str:
+    backward = f" + {format_seconds(row.backward_seconds)} backward" if row.backward_seconds is not None else ""
+    return (
+        f"{percent(row.seconds / total):>6}  {'  ' * row.depth}{row.path.rpartition('.')[2]} ({row.kind})  "
+        f"{format_seconds(row.forward_seconds)} forward{backward}"
+    )
+
+
+def _operators(profile: Profile, by: GroupBy, sort: SortBy) -> list[str]:
+    if not profile.operators:
+        return [_because(profile, "operators")]
+    total = profile.operator_seconds or 1.0
+    shown = profile.operators_by(by, sort)[:OPERATORS_SHOWN]
+    return [_operator(row, total, by) for row in shown if row.seconds >= 0.002 * total or sort != "time"]
+
+
+def _operator(row: OperatorRow, total: float, by: GroupBy) -> str:
+    name = row.name.removeprefix("aten::")
+    if by == "line":
+        name = row.line or "(no line)"
+    elif by == "module":
+        name = row.module or "(no module)"
+    elif by == "shape":
+        name = " ".join(part for part in (name, row.shapes, row.dtype) if part)
+    elif by in ("phase", "dtype", "class"):
+        name = {"phase": row.phase, "dtype": row.dtype or "(none)", "class": row.operator_class}[by]
+    parts = [f"{percent(row.seconds / total):>6}  {name:<24}", f"{row.calls:,.4g} calls", format_seconds(row.seconds)]
+    if row.flops and row.seconds:
+        parts.append(format_rate(row.flops / row.seconds, "FLOP/s"))
+    elif row.bytes and row.seconds:
+        parts.append(format_rate(row.bytes / row.seconds, "B/s"))
+    return "  ".join(parts)
+
+
+def _kernel(profile: Profile, number: int) -> str:
+    row = profile.kernels[number]
+    size = f", {format_rate(row.bytes / row.seconds, 'B/s')}" if row.bytes and row.seconds else ""
+    return f"{format_seconds(row.seconds):>8}  {row.calls:,.4g} x {row.name[:60]} ({row.operator or row.kind}{size})"
+
+
+def _ceilings(profile: Profile) -> list[str]:
+    total = profile.operator_seconds or 1.0
+    shown = [
+        row for row in profile.roofline if row.seconds >= 2 * LEAST_SHARE * total and row.operator_class != "other"
+    ]
+    texts = [_ceiling(row) for row in shown[:ROOFLINE_SHOWN] if row.share_of_ceiling is not None]
+    reasons = dict.fromkeys(row.reason for row in shown if row.share_of_ceiling is None and row.reason)
+    return texts or list(reasons)[:1]
+
+
+def _ceiling(row: RooflineRow) -> str:
+    share = row.share_of_ceiling or 0.0
+    rate = row.attained_flops_per_second if row.bound == "compute" else row.attained_bytes_per_second
+    unit = "FLOP/s" if row.bound == "compute" else "B/s"
+    reached = f"{format_rate(rate or 0.0, unit)} of {format_rate(row.ceiling or 0.0, unit)} ({row.ceiling_name})"
+    note = f"; {row.reason}" if row.reason else ""
+    return f"{percent(row.share):>6}  {_class_name(row):<16}  {percent(share)}: {reached}{note}"
+
+
+def _class_name(row: RooflineRow) -> str:
+    return f"{row.operator_class} {row.dtype}".strip()
+
+
+def _units(profile: Profile) -> list[str]:
+    units = profile.matrix_units
+    if units is None:
+        return []
+    if units.share is None:
+        return [f"share of products on matrix units: unknown, because {units.reason}"]
+    texts = [f"{percent(units.share)} of the time of products on {units.unit}"]
+    texts += [f"{percent(seconds / units.product_seconds)} not: {why}" for why, seconds in units.rest[:2]]
+    return texts
+
+
+def _measured(profile: Profile) -> list[str]:
+    texts = []
+    if profile.overhead is not None and profile.profiled_step_seconds is not None:
+        plain = f"{format_seconds(profile.step_seconds or 0.0)} without"
+        texts.append(
+            f"a step took {format_seconds(profile.profiled_step_seconds)} under the profiler, {plain} "
+            f"({profile.overhead:+.0%}); shares are of the profiled operators"
+        )
+        if profile.overhead > OVERHEAD_IS_LARGE:
+            texts.append("the profiler slows steps of many small operators down most: their share is overstated")
+    elif profile.profiled_step_seconds is not None:
+        texts.append(f"{format_seconds(profile.profiled_step_seconds)} a step, under the profiler alone")
+    if profile.samples_per_step is None and profile.reasons.get("samples_per_step"):
+        texts.append(f"samples/s: {profile.reasons['samples_per_step']}")
+    return texts
+
+
+def _next(profile: Profile, command: str, files: Sequence[tuple[str, Path]]) -> list[str]:
+    texts = [f"flatout tune {command}"]
+    if not any(what == "trace" for what, _ in files):
+        texts.append(f"flatout profile --trace trace.json.gz {command}     (open it in ui.perfetto.dev)")
+    if profile.roofline and all(row.share_of_ceiling is None for row in profile.roofline):
+        texts.append("flatout check --measure")
+    return texts
+
+
+def _because(profile: Profile, name: str) -> str:
+    return profile.reasons.get(name) or "unknown"
+
+
+def _size(path: Path) -> str:
+    try:
+        return format_bytes(path.stat().st_size)
+    except OSError:
+        return "unknown size"
+
+
+def _text(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{_printable(text)}" for label, text in rows)
+
+
+def _printable(text: str) -> str:
+    """Names and source lines are the script's: no control code of theirs may reach the terminal."""
+    shown = "".join(letter for letter in text if letter.isprintable())
+    return shown if len(shown) <= LINE_WIDTH else shown[: LINE_WIDTH - 1] + "…"

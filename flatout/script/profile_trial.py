@@ -1,0 +1,202 @@
+"""`flatout profile`: one trial that times, follows and profiles a few steps of a script.
+
+watched = watch_profile(ProfileRequest(target=Target.from_command(["train.py"])))
+watched.profile.parts, watched.observed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from flatout.errors import TrialError
+from flatout.levers.observed import Observed
+from flatout.profiling.profile import Profile
+from flatout.script.behaviour_seen import Behaviour
+from flatout.script.entry import Target
+from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
+from flatout.script.trial.messages import Command, ProfileAnswer
+from flatout.script.trial.process import TrialProcess, TrialSetup, terminal_size
+from flatout.script.work_folder import work_folder
+from flatout.units import format_seconds
+
+STEPS = 5
+WARM_UP_STEPS = 3
+TIMED_SECONDS = 0.5
+PATIENCE_SECONDS = 1800.0
+TRACE_NAME = "trace.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """What to profile, and how many steps after the warm-up."""
+
+    target: Target
+    steps: int = STEPS
+    patience_seconds: float = PATIENCE_SECONDS
+    """Timeout of each trial, for a script that never steps or hangs."""
+    isolation: Literal["auto", "overlay", "guard"] = "auto"
+    allow_network: bool = False
+    trace_folder: Path | None = None
+    """An empty folder for the Chrome trace; None: none is written."""
+    stdin_file: Path | None = None
+    """What the script reads; None: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileWatched:
+    """The result of the trial."""
+
+    target: Target
+    status: int | None
+    """The script's exit code where it ended by itself; None: it was stopped after its steps."""
+    step_kind: str | None
+    steps: int
+    """That were seen."""
+    profile: Profile | None
+    """Without ceilings; None: there was no step to profile."""
+    observed: Observed | None
+    behaviour: Behaviour | None
+    """None: the script ended before it was watched."""
+    tf32: bool
+    trace: Path | None
+    errors: str
+    """What the script wrote to stderr, where it failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How many steps each window takes."""
+
+    warm_up: int
+    timed: int
+    timed_seconds: float
+    follow: bool
+    profiled: int
+
+
+def full(steps: int) -> Schedule:
+    return Schedule(
+        warm_up=WARM_UP_STEPS, timed=max(5, steps), timed_seconds=TIMED_SECONDS, follow=True, profiled=steps
+    )
+
+
+BEHAVIOUR_ALONE = Schedule(warm_up=1, timed=0, timed_seconds=0.0, follow=False, profiled=0)
+LEAST_FOLLOWED_STEPS = 40
+"""With fewer, a script that ends by itself is run again, to be followed from its first steps on."""
+
+
+def fitting(seen: int, steps: int) -> Schedule | None:
+    """For a script that has so many steps from the first recognized one, which no window can hold. None: too few."""
+    left = seen - 1
+    if left < 1:
+        return None
+    follow = left >= 3
+    left -= follow
+    warm_up = 1 if left < 6 else 2
+    left -= warm_up - 1
+    profiled = min(steps, max(1, left // 2))
+    timed = min(left - profiled, max(5, steps))
+    return Schedule(warm_up=warm_up, timed=timed, timed_seconds=0.0, follow=follow, profiled=profiled)
+
+
+def watch_profile(request: ProfileRequest) -> ProfileWatched:
+    """Run the script as a trial; a second time, with fewer steps, where it ends before the profile does, and once more
+    where it ends before enough was seen of what it does.
+
+    Raises TrialError where it could not be watched.
+    """
+    request.target.check()
+    watched = _with_fewer_steps(request, _watch_once(request, full(request.steps)))
+    seen = watched.behaviour.steps if watched.behaviour is not None else 0
+    if watched.status != 0 or seen >= LEAST_FOLLOWED_STEPS or watched.steps - 2 <= seen:
+        return watched
+    return replace(watched, behaviour=_watch_once(request, BEHAVIOUR_ALONE).behaviour)
+
+
+def _with_fewer_steps(request: ProfileRequest, watched: ProfileWatched) -> ProfileWatched:
+    ended_well = watched.status == 0 and not (watched.profile is not None and watched.profile.steps)
+    if not ended_well or (fewer := fitting(watched.steps, request.steps)) is None:
+        return watched
+    again = _watch_once(request, fewer)
+    if again.profile is None or again.profile.steps >= request.steps:
+        return again
+    note = (
+        f"the script ends after {watched.steps} steps: {again.profile.steps} of the {request.steps} asked for were "
+        "profiled, in a second run of it"
+    )
+    return replace(again, profile=replace(again.profile, notes=(note, *again.profile.notes)))
+
+
+def _watch_once(request: ProfileRequest, schedule: Schedule) -> ProfileWatched:
+    trace = request.trace_folder / TRACE_NAME if request.trace_folder is not None else None
+    command: Command = {
+        "do": "profile",
+        "steps": schedule.profiled,
+        "warm_up": schedule.warm_up,
+        "timed": schedule.timed,
+        "timed_seconds": schedule.timed_seconds,
+        "follow": schedule.follow,
+        "trace": str(trace) if trace is not None else "",
+    }
+    with work_folder() as folder:
+        setup = TrialSetup(
+            target=request.target,
+            work_folder=folder,
+            shared=(request.trace_folder,) if request.trace_folder is not None else (),
+            isolation=request.isolation,
+            allow_network=request.allow_network,
+            stdin_file=request.stdin_file,
+            terminal_size=terminal_size() if request.stdin_file is None else None,
+            errors_apart=True,
+        )
+        with TrialProcess(setup, label="profile") as trial:
+            try:
+                answer: ProfileAnswer
+                answer, end = trial.watch(command, request.patience_seconds)
+            except TrialError as error:
+                raise _explained(error, request, trial.errors) from None
+            return _watched(request, answer, end, trial.errors, trace)
+
+
+def _watched(
+    request: ProfileRequest, answer: ProfileAnswer, end: TrialEnded | None, errors: str, trace: Path | None
+) -> ProfileWatched:
+    note = f"{end.note}\n" if end is not None and end.note else ""
+    profile, observed, behaviour = answer.get("profile"), answer.get("observed"), answer.get("behaviour")
+    return ProfileWatched(
+        target=request.target,
+        status=end.status if end is not None else None,
+        step_kind=answer.get("step_kind"),
+        steps=answer["steps"],
+        profile=Profile.from_json(profile) if profile is not None else None,
+        observed=Observed.from_json(observed) if observed is not None else None,
+        behaviour=Behaviour.from_json(behaviour) if behaviour is not None else None,
+        tf32=answer.get("tf32", False),
+        trace=trace if answer.get("has_trace") else None,
+        errors=errors + note if end is not None and end.status else "",
+    )
+
+
+def _explained(error: TrialError, request: ProfileRequest, errors: str) -> TrialError:
+    """The error in terms of `flatout profile`, with the script's stderr; for a signal with a shell's exit code."""
+    what, limit, remedy = error.what, error.limit, error.remedy
+    if isinstance(error, TrialHangs):
+        patience = format_seconds(request.patience_seconds)
+        what = f"the script did not take the steps of a profile in {patience}"
+        limit = "that is the timeout"
+        remedy = "allow more with --patience 2h, or ask for fewer --steps, if it trains at all"
+    elif isinstance(error, TrialFault):
+        what = f"the script could not be profiled: {what}"
+    elif isinstance(error, TrialDied):
+        what = (
+            f"the script died of {error.signal_name}"
+            if error.signal_name
+            else (f"the script exited with code {error.code} without Python's normal shutdown")
+        )
+    tail = errors.strip() if isinstance(error, TrialHangs | TrialDied) else ""
+    explained = TrialError(what, limit=limit, remedy=remedy + (f"\n{tail}" if tail else ""))
+    if isinstance(error, TrialDied) and error.signal_name:
+        explained.exit_code = 128 - error.code
+    return explained

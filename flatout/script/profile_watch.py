@@ -1,0 +1,275 @@
+"""Time a few steps of a running script, follow one operator by operator, profile a few, then end with the answer.
+
+Windows come one after the other, so that none disturbs another: after the warm-up, plain steps are timed with the spans
+of `Watch`; one step runs under a dispatch mode that sees shapes, FLOPs, modules and lines; then torch's profiler
+records the last ones. Its memory is bounded by the number of operators that the followed step had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
+
+from flatout.environment import thread_variables
+from flatout.machine.device import Device, Mark
+from flatout.machine.process_memory import peak_resident_bytes
+from flatout.script.batch_count import BatchCount
+from flatout.script.compile_seen import compile_was_asked_for
+from flatout.script.describe import NOT_AS_NOW, breakdown, observe
+from flatout.script.device_calls import device_of
+from flatout.script.spans import StepRow
+from flatout.script.trial.isolated_child import IsolatedChild
+from flatout.script.trial.messages import Command, ProfileAnswer
+from flatout.script.watch import Watch
+
+if TYPE_CHECKING:
+    from flatout.profiling.following import OperatorFollower
+    from flatout.profiling.recorded_events import Recording
+    from flatout.profiling.window import ProfilerWindow, Windows
+    from flatout.script.behaviour import BehaviourWatch
+
+MOST_TIMED_STEPS = 50
+OTHER_MODE = "unknown, because the script has a dispatch mode of its own"
+TOO_MANY = "unknown, because one step has more than {most:,} operators: a profile of it would not fit in memory"
+
+
+class ProfileWatch:
+    """Ends the process with its answer once the steps have been profiled."""
+
+    def __init__(self, child: IsolatedChild, command: Command) -> None:
+        self.watch = Watch()
+        self._child = child
+        self._asked, self._warm_up = command["steps"], command["warm_up"]
+        self._timed, self._timed_seconds = command["timed"], command["timed_seconds"]
+        self._follow, self._trace = command["follow"], command["trace"]
+        self._batches = BatchCount(self.watch.subject)
+        self._stage: Callable[[], None] = self._warming_up
+        self._has_torch = False
+        self._boundaries = 0
+        self._device: Device | None = None
+        self._threads_at_start: int | None = None
+        self._thread_variables = thread_variables()
+        self._timed_from = 0.0
+        self._rows: list[StepRow] = []
+        self._follower: OperatorFollower | None = None
+        self._obstacle = self._not_followed = ""
+        self._window: ProfilerWindow | None = None
+        self._to_profile = self._asked
+        self._marks: list[Mark] = []
+        self._label = contextlib.ExitStack()
+        self._recording: Recording | None = None
+        self._has_trace = False
+        self._behaviour: BehaviourWatch | None = None
+        self._peak_bytes: int | None = None
+        self.watch.at_boundary.append(child.guarded(self._boundary))
+        self.watch.at_batch.append(self._batches.batch)
+
+    def install(self) -> None:
+        self._child.on_torch([self._torch_imported])
+
+    def _torch_imported(self, torch: ModuleType) -> None:
+        import flatout.profiling.window  # noqa: F401  # now, while no module of the script can be in its way
+        from flatout.script.behaviour import BehaviourWatch
+
+        self._has_torch = True
+        self._behaviour = BehaviourWatch(self._child.target.folder)
+        by_variable = thread_variables() != self._thread_variables
+        self._threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
+        self.watch.install(torch)
+
+    def ended(self) -> ProfileAnswer:
+        """The script ended before all steps: what is known by then."""
+        if not self._has_torch:
+            return {"event": "profile", "ended": True, "steps": 0}
+        if self._stage == self._timing:
+            self._rows = self.watch.close_window()
+        elif self._stage == self._following and self._follower is not None:
+            self._follower.__exit__(None, None, None)
+            self._follower = None  # it holds part of a step
+        elif self._stage == self._profiling:
+            self._stop_profiler()
+        return self._answer(ended=True)
+
+    # one stage after the other; each is called at the end of a step
+
+    def _boundary(self) -> None:
+        if self.watch.finder.kind is None:
+            return
+        self._boundaries += 1
+        self._batches.step_ended()
+        self._stage()
+
+    def _warming_up(self) -> None:
+        if self._boundaries < self._warm_up:
+            return
+        self._device = device_of(self.watch.subject)
+        if self._timed:
+            self._device.synchronize()
+            self._stage, self._timed_from = self._timing, time.perf_counter()
+            self.watch.open_window()
+        else:
+            self._begin_following()
+
+    def _timing(self) -> None:
+        timed = len(self.watch.rows or ())
+        enough = timed >= MOST_TIMED_STEPS or time.perf_counter() - self._timed_from >= self._timed_seconds
+        if timed < self._timed or not enough:
+            return
+        self._rows = self.watch.close_window()
+        self._begin_following()
+
+    def _begin_following(self) -> None:
+        from flatout.profiling.following import OperatorFollower
+        from flatout.profiling.window import COMPILED, NOT_FOLLOWED
+        from flatout.torch_private.dispatch import current_dispatch_mode
+
+        if compile_was_asked_for():
+            self._not_followed = COMPILED
+        elif current_dispatch_mode() is not None:
+            self._not_followed = OTHER_MODE
+        elif not self._follow:
+            self._not_followed = NOT_FOLLOWED
+        if self._not_followed:
+            self._begin_profiling()
+            return
+        self._stage = self._following
+        self._follower = OperatorFollower(prefer=self._child.target.folder)
+        self._follower.__enter__()
+
+    def _following(self) -> None:
+        assert self._follower is not None
+        self._follower.__exit__(None, None, None)
+        self._begin_profiling()
+
+    def _begin_profiling(self) -> None:
+        from flatout.profiling.following import MOST_OPERATORS
+        from flatout.profiling.window import ProfilerWindow, steps_to_profile
+
+        assert self._device is not None
+        self._to_profile = steps_to_profile(self._asked, self._follower.count if self._follower is not None else None)
+        if not self._to_profile:
+            self._obstacle = TOO_MANY.format(most=MOST_OPERATORS)
+            self._begin_behaving()
+            return
+        self._stage, self._window = self._profiling, ProfilerWindow(on_gpu=self._device.kind == "cuda")
+        self._device.synchronize()
+        self._window.start()
+        self._obstacle = self._window.obstacle
+        if self._obstacle:
+            self._begin_behaving()
+        else:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        import torch
+
+        assert self._device is not None
+        self._marks.append(self._device.mark())
+        # TensorBoard's plugin and Perfetto show steps by this label; it also says what belongs to whole steps.
+        self._label.enter_context(torch.profiler.record_function(f"ProfilerStep#{len(self._marks) - 1}"))
+
+    def _profiling(self) -> None:
+        assert self._device is not None
+        self._label.close()
+        if len(self._marks) < self._to_profile:
+            self._begin_step()
+            return
+        self._marks.append(self._device.mark())
+        self._stop_profiler()
+        self._begin_behaving()
+
+    def _stop_profiler(self) -> None:
+        if self._window is None:
+            return
+        self._label.close()
+        if self._device is not None:
+            self._device.synchronize()
+        self._recording = self._window.stop(steps=max(0, len(self._marks) - 1))
+        if self._trace and len(self._marks) > 1:
+            self._window.export(Path(self._trace))
+            self._has_trace = True
+
+    def _begin_behaving(self) -> None:
+        """The last window, in which the script itself is followed: its calls have more to tell than its times."""
+        assert self._behaviour is not None
+        self._peak_bytes, self._stage = peak_resident_bytes(), self._behaving
+        self._behaviour.start(self.watch.subject)
+
+    def _behaving(self) -> None:
+        assert self._behaviour is not None
+        self._behaviour.step_ended()
+        if self._behaviour.done:
+            self._finish()
+
+    # the answer
+
+    def _finish(self) -> NoReturn:
+        self._child.finish(self._answer(ended=False))
+
+    def _answer(self, *, ended: bool) -> ProfileAnswer:
+        observed = behaviour = None
+        windows = None
+        if self._stage == self._behaving and self._behaviour is not None:
+            self._behaviour.stop()
+            behaviour = self._behaviour.result().to_json()
+        if self._boundaries:
+            found = observe(self.watch, threads_at_start=self._threads_at_start, rows=self._rows, lengths=False)
+            counted = self._follower
+            if counted is not None:
+                found = replace(found, flops_per_step=self._flops(counted), operations_per_step=counted.count)
+            observed = found.to_json()
+            windows = self._windows() if self._rows or len(self._marks) > 1 else None
+        return {
+            "event": "profile",
+            "ended": ended,
+            "steps": self._boundaries,
+            "step_kind": self.watch.finder.kind,
+            "profile": windows.profile().to_json() if windows is not None else None,
+            "observed": observed,
+            "behaviour": behaviour,
+            "tf32": _allows_tf32(),
+            "has_trace": self._has_trace,
+        }
+
+    def _flops(self, follower: OperatorFollower) -> float | None:
+        return sum(one.flops for one in follower.operators if one.flops is not None) or None
+
+    def _windows(self) -> Windows:
+        from flatout.profiling.window import Windows
+
+        assert self._device is not None
+        device = self._device
+        reasons = dict(self._batches.reasons())
+        if self._not_followed:
+            reasons |= dict.fromkeys(("lines", "modules", "flops", "bytes"), self._not_followed)
+        return Windows(
+            name=self._child.target.name,
+            device=device.name,
+            step_kind=self.watch.finder.kind,
+            asked=self._asked,
+            warm_up_steps=min(self._warm_up, self._boundaries),
+            timed_seconds=[row.seconds for row in self._rows],
+            spans=breakdown(self._rows) if self._rows else None,
+            follower=self._follower,
+            compiled=compile_was_asked_for(),
+            recording=self._recording if len(self._marks) > 1 else None,
+            profiled_seconds=[device.elapsed_seconds(a, b) for a, b in itertools.pairwise(self._marks)],
+            obstacle=self._obstacle,
+            folder=self._child.target.folder,
+            samples_per_step=self._batches.samples_per_step,
+            tokens_per_step=self._batches.tokens_per_step,
+            peak_resident_bytes=self._peak_bytes or peak_resident_bytes(),
+            reasons=reasons,
+        )
+
+
+def _allows_tf32() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.get_float32_matmul_precision() != "highest"

@@ -1,0 +1,128 @@
+"""What a followed step knows: FLOPs with known answers, bytes, modules, lines, phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.profiling.following import FollowedOperator, OperatorFollower
+
+HERE = str(Path(__file__).parent)
+
+
+def follow(work: Callable[[], object]) -> OperatorFollower:
+    with OperatorFollower(prefer=HERE) as follower:
+        work()
+    assert follower.fault == ""
+    return follower
+
+
+def flops(operators: list[FollowedOperator], phase: str) -> float:
+    return sum(one.flops or 0.0 for one in operators if one.phase == phase)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+def test_a_step_by_phase_module_and_line() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        loss = model(torch.randn(5, 6)).sum()
+        loss.backward()
+        optimizer.step()
+
+    found = follow(step)
+    forward = 2 * 5 * (6 * 8 + 8 * 4)
+    assert flops(found.operators, "forward") == forward
+    assert flops(found.operators, "backward") == 2 * forward - 2 * 5 * 6 * 8  # the input needs no gradient
+    assert {one.phase for one in found.operators} == {"forward", "backward", "optimizer", "other"}
+    products = [one for one in found.operators if one.flops]
+    assert [one.origin.module for one in products if one.phase == "forward"] == ["Net.first", "Net.last"]
+    assert {one.origin.module for one in products if one.phase == "backward"} == {"Net.first", "Net.last"}
+    lines = {one.origin.module: one.origin.line for one in products if one.phase == "backward"}
+    forward_lines = {one.origin.module: one.origin.line for one in products if one.phase == "forward"}
+    assert lines == forward_lines
+    assert all(line.startswith(__file__) for line in lines.values())
+    assert {one.origin.function for one in products} == {"forward"}
+    assert {path: module.calls for path, module in found.modules.items()} == {"Net": 1, "Net.first": 1, "Net.last": 1}
+    assert found.modules["Net.first"].kind == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (lambda: nn.Linear(5, 7)(torch.randn(3, 5)), 2 * 3 * 5 * 7),
+        (lambda: nn.Conv2d(3, 4, 3)(torch.randn(2, 3, 6, 6)), 2 * 2 * 4 * 4 * 4 * 3 * 9),
+        (lambda: nn.Embedding(10, 4)(torch.tensor([[1, 2]])), 0),
+        (lambda: nn.LSTM(5, 7)(torch.randn(3, 4, 5)), 2 * 12 * (28 * 5 + 28 * 7)),
+    ],
+)
+def test_forward_flops_have_known_answers(work: Callable[[], object], expected: int) -> None:
+    assert flops(follow(work).operators, "forward") == expected
+
+
+def test_attention_forward_and_backward() -> None:
+    q, k, v = (torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(3))
+    attend = nn.functional.scaled_dot_product_attention
+    found = follow(lambda: attend(q, k, v).sum().backward())
+    forward = 2 * (2 * 2 * 4 * 8 * 8 * 16)
+    assert (flops(found.operators, "other"), flops(found.operators, "backward")) == (forward, 2.5 * forward)
+
+
+def test_an_embedding_reads_what_it_returns_and_its_gradient_has_no_products() -> None:
+    table = nn.Embedding(1000, 4)
+    found = follow(lambda: table(torch.tensor([1, 2])).sum().backward())
+    lookup = next(one for one in found.operators if one.name == "aten::embedding")
+    assert lookup.size_bytes == 2 * (2 * 4 * 4) + 2 * 8  # rows read and written, and the indices
+    assert sum(one.flops or 0 for one in found.operators) == 0
+
+
+def test_bytes_count_arguments_and_results_and_no_views() -> None:
+    x = torch.ones(10, 20)
+    found = follow(lambda: (x.t(), x + x[0]))
+    sizes = {one.name: one.size_bytes for one in found.operators}
+    assert sizes["aten::t"] == 0
+    assert sizes["aten::add"] == 4 * (200 + 20 + 200)
+
+
+def test_evaluation_and_loading_are_phases_of_their_own() -> None:
+    model = nn.Linear(4, 2)
+    loader = torch.utils.data.DataLoader([torch.ones(4)] * 4, batch_size=2)
+
+    def work() -> None:
+        with torch.no_grad():
+            for batch in loader:
+                model(batch)
+
+    found = follow(work)
+    assert {one.phase for one in found.operators if one.name == "aten::stack" or "cat" in one.name} == {"data"}
+    assert {one.phase for one in found.operators if one.flops} == {"evaluation"}
+
+
+def test_an_error_of_the_work_passes_and_nothing_stays_behind() -> None:
+    def work() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), OperatorFollower():
+        work()
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_two_outermost_modules_of_one_class_are_told_apart() -> None:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    found = follow(lambda: b(a(torch.ones(1, 2))))
+    assert list(found.modules) == ["Linear", "Linear#2"]

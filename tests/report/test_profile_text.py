@@ -1,0 +1,212 @@
+"""A made-up profile on one screen, and as a document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flatout.diagnose.profile_summary import ScriptProfile
+from flatout.machine.description import Machine
+from flatout.profiling.profile import (
+    IdleCause,
+    KernelRow,
+    LineRow,
+    MatrixUnits,
+    ModuleRow,
+    OperatorRow,
+    Profile,
+    RooflineRow,
+    StepParts,
+)
+from flatout.report.profile_text import profile_document, profile_text, script_text, verdict
+from flatout.script.entry import Target
+from flatout.script.profile_trial import ProfileWatched
+
+MACHINE = Machine.from_json(json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text()))
+HOSTILE = "<b>\x1b[31mred\x07"
+
+
+def operator(name: str, seconds: float, *, flops: float | None = None, line: str = "train.py:3") -> OperatorRow:
+    return OperatorRow(
+        name=name,
+        operator_class="matmul" if flops else "pointwise",
+        shapes="[8, 16] [16, 4]",
+        dtype="float32",
+        calls=2,
+        seconds=seconds,
+        host_seconds=seconds,
+        phase="forward",
+        module="Net.fc",
+        line=line,
+        device="cpu",
+        flops=flops,
+        bytes=1e6,
+    )
+
+
+def ceiling(kind: str, seconds: float, share: float | None) -> RooflineRow:
+    products = kind == "matmul"
+    return RooflineRow(
+        operator_class="matmul" if products else "pointwise",
+        dtype="fp32" if products else "",
+        seconds=seconds,
+        share=seconds / 8e-3,
+        flops=2.4e8 if products else None,
+        bytes=1e6,
+        attained_flops_per_second=4e10 if products else None,
+        attained_bytes_per_second=1e9,
+        bound=None if share is None else "compute" if products else "memory",
+        ceiling_name="fp32 products" if products else "memory copy",
+        ceiling=None if share is None else 1e11 if products else 1e10,
+        share_of_ceiling=share,
+        reason="" if share is not None else "unknown, because this machine's ceilings were not measured",
+    )
+
+
+PROFILE = Profile(
+    name="train.py",
+    device="cpu",
+    step_kind="optimizer",
+    steps=5,
+    timed_steps=20,
+    warm_up_steps=3,
+    step_seconds=10e-3,
+    samples_seconds=(10e-3,) * 20,
+    profiled_step_seconds=11e-3,
+    parts=StepParts(
+        data=1e-3, copies=0, forward=3e-3, backward=4e-3, optimizer=1e-3, communication=0, idle=0, other=1e-3
+    ),
+    operators=(operator("aten::addmm", 6e-3, flops=2.4e8), operator("aten::relu", 2e-3, line="train.py:9")),
+    modules=(
+        ModuleRow(path="Net", kind="Net", depth=0, calls=1, forward_seconds=3e-3, backward_seconds=4e-3),
+        ModuleRow(path="Net.fc", kind="Linear", depth=1, calls=1, forward_seconds=2e-3, backward_seconds=4e-3),
+    ),
+    lines=(LineRow(file="train.py", line=3, seconds=6e-3, share=0.75, text="return self.fc(x)"),),
+    roofline=(ceiling("matmul", 6e-3, 0.4), ceiling("pointwise", 2e-3, 0.1)),
+    matrix_units=MatrixUnits(
+        unit="AMX", product_seconds=6e-3, seconds_on_units=0.0, share=0.0, rest=(("fp32: AMX takes bf16", 6e-3),)
+    ),
+    samples_per_step=64,
+    flops=2.4e8,
+    reasons={"tokens_per_step": "unknown, because"},
+)
+
+
+def script(profile: Profile | None, *, steps: int = 30, status: int | None = None) -> ScriptProfile:
+    watched = ProfileWatched(
+        target=Target(path="train.py", arguments=("--lr", "0.1")),
+        status=status,
+        step_kind="optimizer",
+        steps=steps,
+        profile=profile,
+        observed=None,
+        behaviour=None,
+        tf32=False,
+        trace=None,
+        errors="",
+    )
+    return ScriptProfile(watched=watched, profile=profile, machine=MACHINE)
+
+
+def test_one_screen() -> None:
+    text = script_text(script(PROFILE))
+    lines = text.splitlines()
+    assert len(lines) <= 45
+    assert lines[0].startswith("script     train.py --lr 0.1 · 5 steps profiled, 20 timed without the profiler")
+    assert "6,400 samples/s" in lines[0]
+    assert lines[1] == (
+        "verdict    60% of a step of 10 ms is matrix products at 40% of this processor's measured fp32 rate"
+    )
+    assert "parts      10 ms = data 1 + forward 3 + backward 4 + optimizer 1 + other 1 ms" in text
+    assert "   75%  train.py:3  return self.fc(x)" in text
+    assert "fc (Linear)  2 ms forward + 4 ms backward" in text
+    assert "   75%  addmm" in text
+    assert "40%: 40 GFLOP/s of 100 GFLOP/s (fp32 products)" in text
+    assert "0% of the time of products on AMX" in text
+    assert "100% not: fp32: AMX takes bf16" in text
+    assert "a step took 11 ms under the profiler, 10 ms without (+10%)" in text
+    assert "flatout tune train.py --lr 0.1" in text
+
+
+def test_operators_by_shape_and_by_line() -> None:
+    assert "addmm [8, 16] [16, 4] float32" in profile_text(PROFILE, by="shape")
+    by_line = profile_text(PROFILE, by="line")
+    assert "train.py:3" in by_line.split("operators")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"data": 7e-3, "forward": 3e-3}, "70% of a step of 10 ms waits for its loader; 60% is matrix products"),
+        ({"idle": 8e-3, "forward": 2e-3}, "80% of a step of 10 ms leaves the GPU without work"),
+        ({"communication": 9e-3, "forward": 1e-3}, "90% of a step of 10 ms is communication between ranks"),
+    ],
+)
+def test_the_verdict_names_what_takes_most(parts: dict[str, float], words: str) -> None:
+    none = dict.fromkeys(("data", "copies", "forward", "backward", "optimizer", "communication", "idle", "other"), 0.0)
+    assert verdict(replace(PROFILE, parts=StepParts(**{**none, **parts}))).startswith(words)
+
+
+def test_without_ceilings_the_rate_is_given() -> None:
+    plain = replace(PROFILE, roofline=(ceiling("matmul", 6e-3, None),))
+    assert verdict(plain) == "60% of a step of 10 ms is matrix products at 40 GFLOP/s"
+    assert "flatout check --measure" in script_text(script(plain))
+
+
+def test_python_that_takes_most_of_a_step_is_named() -> None:
+    slow = replace(PROFILE, step_seconds=100e-3)
+    assert verdict(slow).startswith("91% of a step of 100 ms passes outside of torch's operators, in Python")
+
+
+def test_a_step_on_a_gpu() -> None:
+    kernel = KernelRow(name="sgemm", kind="kernel", calls=2, seconds=6e-3, operator="aten::addmm")
+    copy = KernelRow(name="Memcpy HtoD", kind="copy", calls=1, seconds=1e-3, bytes=12e6)
+    cause = IdleCause(cause="host late", seconds=2e-3, evidence="the host did not queue")
+    text = profile_text(replace(PROFILE, device="cuda:0", kernels=(kernel, copy), idle_causes=(cause,)))
+    assert "2 x sgemm (aten::addmm)" in text
+    assert "1 x Memcpy HtoD (copy, 12 GB/s)" in text
+    assert "idle       2 ms: host late: the host did not queue" in text
+    assert "of this GPU's measured fp32 rate" in text
+
+
+def test_what_is_unknown_says_why() -> None:
+    nothing = Profile(
+        name="train.py",
+        device="cpu",
+        step_kind="optimizer",
+        steps=0,
+        timed_steps=0,
+        warm_up_steps=1,
+        step_seconds=None,
+        profiled_step_seconds=None,
+        parts=None,
+        reasons={"parts": "the script ended", "operators": "nothing was profiled"},
+    )
+    assert verdict(nothing) == "unknown, because the script ended"
+    assert "operators  nothing was profiled" in profile_text(nothing)
+
+
+def test_without_a_step() -> None:
+    text = script_text(script(None, steps=0, status=0))
+    assert "no training step found" in text
+    assert "processes that it starts" in text
+
+
+def test_names_of_the_script_stay_inert() -> None:
+    line = LineRow(file=f"{HOSTILE}.py", line=1, seconds=1e-3, share=0.5, text=f"x = '{HOSTILE}'")
+    module = replace(PROFILE.modules[1], path=f"Net.{HOSTILE}", kind=HOSTILE)
+    text = profile_text(replace(PROFILE, lines=(line,), modules=(module,), name=HOSTILE, notes=(HOSTILE,)))
+    assert not [letter for letter in text if letter != "\n" and not letter.isprintable()]
+
+
+def test_the_document_holds_it_all_and_is_read_back() -> None:
+    found = json.loads(json.dumps(profile_document(script(PROFILE))))
+    assert set(found) == {
+        *("flatout", "script", "steps", "step_kind", "profile", "observed", "behaviour", "findings", "machine"),
+    }
+    assert Profile.from_json(found["profile"]) == PROFILE
+    assert found["script"]["arguments"] is None
+    assert profile_document(script(PROFILE), include_private=True)["script"]["arguments"] == ["--lr", "0.1"]  # type: ignore[index]
