@@ -432,7 +432,8 @@ def _is_plain_value(node: ast.expr) -> bool:
     if isinstance(node, ast.BinOp):
         return _is_plain_value(node.left) or _is_plain_value(node.right)
     if isinstance(node, ast.Tuple | ast.List):
-        return all(_is_plain_value(one) for one in node.elts)
+        plain = [one for one in node.elts if _is_plain_value(one)]
+        return len(plain) == len(node.elts) or any(isinstance(one, ast.Call) for one in plain)
     if isinstance(node, ast.Call):
         name = _dotted(node.func).rpartition(".")[2]
         if name in ("item", "detach", "tolist", "cpu", "numpy", "float", "int", "len", "round", "time", "str"):
