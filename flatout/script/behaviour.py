@@ -194,7 +194,7 @@ class BehaviourWatch:
             self._sampler.paused = False
         elif self._steps == FOLLOWED_STEP and current_dispatch_mode() is None and not compile_was_asked_for():
             self._sampler.paused, self._followed_from = True, time.perf_counter()
-            self._finish_work = follow_step()
+            self._finish_work = follow_step(counts_flops=False)
 
     def _backward(self, begins: bool) -> None:
         self._forward.in_backward = begins

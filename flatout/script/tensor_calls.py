@@ -49,14 +49,17 @@ class TensorCalls:
 
         self._on = True
         for name in CONVERTING:
-            self._patches.replace(torch.Tensor, name, lambda original, name=name: self._wrap(original, name, True))
+            self._patches.replace(torch.Tensor, name, self._wrapper(name, converts=True))
         for name in READING if reads else ():
-            self._patches.replace(torch.Tensor, name, lambda original, name=name: self._wrap(original, name, False))
+            self._patches.replace(torch.Tensor, name, self._wrapper(name, converts=False))
 
     def stop(self) -> None:
         self._on = False
         self._patches.undo()
         self._converted.clear()
+
+    def _wrapper(self, name: str, *, converts: bool) -> Callable[[Call], Call]:
+        return lambda original: self._wrap(original, name, converts)
 
     def _wrap(self, original: Call, name: str, converts: bool) -> Call:
         def call(tensor: Tensor, *args: object, **kwargs: object) -> object:

@@ -146,7 +146,7 @@ class UpdateWatch:
         self._losses: dict[Place, list[float]] = {}
         self._pending_loss: float | None = None
         self._norms: dict[int, list[list[float]]] = {}
-        self._layers: dict[int, list[tuple[str, Tensor]]] = {}
+        self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._total_norms: dict[int, list[float]] = {}
         self._nonfinite: dict[int, tuple[int, str]] = {}

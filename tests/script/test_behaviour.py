@@ -302,7 +302,7 @@ def evaluating(model: nn.Module, *, evaluates: bool, grad: bool) -> Step:
             with torch.set_grad_enabled(grad):
                 total = 0.0
                 for _ in range(5):
-                    total += float(model(data()).mean())
+                    total += model(data()).mean().item()
 
     return step
 
@@ -320,7 +320,7 @@ def test_evaluation(evaluates: bool, grad: bool, found: list[str]) -> None:
     model = net()
     seen = watched(evaluating(model, evaluates=evaluates, grad=grad), model)
     assert names(seen) == found
-    assert any("total += float" in one.line[2] for one in seen.forwards)
+    assert any("total += model" in one.line[2] for one in seen.forwards)
 
 
 def test_training_that_goes_on_in_evaluation_mode() -> None:

@@ -13,25 +13,23 @@ from flatout.script.line_sampler import LineSampler, lowest_share
 from flatout.script.places import Places
 
 
-def frames(source: str, file: str) -> FrameType:
-    """The frame that `keep()` is called from in code of this file."""
-    kept: list[FrameType] = []
-    exec(compile(source, file, "exec"), {"keep": lambda: kept.append(sys._getframe(1)), "call": lambda f: f()})
-    return kept[0]
-
-
 def inside(*files: str) -> FrameType:
-    """A stack with frames of these files, from the outermost in."""
+    """The innermost frame of a stack with code of these files, from the outermost in."""
     kept: list[FrameType] = []
 
     def build(rest: tuple[str, ...]) -> None:
-        if not rest:
-            kept.append(sys._getframe(1).f_back or sys._getframe(1))
-            return
-        exec(compile("\nbuild(rest)", rest[0], "exec"), {"build": build, "rest": rest[1:]})
+        source = "\nbuild(rest)" if len(rest) > 1 else "\nkept.append(sys._getframe())"
+        exec(compile(source, rest[0], "exec"), {"build": build, "rest": rest[1:], "kept": kept, "sys": sys})
 
     build(files)
     return kept[0]
+
+
+def places() -> Places:
+    """To which this file is no file of the script."""
+    made = Places("/s")
+    made._users[__file__] = False
+    return made
 
 
 LIBRARY = "/x/site-packages"
@@ -52,7 +50,7 @@ LIBRARY = "/x/site-packages"
     ],
 )
 def test_what_a_stack_is_doing(stack: list[str], activity: str, file: str) -> None:
-    sampler = LineSampler(Places("/s"), threading.get_ident())
+    sampler = LineSampler(places(), threading.get_ident())
     sampler.add(inside(*stack), 0.5)
     (found,) = sampler.times(steps=1)
     assert (found.activity, found.line[0], found.line[1], found.seconds) == (activity, file, 2, 0.5)
