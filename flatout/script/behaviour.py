@@ -112,6 +112,7 @@ class BehaviourWatch:
         if not compiled:  # compiled code must not see wrappers of ours that it was not compiled with
             self._guard(self._forward.start)
             self._guard(lambda: self._calls.start(reads=device_name(subject) != "cpu"))
+        gc.freeze()  # what is there already is not looked through again at each step
         self._began = time.perf_counter()
         self._sampler.start()
 
@@ -150,6 +151,7 @@ class BehaviourWatch:
         self._calls.stop()
         self._stack.close()
         gc.collect()  # graphs in cycles: whether a forward was used is known when its graph goes
+        gc.unfreeze()
         try:
             with without_torch_function():
                 self._result = self._made()

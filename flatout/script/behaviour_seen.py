@@ -273,7 +273,7 @@ class Behaviour:
     """Earlier steps whose graphs were still alive at the end of the window's last examined step."""
     kept_bytes_per_step: float | None = None
     live_bytes: tuple[int, ...] = ()
-    """Of all tensors that Python holds, at the ends of consecutive steps."""
+    """Of the tensors made in the window that Python holds, at the ends of consecutive steps."""
     losses: tuple[float, ...] = ()
     gradients: tuple[GradientsSeen, ...] = ()
     batch_shapes: int = 1
