@@ -152,8 +152,9 @@ class UpdateWatch:
         self._nonfinite: dict[int, tuple[int, str]] = {}
         self._versions: dict[int, int] = {}
         self._unchanged = self._changed = 0
-        self._pre: StepHook | None = None
-        self._post: StepHook | None = None
+        self._stepping: StepHook | None = None
+        """Before steps alone: torch must not find one more hook, or one less, while it calls those after a step, and
+        a window begins and ends there."""
         self._zero_seconds = 0.0
         self._zeroing = False
         self.zero_place: Place | None = None
@@ -171,13 +172,11 @@ class UpdateWatch:
         from torch.nn.utils import clip_grad
         from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-        from flatout.torch_private.modules import OPTIMIZER_POST_HOOKS, OPTIMIZER_PRE_HOOKS
+        from flatout.torch_private.modules import OPTIMIZER_PRE_HOOKS
 
         self._on, self._subject = True, subject
-        self._pre = StepHook(OPTIMIZER_PRE_HOOKS, self._before_step)
-        self._post = StepHook(OPTIMIZER_POST_HOOKS, self._after_step)
-        self._pre.add()
-        self._post.add()
+        self._stepping = StepHook(OPTIMIZER_PRE_HOOKS, self._before_step)
+        self._stepping.add()
         replace = self._patches.replace
         replace(torch.autograd, "backward", self._wrap_backward)
         replace(torch.autograd, "grad", noting(self._note_grad))
@@ -198,9 +197,8 @@ class UpdateWatch:
     def stop(self) -> None:
         self._on = False
         self._patches.undo()
-        for hook in (self._pre, self._post):
-            if hook is not None:
-                hook.remove()
+        if self._stepping is not None:
+            self._stepping.remove()
         for state in self._states.values():
             for remove in state.removes:
                 remove()
@@ -210,6 +208,7 @@ class UpdateWatch:
     def step_ended(self) -> None:
         """A training step of the script is over."""
         self.steps += 1
+        self._guard(self._compare_samples)
         self._retained = [one for one in self._retained if self._keep(one)]
 
     # what the script calls
@@ -369,14 +368,10 @@ class UpdateWatch:
         if self._on and not torch.compiler.is_compiling():
             place = self._places.here(2)
             self._guard(lambda: self._judge(optimizer, place))
-
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._on:
-            self._guard(lambda: self._compare(optimizer))
-            self._events.append(Event("step", ("", 0), frozenset([id(optimizer)])))
             self.on_step()
 
     def _judge(self, optimizer: Optimizer, place: Place) -> None:
+        self._compare_samples()
         state = self._states.get(id(optimizer))
         if state is None:
             state = self._states[id(optimizer)] = _OptimizerState(optimizer)
@@ -472,11 +467,14 @@ class UpdateWatch:
         self._norms.setdefault(identity, []).append(rms)
         self._total_norms.setdefault(identity, []).append(squares**0.5)
 
-    def _compare(self, optimizer: Optimizer) -> None:
-        state = self._states.get(id(optimizer))
-        if state is None:
-            return
-        samples, state.samples = state.samples, []
+    def _compare_samples(self) -> None:
+        """After an optimizer's step: at the next one, or at the end of the training step. Not at the next backward pass,
+        which may be one of the optimizer's own, as in LBFGS."""
+        for state in self._states.values():
+            samples, state.samples = state.samples, []
+            self._compare(samples)
+
+    def _compare(self, samples: Sequence[_Sample]) -> None:
         for one in samples:
             now = one.parameter.detach().reshape(-1)[:MOST_NUMBERS]
             same = (now == one.before) & one.moves
