@@ -72,10 +72,10 @@ class Attributed:
 
     operators: tuple[OperatorRow, ...]
     calls: float
-    matched_share: float
-    """Of the time of operators, the share whose module, line and FLOPs were found by name and shapes."""
     by_name_share: float
-    """Likewise by the name alone."""
+    """Of the time of operators, the share that was matched by name, as the shapes differ."""
+    unknown_share: float
+    """The share without a line and a module."""
     kernels: tuple[KernelRow, ...] = ()
     busy_seconds: float = 0.0
     """Of a GPU, at which anything ran."""
@@ -99,7 +99,7 @@ class _Attribution:
         self._exact = _Queues(followed, lambda one: (one.phase == "backward", one.name, one.shapes))
         self._by_name = _Queues(followed, lambda one: (one.phase == "backward", one.name))
         self._where: list[_Where | None] = [None] * len(self._events)
-        self._matched_by: list[str] = [""] * len(self._events)
+        self._matched_by_name = [False] * len(self._events)
         self._top: list[int | None] = [None] * len(self._events)
         """The followed operator that an event is, or is part of."""
         self._device = [event.device_seconds for event in self._events]
@@ -109,14 +109,14 @@ class _Attribution:
     def result(self) -> Attributed:
         self._match()
         self._fill()
-        rows, calls, by = self._rows()
+        rows, calls, by_name = self._rows()
         total = sum(row.seconds for row in rows) or 1.0
         busy, by_phase = self._busy()
         return Attributed(
             operators=_bounded(rows),
             calls=calls / self._steps,
-            matched_share=by["shapes"] / self._steps / total,
-            by_name_share=by["name"] / self._steps / total,
+            by_name_share=by_name / self._steps / total,
+            unknown_share=sum(row.seconds for row in rows if not row.line and not row.module) / total,
             kernels=self._kernel_rows(),
             busy_seconds=busy / self._steps,
             busy_by_phase={phase: seconds / self._steps for phase, seconds in by_phase.items()},
@@ -135,17 +135,17 @@ class _Attribution:
             if self._top[number] is not None or event.annotation:
                 continue
             found = self._exact.next((backward[number], event.name, event.shapes))
-            how = "shapes"
+            exact = found is not None
             if found is None:
-                found, how = self._by_name.next((backward[number], event.name)), "name"
+                found = self._by_name.next((backward[number], event.name))
             if found is not None:
-                self._top[number], self._matched_by[number] = number, how
+                self._top[number], self._matched_by_name[number] = number, not exact
                 self._where[number] = _Where(
                     phase=found.phase,
                     origin=found.origin,
                     dtype=found.dtype,
-                    flops=found.flops if how == "shapes" else flops_by_shapes(event.name, event.shapes),
-                    size_bytes=found.size_bytes if how == "shapes" else None,
+                    flops=found.flops if exact else flops_by_shapes(event.name, event.shapes),
+                    size_bytes=found.size_bytes if exact else None,
                 )
         for number, event in enumerate(self._events):
             if self._where[number] is None and backward[number]:
@@ -173,9 +173,9 @@ class _Attribution:
             elif _is_engine(self._events[parent].name):
                 self._where[parent] = _Where(phase="backward", origin=where.origin)
 
-    def _rows(self) -> tuple[list[OperatorRow], int, dict[str, float]]:
+    def _rows(self) -> tuple[list[OperatorRow], int, float]:
         sums: dict[tuple[str, str, str, Phase, str, str, bool], _Sums] = {}
-        calls, by = 0, {"shapes": 0.0, "name": 0.0, "": 0.0}
+        calls, by_name = 0, 0.0
         for number, event in enumerate(self._events):
             top = self._top[number]
             name = _row_name(event)
@@ -193,8 +193,9 @@ class _Attribution:
             key = name, shapes[:200], where.dtype, where.phase, module, place, bool(self._device[number])
             sums.setdefault(key, _Sums()).add(host, device, where.flops, where.size_bytes)
             calls += 1
-            by[self._matched_by[number]] += host if device is None else device
-        return [self._row(key, one) for key, one in sums.items()], calls, by
+            if self._matched_by_name[number]:
+                by_name += host if device is None else device
+        return [self._row(key, one) for key, one in sums.items()], calls, by_name
 
     def _row(self, key: tuple[str, str, str, Phase, str, str, bool], one: _Sums) -> OperatorRow:
         name, shapes, dtype, phase, module, line, has_kernels = key

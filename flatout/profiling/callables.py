@@ -61,6 +61,7 @@ def profile_callable(
         return windows.profile()
     seconds = []
     try:
+        function()  # the profiler's first call is slower
         for number in range(calls):
             began = time.perf_counter()
             with torch.profiler.record_function(f"ProfilerStep#{number}"):
@@ -68,7 +69,7 @@ def profile_callable(
             device.synchronize()
             seconds.append(time.perf_counter() - began)
     finally:
-        recording = window.stop()
+        recording = window.stop(steps=len(seconds))
     windows.recording, windows.profiled_seconds = recording, seconds
     if trace is not None:
         window.export(trace)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as optimizers
 
 from flatout.profiling.operator_classes import moves_no_data
 from flatout.profiling.profile import Phase
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
 MOST_OPERATORS = 200_000
 """That are kept; of more only the number is known."""
 _LOADING = os.sep + os.path.join("torch", "utils", "data") + os.sep
+_FETCHES = ("__next__", "_next_data")
+_UPDATING = os.sep + os.path.join("torch", "optim") + os.sep
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_embedding_bag")
 """They read as much as they return, not all of their first argument."""
 
@@ -99,15 +100,12 @@ class OperatorFollower:
         self._open_modules: list[str] = []
         self._names: dict[int, str] = {}
         self._roots: dict[int, str] = {}
-        self._in_optimizer = 0
         self._origins: list[tuple[int, Origin]] = []
         """(sequence number of the newest autograd node, where it was made), in forward order."""
         self._newest = -1
 
     def __enter__(self) -> OperatorFollower:
         for handle in (
-            optimizers.register_optimizer_step_pre_hook(self._optimizer_starts),
-            optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
             torch.nn.modules.module.register_module_forward_pre_hook(self._module_starts),
             torch.nn.modules.module.register_module_forward_hook(self._module_ends, always_call=True),
         ):
@@ -125,13 +123,10 @@ class OperatorFollower:
     def begins(self) -> tuple[Phase, Origin]:
         if current_graph_task() != -1:
             return "backward", self._forward_origin(current_node())
-        frame = sys._getframe(2)
-        if self._in_optimizer:
-            return "optimizer", self._origin(frame)[0]
-        origin, loading = self._origin(frame)
-        if loading:
-            return "data", origin
         recording = torch.is_grad_enabled()
+        origin, work = self._origin(sys._getframe(2), recording)
+        if work is not None:
+            return work, origin
         if recording and (number := next_node_number()) != self._newest:
             self._newest = number
             if not self._origins or self._origins[-1][1] != origin:
@@ -186,28 +181,31 @@ class OperatorFollower:
         at = bisect_right(self._origins, node_number(node), key=lambda entry: entry[0]) - 1
         return self._origins[at][1] if at >= 0 else _NOWHERE
 
-    def _origin(self, frame: FrameType | None) -> tuple[Origin, bool]:
-        """The innermost line of the user's code, and whether a loader is at work."""
+    def _origin(self, frame: FrameType | None, recording: bool) -> tuple[Origin, Phase | None]:
+        """The innermost line of the user's code, and whether a loader or an optimizer is at work.
+
+        No hook says so: the optimizer's cannot be registered from one of them, which is where a step ends.
+        """
         first: FrameType | None = None
-        loading = False
+        found: FrameType | None = None
+        work: Phase | None = None
         while frame is not None:
             file = frame.f_code.co_filename
             if _is_users(file):
-                if not self._prefer or file.startswith(self._prefer):
-                    first = frame
-                    break
+                if found is None and (not self._prefer or file.startswith(self._prefer)):
+                    found = frame
                 first = first or frame
-            elif not loading and _LOADING in file:
-                loading = frame.f_code.co_name in ("__next__", "_next_data")
-            frame = frame.f_back
-        while frame is not None and not loading:  # a data set's own lines are called by the loader
-            loading = _LOADING in frame.f_code.co_filename and frame.f_code.co_name in ("__next__", "_next_data")
+            elif work is None and _LOADING in file and frame.f_code.co_name in _FETCHES:
+                work = "data"
+            elif work is None and _UPDATING in file and (first is None or not recording):
+                work = "optimizer"  # beyond a line of the user's that records: the closure of a step
             frame = frame.f_back
         module = self._open_modules[-1] if self._open_modules else ""
-        if first is None:
-            return Origin(module=module), loading
-        code = first.f_code
-        return Origin(module=module, line=f"{code.co_filename}:{first.f_lineno}", function=code.co_name), loading
+        found = found or first
+        if found is None:
+            return Origin(module=module), work
+        code = found.f_code
+        return Origin(module=module, line=f"{code.co_filename}:{found.f_lineno}", function=code.co_name), work
 
     def _module_starts(self, module: nn.Module, arguments: object) -> None:
         if not self._open_modules:
@@ -235,12 +233,6 @@ class OperatorFollower:
     def _module_ends(self, module: nn.Module, arguments: object, output: object) -> None:
         if self._open_modules:
             self._open_modules.pop()
-
-    def _optimizer_starts(self, optimizer: optimizers.Optimizer, args: object, kwargs: object) -> None:
-        self._in_optimizer += 1
-
-    def _optimizer_ends(self, optimizer: optimizers.Optimizer, args: object, kwargs: object) -> None:
-        self._in_optimizer = max(0, self._in_optimizer - 1)
 
 
 class _Mode(ListeningMode):

@@ -280,7 +280,6 @@ _KEYS: Mapping[GroupBy, tuple[str, ...]] = {
     "dtype": ("dtype",),
     "class": ("operator_class",),
 }
-_TEXTS = ("name", "shapes", "dtype", "phase", "module", "line", "device")
 
 
 def grouped(rows: Iterable[OperatorRow], by: GroupBy) -> list[OperatorRow]:
@@ -293,8 +292,6 @@ def grouped(rows: Iterable[OperatorRow], by: GroupBy) -> list[OperatorRow]:
         key = tuple(getattr(row, name) for name in _KEYS[by])
         before = found.get(key)
         found[key] = row if before is None else _added(before, row)
-    if by in ("line", "module", "phase", "dtype", "class"):
-        return [replace(row, name=row.name if row.name else "") for row in found.values()]
     return list(found.values())
 
 
@@ -310,10 +307,15 @@ def sorted_operators(rows: Sequence[OperatorRow], sort: SortBy) -> tuple[Operato
 
 
 def _added(one: OperatorRow, other: OperatorRow) -> OperatorRow:
-    same = {name: getattr(one, name) if getattr(one, name) == getattr(other, name) else "" for name in _TEXTS}
     return replace(
         one,
-        **same,
+        name=_same(one.name, other.name),
+        shapes=_same(one.shapes, other.shapes),
+        dtype=_same(one.dtype, other.dtype),
+        phase=one.phase if one.phase == other.phase else "",
+        module=_same(one.module, other.module),
+        line=_same(one.line, other.line),
+        device=_same(one.device, other.device),
         operator_class=one.operator_class if one.operator_class == other.operator_class else "other",
         calls=one.calls + other.calls,
         seconds=one.seconds + other.seconds,
@@ -321,6 +323,10 @@ def _added(one: OperatorRow, other: OperatorRow) -> OperatorRow:
         flops=_sum(one.flops, other.flops),
         bytes=_sum(one.bytes, other.bytes),
     )
+
+
+def _same(one: str, other: str) -> str:
+    return one if one == other else ""
 
 
 def _sum(one: float | None, other: float | None) -> float | None:

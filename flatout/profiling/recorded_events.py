@@ -5,7 +5,8 @@ events = recorded(profiler.events())
 
 from __future__ import annotations
 
-import math
+import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _BACKWARD_SCOPE = 1
 """torch's RecordScope::BACKWARD_FUNCTION."""
+DISTURBED = 1.5
 _EVALUATES = "autograd::engine::evaluate_function"
 _COMMUNICATION = ("nccl", "ncclKernel", "ncclDevKernel")
 
@@ -61,54 +63,86 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A window of the profiler."""
+    """Steps of the profiler's window."""
 
     events: tuple[Event, ...]
     kernels: tuple[Kernel, ...] = ()
+    steps: int | None = None
+    """How many; None: they were not labelled."""
+    left_out: int = 0
+    """Steps that took much longer than the others: what disturbed them belongs to none."""
 
 
 def recorded(function_events: Iterable[FunctionEvent], *, steps: int | None = None) -> Recording:
     """The events that `torch.profiler.profile(...).events()` returns: ordered by their start.
 
-    steps: how many steps labelled 'ProfilerStep' were whole; what began after the last of them is left out.
+    steps: how many steps labelled 'ProfilerStep' were whole; what lies outside of them is left out.
     """
-    from torch.autograd import DeviceType
-
     given = list(function_events)
-    host = [one for one in given if one.device_type == DeviceType.CPU and not one.is_async]
-    until = _end_of_step(host, steps) if steps is not None else math.inf
-    host = [one for one in host if one.time_range.start < until]
+    host = [one for one in given if _kind_of_device(one) == "CPU" and not one.is_async]
+    whole = _steps(host)[:steps] if steps is not None else []
+    kept = typical(whole)
+    if kept:
+        starts = [begin for begin, _ in kept]
+        host = [one for one in host if _is_within(one.time_range.start, starts, kept)]
     index = {id(one): number for number, one in enumerate(host)}
     by_correlation = {one.id: number for number, one in enumerate(host) if not _linked(one)}
-    kernels = [one for one in given if one.device_type == DeviceType.CUDA and not one.is_user_annotation]
-    kept = [one for one in kernels if _linked(one) in by_correlation or one.time_range.start < until]
+    kernels = [one for one in given if _kind_of_device(one) == "CUDA" and not one.is_user_annotation]
+    if kept:  # they may run later than the step that queued them
+        kernels = [one for one in kernels if _linked(one) in by_correlation]
     return Recording(
-        events=tuple(_event(one, index) for one in host), kernels=tuple(_kernel(one, by_correlation) for one in kept)
+        events=tuple(_event(one, index) for one in host),
+        kernels=tuple(_kernel(one, by_correlation) for one in kernels),
+        steps=len(kept) if kept else None,
+        left_out=len(whole) - len(kept),
     )
 
 
-def _end_of_step(host: Sequence[FunctionEvent], steps: int) -> float:
-    ends = sorted(one.time_range.end for one in host if one.name.startswith("ProfilerStep"))
-    return ends[steps - 1] if 0 < steps <= len(ends) else math.inf
+def typical(steps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those (begin, end) that take no more than 1.5 times the median.
+
+    >>> typical([(0, 1), (1, 2.1), (2.1, 9)])
+    [(0, 1), (1, 2.1)]
+    """
+    if not steps:
+        return []
+    longest = DISTURBED * statistics.median(end - begin for begin, end in steps)
+    return [(begin, end) for begin, end in steps if end - begin <= longest]
+
+
+def _steps(host: Sequence[FunctionEvent]) -> list[tuple[float, float]]:
+    return sorted((one.time_range.start, one.time_range.end) for one in host if one.name.startswith("ProfilerStep"))
+
+
+def _is_within(time: float, starts: Sequence[float], steps: Sequence[tuple[float, float]]) -> bool:
+    number = bisect_right(starts, time) - 1
+    return number >= 0 and time < steps[number][1]
 
 
 def _event(one: FunctionEvent, index: dict[int, int]) -> Event:
     parent = one.cpu_parent
-    shapes = one.input_shapes or ()
+    shapes: Iterable[object] = one.input_shapes or ()
     return Event(
         name=one.name,
         begin=one.time_range.start / 1e6,
         end=one.time_range.end / 1e6,
         parent=index.get(id(parent)) if parent is not None else None,
-        shapes=tuple(tuple(shape) for shape in shapes if _is_shape(shape)),
+        shapes=tuple(shape for given in shapes if (shape := _shape(given))),
         backward=one.scope == _BACKWARD_SCOPE or one.name.startswith(_EVALUATES),
         annotation=bool(one.is_user_annotation),
         device_seconds=sum(kernel.duration for kernel in one.kernels) / 1e6,
     )
 
 
-def _is_shape(shape: object) -> bool:
-    return isinstance(shape, (list, tuple)) and bool(shape) and all(isinstance(size, int) for size in shape)
+def _shape(given: object) -> tuple[int, ...]:
+    """() for a scalar, and for what is no tensor."""
+    sizes = given if isinstance(given, (list, tuple)) else ()
+    return tuple(sizes) if all(isinstance(size, int) for size in sizes) else ()
+
+
+def _kind_of_device(one: FunctionEvent) -> str:
+    """'CPU', 'CUDA': its enumeration has no public name."""
+    return str(one.device_type).rpartition(".")[2]
 
 
 def _kernel(one: FunctionEvent, by_correlation: dict[int, int]) -> Kernel:

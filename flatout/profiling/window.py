@@ -19,7 +19,7 @@ from flatout.profiling.attribution import Attributed, attribute, lines_of, modul
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu
 from flatout.profiling.profile import OperatorRow, Profile, StepParts
-from flatout.profiling.recorded_events import Recording, recorded
+from flatout.profiling.recorded_events import DISTURBED, Recording, recorded
 from flatout.torch_private.dispatch import profiler_is_on
 
 MOST_OPERATORS_PROFILED = 60_000
@@ -143,11 +143,17 @@ class Windows:
         attributed = attribute(
             self.recording,
             followed,
-            steps=len(self.profiled_seconds),
+            steps=self.recording.steps or len(self.profiled_seconds),
             on_gpu=self.on_gpu,
             folder=self.folder,
         )
         self._say_what_is_unsure(attributed)
+        if self.recording.left_out:
+            count = self.recording.left_out
+            self.notes.append(
+                f"{count} of the {len(self.profiled_seconds)} profiled steps took over {DISTURBED:g} times the median and "
+                f"{'is' if count == 1 else 'are'} left out"
+            )
         parts = self._parts(found, attributed)
         causes = () if parts is None or not self.on_gpu else idle_causes(parts, self.spans or {}, attributed.launches)
         return replace(
@@ -196,16 +202,15 @@ class Windows:
             return
         if follower.fault:
             self.reasons.setdefault("lines", f"unknown, because following a step failed: {follower.fault}")
-        unmatched = 1 - attributed.matched_share
         if attributed.by_name_share > MUCH_APPROXIMATE:
             self.notes.append(
                 f"shapes differ from step to step: modules and lines of {attributed.by_name_share:.0%} of the time of "
                 "operators are by the order of calls alone"
             )
-        elif unmatched - attributed.by_name_share > 2 * MUCH_APPROXIMATE:
+        elif attributed.unknown_share > 2 * MUCH_APPROXIMATE:
             self.notes.append(
-                f"module and line are unknown for {unmatched - attributed.by_name_share:.0%} of the time of operators: "
-                "steps differ from one another"
+                f"module and line are unknown for {attributed.unknown_share:.0%} of the time of operators: steps differ "
+                "from one another"
             )
 
     def _text(self, file: str, line: int) -> str:

@@ -30,6 +30,16 @@ LEAST_SHARE = 0.01
 LABEL_WIDTH = 11
 LINE_WIDTH = 118
 OVERHEAD_IS_LARGE = 0.25
+PARTS = {
+    "data": "waiting for the loader",
+    "copies": "copies between host and GPU",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer's update",
+    "communication": "communication between ranks",
+    "idle": "time in which the GPU has no work",
+    "other": "outside of modules, backward pass and optimizer",
+}
 
 
 def profile_document(found: ScriptProfile, *, include_private: bool = False) -> dict[str, object]:
@@ -104,7 +114,7 @@ def verdict(profile: Profile) -> str:
     worst = max(shares, key=lambda name: shares[name])
     products = [row for row in profile.roofline if row.operator_class in PRODUCTS]
     seconds = sum(row.seconds for row in products)
-    share = min(1.0, seconds / step)
+    share = min(1.0, seconds / (profile.profiled_step_seconds or step))
     of_products = _products(profile, products, share)
     if shares[worst] > max(0.3, share):
         return f"{percent(shares[worst])} of a step of {format_seconds(step)} {worst}; {of_products}"
@@ -112,13 +122,12 @@ def verdict(profile: Profile) -> str:
         return f"a step takes {format_seconds(step)}; operators are {_because(profile, 'operators')}"
     if share >= 0.3:
         return f"{percent(share)} of a step of {format_seconds(step)} {of_products.partition(' ')[2]}"
-    outside = max(0.0, step - parts.data - parts.idle - profile.operator_seconds)
-    if outside / step > 0.4 and profile.device == "cpu":
-        return (
-            f"{percent(outside / step)} of a step of {format_seconds(step)} passes outside of torch's operators, in "
-            f"Python and libraries; {of_products}"
-        )
-    return f"{format_seconds(step)} a step: {_largest_class(profile, step)}; {of_products}"
+    profiled = profile.profiled_step_seconds or step
+    outside = 1 - (parts.data + parts.idle) / step - profile.operator_seconds / profiled
+    if outside > 0.4 and profile.device == "cpu" and (profile.overhead or 0.0) <= OVERHEAD_IS_LARGE:
+        return f"{percent(outside)} of a step of {format_seconds(step)} is outside of torch's operators; {of_products}"
+    largest = max(parts.to_json().items(), key=lambda item: item[1])
+    return f"{percent(largest[1] / step)} of a step of {format_seconds(step)} is {PARTS[largest[0]]}; {of_products}"
 
 
 def _products(profile: Profile, products: Sequence[RooflineRow], share: float) -> str:
@@ -138,14 +147,6 @@ def _products(profile: Profile, products: Sequence[RooflineRow], share: float) -
     if ceiling is None:
         return f"{text} at {format_rate(flops / seconds, 'FLOP/s')}"
     return f"{text} at {percent(flops / seconds / ceiling)} of this {device}'s measured {main.dtype} rate"
-
-
-def _largest_class(profile: Profile, step: float) -> str:
-    rows = [row for row in profile.roofline if row.operator_class not in PRODUCTS] or list(profile.roofline)
-    if not rows:
-        return "operators are unknown"
-    most = max(rows, key=lambda row: row.seconds)
-    return f"{percent(min(1.0, most.seconds / step))} is {_class_name(most)}"
 
 
 def _rows(profile: Profile, by: GroupBy, sort: SortBy) -> list[tuple[str, str]]:

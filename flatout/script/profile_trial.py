@@ -26,6 +26,7 @@ WARM_UP_STEPS = 3
 TIMED_SECONDS = 0.5
 PATIENCE_SECONDS = 1800.0
 TRACE_NAME = "trace.json"
+PROFILERS_LOG = "USDT:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +74,14 @@ class Schedule:
     timed: int
     timed_seconds: float
     follow: bool
+    settle: int
+    """Under the profiler, whose first step is slower, before those that count."""
     profiled: int
 
 
 def full(steps: int) -> Schedule:
     return Schedule(
-        warm_up=WARM_UP_STEPS, timed=max(5, steps), timed_seconds=TIMED_SECONDS, follow=True, profiled=steps
+        warm_up=WARM_UP_STEPS, timed=max(5, steps), timed_seconds=TIMED_SECONDS, follow=True, settle=1, profiled=steps
     )
 
 
@@ -94,11 +97,11 @@ def fitting(seen: int, steps: int) -> Schedule | None:
         return None
     follow = left >= 3
     left -= follow
-    warm_up = 1 if left < 6 else 2
-    left -= warm_up - 1
+    warm_up, settle = (1, 0) if left < 6 else (2, 1)
+    left -= warm_up - 1 + settle
     profiled = min(steps, max(1, left // 2))
     timed = min(left - profiled, max(5, steps))
-    return Schedule(warm_up=warm_up, timed=timed, timed_seconds=0.0, follow=follow, profiled=profiled)
+    return Schedule(warm_up=warm_up, timed=timed, timed_seconds=0.0, follow=follow, settle=settle, profiled=profiled)
 
 
 def watch_profile(request: ProfileRequest) -> ProfileWatched:
@@ -138,6 +141,7 @@ def _watch_once(request: ProfileRequest, schedule: Schedule) -> ProfileWatched:
         "timed": schedule.timed,
         "timed_seconds": schedule.timed_seconds,
         "follow": schedule.follow,
+        "settle": schedule.settle,
         "trace": str(trace) if trace is not None else "",
     }
     with work_folder() as folder:
@@ -175,8 +179,13 @@ def _watched(
         behaviour=Behaviour.from_json(behaviour) if behaviour is not None else None,
         tf32=answer.get("tf32", False),
         trace=trace if answer.get("has_trace") else None,
-        errors=errors + note if end is not None and end.status else "",
+        errors=_of_the_script(errors) + note if end is not None and end.status else "",
     )
+
+
+def _of_the_script(errors: str) -> str:
+    """Without what torch's profiler logs of itself."""
+    return "".join(line for line in errors.splitlines(keepends=True) if not line.startswith(PROFILERS_LOG))
 
 
 def _explained(error: TrialError, request: ProfileRequest, errors: str) -> TrialError:
@@ -195,7 +204,7 @@ def _explained(error: TrialError, request: ProfileRequest, errors: str) -> Trial
             if error.signal_name
             else (f"the script exited with code {error.code} without Python's normal shutdown")
         )
-    tail = errors.strip() if isinstance(error, TrialHangs | TrialDied) else ""
+    tail = _of_the_script(errors).strip() if isinstance(error, TrialHangs | TrialDied) else ""
     explained = TrialError(what, limit=limit, remedy=remedy + (f"\n{tail}" if tail else ""))
     if isinstance(error, TrialDied) and error.signal_name:
         explained.exit_code = 128 - error.code

@@ -48,7 +48,7 @@ class ProfileWatch:
         self._child = child
         self._asked, self._warm_up = command["steps"], command["warm_up"]
         self._timed, self._timed_seconds = command["timed"], command["timed_seconds"]
-        self._follow, self._trace = command["follow"], command["trace"]
+        self._follow, self._settle, self._trace = command["follow"], command["settle"], command["trace"]
         self._batches = BatchCount(self.watch.subject)
         self._stage: Callable[[], None] = self._warming_up
         self._has_torch = False
@@ -164,7 +164,7 @@ class ProfileWatch:
         self._obstacle = self._window.obstacle
         if self._obstacle:
             self._begin_behaving()
-        else:
+        elif not self._settle:
             self._begin_step()
 
     def _begin_step(self) -> None:
@@ -178,6 +178,11 @@ class ProfileWatch:
     def _profiling(self) -> None:
         assert self._device is not None
         self._label.close()
+        if self._settle > 0 or not self._marks:
+            self._settle -= 1
+            if self._settle <= 0:
+                self._begin_step()
+            return
         if len(self._marks) < self._to_profile:
             self._begin_step()
             return

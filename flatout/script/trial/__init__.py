@@ -13,7 +13,7 @@ a file, then each message is one JSON line (`messages`). The parent may receive,
 A command that applies from the script's first line is one of the settings, and has one answer, of the same name:
 
     memory  steps                          -> what holds the memory of these steps, and what leaks
-    profile  steps, warm_up, timed, timed_seconds, follow, trace    -> where the time of these steps went
+    profile  steps, warm_up, timed, timed_seconds, follow, settle, trace -> where the time of these steps went
     determinism  steps, deterministic      -> digests of the weights after these steps, and the time of one
 
 Without one, the script runs until its first recognized step, and then waits for commands (`session`):

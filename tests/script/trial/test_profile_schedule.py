@@ -8,7 +8,7 @@ from flatout.script.profile_trial import Schedule, fitting, full
 
 
 def total(schedule: Schedule) -> int:
-    return schedule.warm_up + schedule.timed + schedule.follow + schedule.profiled
+    return schedule.warm_up + schedule.timed + schedule.follow + schedule.settle + schedule.profiled
 
 
 @pytest.mark.parametrize("asked", [1, 5, 40])
@@ -29,5 +29,5 @@ def test_a_single_step_is_too_few() -> None:
 
 
 def test_of_a_long_script_more_than_enough_is_timed() -> None:
-    assert full(5) == Schedule(warm_up=3, timed=5, timed_seconds=0.5, follow=True, profiled=5)
+    assert full(5) == Schedule(warm_up=3, timed=5, timed_seconds=0.5, follow=True, settle=1, profiled=5)
     assert full(20).timed == 20
