@@ -54,9 +54,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-LEAST_STEPS, MOST_STEPS = 16, 2000
-USUAL_SECONDS, LONGEST_SECONDS = 6.0, 30.0
-"""A window lasts until it has the least steps and the usual time, so that evaluation after a short epoch is in it."""
+FEW_STEPS, USUAL_STEPS, MOST_STEPS = 16, 60, 2000
+USUAL_SECONDS, LONG_SECONDS, LONGEST_SECONDS = 5.0, 20.0, 60.0
+"""A window has the usual steps and the usual time, so that evaluation after a short epoch is in it; where steps are
+slow, few steps are enough after a long time."""
 SLOWING_SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "INFO"),
@@ -65,7 +66,7 @@ SLOWING_SETTINGS = {
 }
 LEAST_SEED = 1 << 32
 """A seed that nobody chose has 53 random bits."""
-FOLLOWED_STEP = 2
+FOLLOWED_STEP, HELD_STEPS = 2, 8
 SCHEDULER_WARNING = "Detected call of `lr_scheduler.step()` before `optimizer.step()`"
 
 
@@ -98,6 +99,7 @@ class BehaviourWatch:
         self._work: StepWork | None = None
         self._finish_work: Callable[[], StepWork] | None = None
         self._followed_from = self._not_counted = 0.0
+        self._held: list[object] = []
         self._result: Behaviour | None = None
 
     def start(self, subject: Subject) -> None:
@@ -112,6 +114,8 @@ class BehaviourWatch:
         if not compiled:  # compiled code must not see wrappers of ours that it was not compiled with
             self._guard(self._forward.start)
             self._guard(lambda: self._calls.start(reads=device_name(subject) != "cpu"))
+        self._hold()
+        self._guard(self._kept.begin)
         gc.freeze()  # what is there already is not looked through again at each step
         self._began = time.perf_counter()
         self._sampler.start()
@@ -126,6 +130,8 @@ class BehaviourWatch:
         self._update.step_ended()
         self._forward.steps = self._steps
         self._guard(self._note_first_batch)
+        if self._steps <= HELD_STEPS:
+            self._hold()
         if not self._kept.done:
             self._guard(self._kept.step_ended)
             self._began += time.perf_counter() - now  # the time of the examination is not the script's
@@ -136,8 +142,9 @@ class BehaviourWatch:
         """Is the window over? Its end is the caller's to choose where the script ends earlier."""
         if self._fault:
             return True
-        long_enough = self._steps >= LEAST_STEPS and self._seconds >= USUAL_SECONDS
-        return long_enough or self._steps >= MOST_STEPS or self._seconds >= LONGEST_SECONDS
+        usual = self._steps >= USUAL_STEPS and self._seconds >= USUAL_SECONDS
+        slow = self._steps >= FEW_STEPS and self._seconds >= LONG_SECONDS
+        return usual or slow or self._steps >= MOST_STEPS or self._seconds >= LONGEST_SECONDS
 
     def stop(self) -> None:
         """End the window: take all patches off, and determine the result."""
@@ -161,6 +168,12 @@ class BehaviourWatch:
     def result(self) -> Behaviour:
         """What was seen; of a window that never began, nothing."""
         return self._result or Behaviour(steps=0, seconds=0.0, notes=("no step was watched",))
+
+    def _hold(self) -> None:
+        """Keep models, optimizers and loaders until the result is made: a script may end, or drop them, before."""
+        subject = self._subject
+        if subject is not None:
+            self._held = [*subject.modules, *subject.optimizers, *subject.loaders]
 
     # while it runs
 
@@ -276,6 +289,7 @@ class BehaviourWatch:
             times=self._sampler.times(self._steps),
             parallel=self._parallel_seen(list(subject.modules)),
             workers=self._workers_seen(),
+            channels_last=forward.convolutions.timed(2, forward.autocast),
             recomputed_seconds=forward.recomputed_seconds / max(1, self._steps) or None,
             autocast_dtype=forward.autocast,
             scaler=update.scaler,

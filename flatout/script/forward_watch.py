@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from flatout.data.nested import tensors_in
 from flatout.script.behaviour_seen import ForwardSeen, MadeSeen, PaddingSeen
 from flatout.script.compile_seen import never_compiled
+from flatout.script.convolution_timing import ConvolutionTimer
 from flatout.script.patches import Patches
 from flatout.script.places import Places
 from flatout.tracebacks import leave_no_frame
@@ -93,6 +94,7 @@ class ForwardWatch:
         self._hooks: list[Callable[[], None]] = []
         self._seen_embeddings: set[int] = set()
         self.in_backward = False
+        self.convolutions = ConvolutionTimer()
         self.recomputed_seconds = 0.0
         self.steps = 0
         self.autocast = ""
@@ -183,10 +185,17 @@ class ForwardWatch:
         embeddings = [one for one in module.modules() if isinstance(one, nn.Embedding)]
         for one in embeddings[:2]:
             self._hooks.append(one.register_forward_pre_hook(self._note_tokens).remove)
+        for each in module.modules():
+            if isinstance(each, nn.Conv2d):
+                self._hooks.append(each.register_forward_pre_hook(self._note_convolution).remove)
 
     def _note_tokens(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if self._on and args:
             self._guard(lambda: self._add_padding(module, args[0]))
+
+    def _note_convolution(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        if self._on and self.steps <= 1 and not self.in_backward:
+            self._guard(lambda: self.convolutions.note(module, args))
 
     def _add_padding(self, module: nn.Module, tokens: object) -> None:
         from torch import Tensor, is_grad_enabled

@@ -7,7 +7,10 @@ nodes of many earlier steps is kept by something that only needed a number: `los
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from flatout.memory.graphs import graphs_of, live_tensors, newest_number
 from flatout.memory.tracking import identity
@@ -25,7 +28,13 @@ class KeptGraphs:
     def __init__(self) -> None:
         self._marks: list[int] = []
         self._kept: dict[int, int] = {}
+        self._older: list[weakref.ref[Tensor]] = []
         self.live_bytes: list[int] = []
+
+    def begin(self) -> None:
+        """Before what is there already is frozen, which takes it out of the collector's lists: a sum that goes on is
+        such a tensor."""
+        self._older = [weakref.ref(one) for one in live_tensors() if one.grad_fn is not None]
 
     @property
     def done(self) -> bool:
@@ -44,7 +53,8 @@ class KeptGraphs:
                 continue
         self.live_bytes.append(sum(sizes.values()))
         if len(self._marks) in (FIRST_LOOK, SECOND_LOOK):
-            graphs = graphs_of([one for one in tensors if one.grad_fn is not None], since=self._marks[0])
+            older = [one for reference in self._older if (one := reference()) is not None]
+            graphs = graphs_of([*older, *(one for one in tensors if one.grad_fn is not None)], since=self._marks[0])
             self._kept[len(self._marks)] = self.steps_of([number for graph in graphs for number in graph.numbers])
 
     def steps_of(self, numbers: Sequence[int]) -> int:

@@ -85,7 +85,7 @@ def full(steps: int) -> Schedule:
     )
 
 
-BEHAVIOUR_ALONE = Schedule(warm_up=1, timed=0, timed_seconds=0.0, follow=False, profiled=0)
+BEHAVIOUR_ALONE = Schedule(warm_up=1, timed=0, timed_seconds=0.0, follow=False, settle=0, profiled=0)
 LEAST_FOLLOWED_STEPS = 40
 """With fewer, a script that ends by itself is run again, to be followed from its first steps on."""
 

@@ -468,8 +468,9 @@ class UpdateWatch:
         self._total_norms.setdefault(identity, []).append(squares**0.5)
 
     def _compare_samples(self) -> None:
-        """After an optimizer's step: at the next one, or at the end of the training step. Not at the next backward pass,
-        which may be one of the optimizer's own, as in LBFGS."""
+        """After an optimizer's step: at the next one, or at the end of the training step.
+
+        Not at the next backward pass, which may be one of the optimizer's own, as in LBFGS."""
         for state in self._states.values():
             samples, state.samples = state.samples, []
             self._compare(samples)

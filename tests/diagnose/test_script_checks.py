@@ -188,7 +188,7 @@ def with_growth(size_bytes: int) -> Facts:
 def loading(**given: Any) -> Facts:
     """A quarter of a step waits for data."""
     times = given.pop("times", (time_of("loader", 0.25),))
-    return facts(profile=profile(parts={"data": 0.025}), behaviour=behaviour(times=times), **given)
+    return facts(profile=profile(parts={"data": 0.03}), behaviour=behaviour(times=times), **given)
 
 
 ACCUMULATING = source("for i, x in enumerate(loader):\n    loss.backward()\n    if i % 4 == 3:\n        opt.step()\n")

@@ -417,7 +417,9 @@ def test_layers_made_in_forward(inside: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("what", "fires"), [("loss", True), ("sum", True), ("number", False), ("deque", False)])
+@pytest.mark.parametrize(
+    ("what", "fires"), [("loss", True), ("sum", True), ("in place", True), ("number", False), ("deque", False)]
+)
 def test_graphs_that_are_kept(what: str, fires: bool) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -432,6 +434,8 @@ def test_graphs_that_are_kept(what: str, fires: bool) -> None:
         optimizer.step()
         if what == "sum":
             total = total + loss
+        elif what == "in place":
+            total += loss
         else:
             kept.append(loss.item() if what == "number" else loss)
         if what == "deque":
@@ -542,6 +546,22 @@ def test_a_tensor_that_is_converted_again_and_again() -> None:
     (call,) = watched(step, model).calls
     assert (call.method, call.calls, call.repeated) == ("to", STEPS, STEPS - 1)
     assert "weights.to(" in call.line[2]
+
+
+def test_convolutions_are_timed_in_both_formats() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 16, 16)).square().mean().backward()
+        optimizer.step()
+
+    timed = watched(step, model).channels_last
+    assert timed is not None
+    assert (timed.layers, timed.calls_per_step) == (2, 2.0)
+    assert timed.contiguous_seconds > 0
+    assert 0 < timed.low_ratio < 100
 
 
 def test_zeros_in_place_of_none() -> None:
