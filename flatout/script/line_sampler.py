@@ -106,11 +106,16 @@ class LineSampler:
     def _run(self) -> None:
         last = time.perf_counter()
         while not self._over.wait(INTERVAL_SECONDS):
-            frame = sys._current_frames().get(self._watched)
             now = time.perf_counter()
             weight, last = min(now - last, LONGEST_WEIGHT_SECONDS), now
-            if frame is None or self.own or self.paused:
-                continue
+            if not self.own and not self.paused:
+                self._sample(weight)
+
+    def _sample(self, weight: float) -> None:
+        """In a function of its own, so that no frame is held while the thread waits: the frame of a call that has ended
+        keeps the call's tensors alive, and torch was seen to fail on tensors that were."""
+        frame = sys._current_frames().get(self._watched)
+        if frame is not None:
             self.add(frame, weight)
 
     def add(self, frame: FrameType, seconds: float) -> None:
