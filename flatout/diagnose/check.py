@@ -82,13 +82,15 @@ class Check:
 
 def where(*groups: Iterable[SourceLine] | SourceLine | None) -> tuple[SourceLine, ...]:
     """A few known lines, each once, in this order."""
-    found: dict[SourceLine, None] = {}
+    found: dict[tuple[str, int], SourceLine] = {}
     for group in groups:
         if group is None:
             continue
         lines = [group] if isinstance(group, tuple) and len(group) == 3 and isinstance(group[1], int) else list(group)
-        found |= {one: None for one in lines if isinstance(one, tuple) and one[1]}
-    return tuple(found)[:MOST_LINES]
+        for one in lines:
+            if isinstance(one, tuple) and one[1] and not found.get((one[0], one[1]), ("", 0, ""))[2]:
+                found[one[0], one[1]] = one
+    return tuple(found.values())[:MOST_LINES]
 
 
 def check(

@@ -33,8 +33,7 @@ def recompilations(facts: Facts) -> Seen | None:
         + (f", in {format_seconds(seconds)}" if seconds else "")
         + (shapes if seen.batch_shapes > 1 else ""),
         remedy="torch.compile(..., dynamic=True), sizes padded to a few values, or numbers that change passed as "
-        "tensors; "
-        "TORCH_LOGS=recompiles says which guard failed",
+        "tensors; TORCH_LOGS=recompiles says which guard failed",
         fault=True,
         lines=where(facts.lines_calling("compile")),
         cost_seconds=cost,

@@ -8,8 +8,8 @@ from flatout.levers.observed import LoaderSeen
 from flatout.script.behaviour_seen import LineTime, SourceLine
 from flatout.units import format_seconds
 
-RUN_SHARE_LIMIT, DATA_SHARE_LIMIT = 0.15, 0.25
-"""Of a step, for a run, and for a profile: there small loops that read from memory wait for up to a quarter."""
+RUN_SHARE_LIMIT, DATA_SHARE_LIMIT = 0.15, 0.33
+"""Of a step, for a run, and for a profile: there small loops that read from memory wait for up to a third."""
 TRANSFORM_SHARE = 0.5
 """Of loading, in code of the script's own."""
 EPOCH_START_LIMIT = 0.02
@@ -23,7 +23,7 @@ BUSY_SECONDS_A_CALL = 25e-6
 
 @check(
     means="The training loop waits for the loader in each step.",
-    needs="a wait of at least 25 % of a step in a profile, 15 % in a run, in steps that nothing slowed down",
+    needs="a wait of at least a third of a step in a profile, 15 % in a run, in steps that nothing slowed down",
     if_wrong="loader workers take memory, and cores from the training loop",
 )
 def starved_loader(facts: Facts) -> Seen | None:
@@ -51,9 +51,8 @@ def starved_loader(facts: Facts) -> Seen | None:
 
 @check(
     means="A loader makes each batch from single samples although its data set can give whole batches.",
-    needs="a wait for data of at least 25 % of a step, no workers, and a data set whose samples one operation can "
-    "fetch "
-    "with the same result",
+    needs="a wait for data of at least a third of a step, no workers, and a data set whose samples one operation "
+    "can fetch with the same result",
     if_wrong="none: the first batch of each shape is compared with the loader's own",
 )
 def per_sample_fetch(facts: Facts) -> Seen | None:
@@ -67,11 +66,9 @@ def per_sample_fetch(facts: Facts) -> Seen | None:
     return Seen(
         title=f"{one.dataset} is fetched sample by sample",
         evidence=f"each batch of {one.batch_size} is collated from single samples, in {format_seconds(seconds)} a "
-        "step; "
-        "one operation on the whole data set gives the same batch",
+        "step; one operation on the whole data set gives the same batch",
         remedy="index the tensors with the indices of a whole batch (sampler=BatchSampler(...), batch_size=None), "
-        "or let "
-        "a plan do it",
+        "or let a plan do it",
         cost_seconds=seconds,
         cost_share=share,
         lines=where(_loaders(facts), _loading_lines(facts)),
@@ -82,8 +79,8 @@ def per_sample_fetch(facts: Facts) -> Seen | None:
 
 @check(
     means="The script's own code makes the samples slowly, while the training loop waits.",
-    needs="a wait for data of at least 25 % of a step, of which samples of the stack put half or more into lines of "
-    "the script",
+    needs="a wait for data of at least a third of a step, of which samples of the stack put half or more into lines "
+    "of the script",
     if_wrong="a transform is rewritten that was not the slowest part",
 )
 def slow_transform(facts: Facts) -> Seen | None:
@@ -122,13 +119,12 @@ def worker_restart(facts: Facts) -> Seen | None:
         return None
     return Seen(
         title=f"starting the loader's workers takes {cost / epoch:.0%} of an epoch",
-        evidence=f"{format_seconds(cost)} of {format_seconds(epoch)}: medians, from "
-        "asking for an iterator to the end of its first step, less a step's usual time",
+        evidence=f"{format_seconds(cost)} of {format_seconds(epoch)}: medians, from asking for an iterator to the "
+        "end of its first step, less a step's usual time",
         cost_seconds=cost,
         cost_share=cost / epoch,
-        remedy=f"DataLoader(..., persistent_workers=True) keeps its {workers} "
-        f"worker{'s' if workers > 1 else ''} between epochs "
-        "(random numbers drawn in workers then continue instead of being seeded again)",
+        remedy=f"DataLoader(..., persistent_workers=True) keeps its {workers} worker{'s' if workers > 1 else ''} "
+        "between epochs (random numbers drawn in workers then continue instead of being seeded again)",
         lines=lines,
         plan={"persistent_workers": True},
     )

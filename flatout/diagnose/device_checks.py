@@ -58,8 +58,8 @@ def repeated_to(facts: Facts) -> Seen | None:
     return Seen(
         title=f"the same tensor is converted in every step: {share:.0%} of a step",
         evidence="; ".join(
-            f"{one.line[0]}:{one.line[1]} .{one.method}(): {one.repeated} of {one.calls} calls converted a tensor that "
-            "had not changed"
+            f"{one.line[0]}:{one.line[1]} .{one.method}(): {one.repeated} of {one.calls} calls converted a tensor "
+            "that had not changed"
             for one in repeated[:3]
         ),
         remedy="convert it once before the loop, and keep the result",
@@ -113,8 +113,8 @@ def model_on_cpu(facts: Facts) -> Seen | None:
     return Seen(
         title="the script trains on the CPU although there is a GPU",
         evidence=f"the weights are on the CPU; torch can use {', '.join(facts.gpus)}",
-        remedy="model.to('cuda') before the optimizer is made, and for each batch "
-        "flatout.to_device(batch, flatout.device()); or let a plan move it"
+        remedy="model.to('cuda') before the optimizer is made, and for each batch flatout.to_device(batch, "
+        "flatout.device()); or let a plan move it"
         + (", once the script no longer chooses its device itself" if seen.names_device else ""),
         fault=True,
         lines=where(facts.lines_calling("device")),
@@ -147,8 +147,8 @@ def mixed_devices(facts: Facts) -> Seen | None:
 
 @check(
     means="The model is so small that this machine's CPU would train it faster than its GPU.",
-    needs="the GPU idles for half of a step or more, and the products of a step at the CPU's measured rate, with what "
-    "calling its operators takes, need less than half of the step",
+    needs="the GPU idles for half of a step or more, and the products of a step at the CPU's measured rate, with "
+    "what calling its operators takes, need less than half of the step",
     if_wrong="the script is slower on the CPU, and moves back",
 )
 def slower_on_gpu(facts: Facts) -> Seen | None:
@@ -167,7 +167,8 @@ def slower_on_gpu(facts: Facts) -> Seen | None:
     return Seen(
         title="this model would train faster on the CPU",
         evidence=f"the GPU is idle for {idle:.0%} of a step; its products need "
-        f"{format_seconds(profile.flops / peak.value)} at the CPU's measured rate, a step takes {format_seconds(step)}",
+        f"{format_seconds(profile.flops / peak.value)} at the CPU's measured rate, a step takes "
+        f"{format_seconds(step)}",
         remedy="a larger batch, CUDA graphs (torch.compile(mode='reduce-overhead')), or the CPU",
         certain=False,
         fault=True,

@@ -23,8 +23,7 @@ BYTES_OF_FP32 = 4
 @check(
     means="Convolutions run in the default memory format where channels_last is faster here.",
     needs="convolutions take at least 30 % of a step, and the slowest of them, timed alone in both formats, would "
-    "save 10 % "
-    "of it, by the lower end of the confidence interval",
+    "save 10 % of it, by the lower end of the confidence interval",
     if_wrong="results differ by rounding; layers that know no such format convert their inputs",
 )
 def channels_last_missing(facts: Facts) -> Seen | None:
@@ -43,8 +42,8 @@ def channels_last_missing(facts: Facts) -> Seen | None:
     return Seen(
         title=f"convolutions are x{ratio:.2f} as fast in channels_last",
         evidence=f"{timed.layers} layers timed alone, forward and backward: "
-        f"{format_seconds(timed.contiguous_seconds)} and "
-        f"{format_seconds(timed.channels_last_seconds)}; convolutions take {share:.0%} of a step",
+        f"{format_seconds(timed.contiguous_seconds)} and {format_seconds(timed.channels_last_seconds)}; convolutions "
+        f"take {share:.0%} of a step",
         remedy="model.to(memory_format=torch.channels_last), and the same for the inputs",
         certain=False,
         cost_seconds=saved,
@@ -109,8 +108,7 @@ def huge_softmax(facts: Facts) -> Seen | None:
 @check(
     means="A module computes attention with a softmax between two products, and writes the scores to memory.",
     needs="the module's code does that, the module takes at least 10 % of a step, and what a fused kernel does not "
-    "need "
-    "(softmax, masks, copies) at least 5 %",
+    "need (softmax, masks, copies) at least 5 %",
     if_wrong="results differ by rounding; attention weights are no longer there to be read",
 )
 def unfused_attention(facts: Facts) -> Seen | None:

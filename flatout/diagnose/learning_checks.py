@@ -24,8 +24,8 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
 @check(
     means="The loss does not fall, because nothing is learned.",
     needs="in the steps that were watched: no weight changed at all; or the loss was exactly the same in 8 steps in "
-    "a row; "
-    "or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test at 1 in 1,000, to twice their level",
+    "a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test at 1 in 1,000, to twice "
+    "their level",
     if_wrong="a run is stopped that would have learned later",
 )
 def loss_not_falling(facts: Facts) -> Seen | None:
@@ -77,8 +77,7 @@ def trend(values: Sequence[float]) -> float:
 @check(
     means="Gradients of the first layers are so small that they learn nothing.",
     needs="in at least 5 steps and every one of them, the mean gradient of a weight is below a millionth of the "
-    "largest "
-    "layer's, is not exactly 0, and sizes fall towards the input",
+    "largest layer's, is not exactly 0, and sizes fall towards the input",
     if_wrong="normalisation or another activation changes a network that trained",
 )
 def vanishing_gradients(facts: Facts) -> Seen | None:
@@ -118,8 +117,7 @@ def _vanished(seen: GradientsSeen) -> list[LayerGradients]:
     means="Gradients are so large that steps destroy what was learned.",
     needs="gradients are NaN or infinite in at least 3 steps without a gradient scaler; or their norm rises a "
     "thousandfold, step after step; or a small relative change of the weights changes the loss ten thousand times "
-    "as much, "
-    "and nothing clips",
+    "as much, and nothing clips",
     if_wrong="clipping makes steps shorter that were right",
 )
 def exploding_gradients(facts: Facts) -> Seen | None:

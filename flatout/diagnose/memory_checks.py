@@ -13,7 +13,7 @@ LEAST_RISES = 6
 ALIKE = 0.25
 """Rises of a leak differ by no more than this share of their middle."""
 LEAST_BYTES_PER_STEP = 64 << 10
-FAULT_SHARE, FAULTS_AVOIDED = 0.1, 0.7
+FAULT_SHARE, FAULTS_AVOIDED = 0.2, 0.7
 RESERVED_SHARE, LEAST_RESERVED = 0.4, 1 << 30
 RECOMPUTED_SHARE = 0.05
 ROOMY = 8
@@ -42,9 +42,9 @@ def memory_nearly_out(facts: Facts) -> Seen | None:
 
 @check(
     means="The process needs more memory with every step.",
-    needs="after a run: resident memory rose through all six parts of the last two thirds, by 1 GiB an hour or more; "
-    "after a profile: all tensors together grew by the same amount in at least 6 steps in a row, and the list that "
-    "they go to is never cut",
+    needs="after a run: resident memory rose through all six parts of the last two thirds, by 1 GiB an hour or "
+    "more; after a profile: all tensors together grew by the same amount in at least 6 steps in a row, and the list "
+    "that they go to is never cut",
     if_wrong="a history or a buffer that was meant to grow is cut",
 )
 def memory_leak(facts: Facts) -> Seen | None:
@@ -125,9 +125,8 @@ def graph_kept_by_logging(facts: Facts) -> Seen | None:
 
 @check(
     means="Memory is returned to the system and faulted in again in every step, or taken from the GPU's driver anew.",
-    needs="the page faults of a step, at the time of one that was measured here, take at least 10 % of it; or the "
-    "GPU's "
-    "allocator asked the driver for memory in steady steps",
+    needs="the page faults of a step, at the time of one that was measured here, and not more than it spent in the "
+    "kernel, take at least 20 % of it; or the GPU's allocator asked the driver for memory in steady steps",
     if_wrong="the process keeps memory that others could use",
 )
 def allocator_churn(facts: Facts) -> Seen | None:
@@ -147,16 +146,16 @@ def allocator_churn(facts: Facts) -> Seen | None:
             unknown="the calls were not timed",
         )
     faults = seen.page_faults_per_step if seen is not None else None
-    if faults is None or behaviour.page_fault_seconds is None:
+    if faults is None or behaviour.page_fault_seconds is None or behaviour.system_seconds is None:
         return None
-    cost = FAULTS_AVOIDED * faults * behaviour.page_fault_seconds
+    cost = FAULTS_AVOIDED * min(faults * behaviour.page_fault_seconds, behaviour.system_seconds)
     if cost / step < FAULT_SHARE:
         return None
     return Seen(
         title=f"page faults take about {cost / step:.0%} of a step",
         evidence=f"{faults:,.0f} page faults a step of {format_seconds(behaviour.page_fault_seconds)}, measured "
-        "here, of "
-        f"which an allocator that keeps its memory avoids about {FAULTS_AVOIDED:.0%}",
+        f"here, and {format_seconds(behaviour.system_seconds)} a step in the kernel, of which an allocator that "
+        f"keeps its memory avoids about {FAULTS_AVOIDED:.0%}",
         remedy="an allocator that keeps memory: let a plan set it, or preload jemalloc or tcmalloc; reuse buffers",
         certain=False,
         cost_seconds=cost,
@@ -185,8 +184,7 @@ def costly_checkpointing(facts: Facts) -> Seen | None:
     return Seen(
         title=f"activation checkpointing costs {share:.0%} of a step",
         evidence=f"forwards are recomputed for {format_seconds(cost or 0.0)} a step; the peak is "
-        f"{format_bytes(peak)} of "
-        f"{format_bytes(total)}",
+        f"{format_bytes(peak)} of {format_bytes(total)}",
         remedy="leave it out, or checkpoint fewer blocks: flatout.forecast says what fits",
         cost_seconds=cost,
         cost_share=share,

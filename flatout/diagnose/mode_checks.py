@@ -21,8 +21,8 @@ def _trains(facts: Facts, module: str) -> list[ForwardSeen]:
 
 @check(
     means="Evaluation builds graphs for a backward pass that never comes.",
-    needs="at least 3 calls of a model that trains, one after the other at one line, whose graphs were dropped unused, "
-    "while calls at another line, or in the other mode, train it",
+    needs="at least 3 calls of a model that trains, one after the other at one line, whose graphs were dropped "
+    "unused, while calls at another line, or in the other mode, train it",
     if_wrong="a backward pass through a forward under no_grad raises an error at once",
 )
 def evaluation_with_grad(facts: Facts) -> Seen | None:
@@ -48,8 +48,7 @@ def evaluation_with_grad(facts: Facts) -> Seen | None:
     means="Evaluation runs in training mode: dropout drops, and batch normalisation uses, and updates, batch "
     "statistics.",
     needs="at least 3 calls in a row that no backward pass used, of a model in training mode with such layers, "
-    "which is "
-    "trained elsewhere",
+    "which is trained elsewhere",
     if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
 )
 def evaluation_in_train_mode(facts: Facts) -> Seen | None:
@@ -73,8 +72,7 @@ def evaluation_in_train_mode(facts: Facts) -> Seen | None:
 @check(
     means="Training runs in evaluation mode: dropout is off, and batch normalisation does not learn.",
     needs="at least 3 calls of a model in evaluation mode, with such layers, whose graphs were used to update it; "
-    "no other "
-    "line trains it in training mode",
+    "no other line trains it in training mode",
     if_wrong="statistics that were frozen on purpose change",
 )
 def training_in_eval_mode(facts: Facts) -> Seen | None:

@@ -94,8 +94,8 @@ def _is_unaligned(shapes: str) -> bool:
 
 @check(
     means="Training under fp16 autocast without a gradient scaler: small gradients become zero.",
-    needs="autocast to float16 is on in forwards with gradients, no enabled GradScaler was used, and the loss is not "
-    "multiplied",
+    needs="autocast to float16 is on in forwards with gradients, no enabled GradScaler was used, and the loss is "
+    "not multiplied",
     if_wrong="a scaler more, which changes nothing where no gradient underflows",
 )
 def fp16_without_scaler(facts: Facts) -> Seen | None:
@@ -147,8 +147,8 @@ def half_weights(facts: Facts) -> Seen | None:
 
 @check(
     means="Values below 1.2e-38 slow the processor down.",
-    needs="at least 1 % of a step's values are such, this processor was measured to be slower with them, and that adds "
-    "5 % to a step or more",
+    needs="at least 1 % of a step's values are such, this processor was measured to be slower with them, and that "
+    "adds 5 % to a step or more",
     if_wrong="values that were nearly 0 become 0",
 )
 def denormals(facts: Facts) -> Seen | None:

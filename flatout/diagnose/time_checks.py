@@ -12,6 +12,8 @@ EVALUATION_SHARE_LIMIT, OTHER_SHARE_LIMIT = 0.3, 0.3
 LEAST_SHARE = 0.05
 LEAST_SAMPLES = 12
 PYTHON_SHARE = 0.1
+OPERATOR_SHARE, MANY_CALLS = 0.1, 100
+"""Of a line's time, in operators: from here on the line computes with tensors, unless it calls that many in a step."""
 
 
 @check(
@@ -68,8 +70,7 @@ def disk_time(facts: Facts) -> Seen | None:
 @check(
     means="The script's own Python takes much of a step.",
     needs="after a run, 30 % of a step outside of the model, the loader and the optimizer; after a profile, 10 % in "
-    "lines "
-    "that neither compute with tensors nor plot, log or write",
+    "lines that neither compute with tensors nor plot, log or write",
     if_wrong="a loop is rewritten that was not the slowest part",
 )
 def python_time(facts: Facts) -> Seen | None:
@@ -91,18 +92,19 @@ def python_time(facts: Facts) -> Seen | None:
 def _own_python(facts: Facts) -> Seen | None:
     """Lines of the script between the passes, less the operators that they call."""
     assert facts.profile is not None
-    operators: dict[str, float] = {}
+    operators: dict[str, tuple[float, float]] = {}
     for row in facts.profile.operators:
-        operators[row.line] = operators.get(row.line, 0.0) + row.host_seconds
+        seconds, calls = operators.get(row.line, (0.0, 0.0))
+        operators[row.line] = seconds + row.host_seconds, calls + row.calls
     lines: dict[tuple[str, int], tuple[LineTime, float]] = {}
     for one in facts.behaviour.times if facts.behaviour is not None else ():
         if one.activity != "script" or _kind(facts, one) != "script" or one.samples < LEAST_SAMPLES:
             continue
-        left = one.seconds - operators.get(f"{one.line[0]}:{one.line[1]}", 0.0)
-        if left > 0.5 * one.seconds:
-            lines[one.line[:2]] = one, left
+        seconds, calls = operators.get(f"{one.line[0]}:{one.line[1]}", (0.0, 0.0))
+        if seconds < OPERATOR_SHARE * one.seconds or calls >= MANY_CALLS:
+            lines[one.line[:2]] = one, max(0.0, one.seconds - seconds)
     cost, whole = sum(left for _, left in lines.values()), facts.whole_step_seconds
-    low = sum(one.low_share * left / one.seconds for one, left in lines.values())
+    low = sum(one.low_share * left / max(one.seconds, 1e-12) for one, left in lines.values())
     if not lines or not whole or cost / whole < PYTHON_SHARE or low < LEAST_SHARE:
         return None
     ordered = sorted(lines.values(), key=lambda item: -item[1])

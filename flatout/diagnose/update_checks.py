@@ -28,9 +28,8 @@ def clip_before_unscale(facts: Facts) -> Seen | None:
         if clip.before_unscale >= LEAST_STEPS and clip.before_unscale >= NEARLY_ALL * clip.steps:
             return Seen(
                 title="gradients are clipped before they are unscaled",
-                evidence=f"in {clip.before_unscale} of {clip.steps} steps: the limit is compared with gradients "
-                "that are "
-                "multiplied by the scale, so that nearly every step is clipped",
+                evidence=f"in {clip.before_unscale} of {clip.steps} steps: the limit is compared with gradients that "
+                "are multiplied by the scale, so that nearly every step is clipped",
                 remedy="scaler.unscale_(optimizer) before the clip",
                 fault=True,
                 lines=where(clip.line),
@@ -49,8 +48,8 @@ def clip_before_backward(facts: Facts) -> Seen | None:
         if clip.before_backward >= LEAST_STEPS and clip.before_backward >= NEARLY_ALL * clip.steps:
             return Seen(
                 title="gradients are clipped before the backward pass",
-                evidence=f"in {clip.before_backward} of {clip.steps} steps: the optimizer gets gradients that nothing "
-                "has clipped",
+                evidence=f"in {clip.before_backward} of {clip.steps} steps: the optimizer gets gradients that "
+                "nothing has clipped",
                 remedy="clip between backward() and the optimizer's step()",
                 fault=True,
                 lines=where(clip.line),
@@ -72,8 +71,7 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
     return Seen(
         title="gradients are never cleared",
         evidence=f"in {seen.accumulated_steps} of {seen.accumulated_steps} steps backward added to the gradients "
-        "that the "
-        "step before had used",
+        "that the step before had used",
         remedy="optimizer.zero_grad() before each backward pass, or after each step",
         fault=True,
         lines=where(seen.optimizer_lines, [one.line for one in seen.backwards]),
@@ -84,8 +82,7 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
 @check(
     means="The learning rate scheduler steps before the optimizer: the first rate of the schedule is skipped.",
     needs="in at least 3 steps it came between backward and the optimizer's step; or it stands before the "
-    "optimizer's step "
-    "in the same loop, and was called there",
+    "optimizer's step in the same loop, and was called there",
     if_wrong="the schedule begins one step later",
 )
 def scheduler_order(facts: Facts) -> Seen | None:
@@ -115,8 +112,8 @@ def scheduler_order(facts: Facts) -> Seen | None:
 @check(
     means="Gradients of several micro-batches are summed where their mean was meant: the step is that many times as "
     "long.",
-    needs="two or more backward passes a step from one line, each from a loss that is a mean and is not divided; the "
-    "source divides neither a loss nor a gradient; and it steps the optimizer only in some turns of the loop",
+    needs="two or more backward passes a step from one line, each from a loss that is a mean and is not divided; "
+    "the source divides neither a loss nor a gradient; and it steps the optimizer only in some turns of the loop",
     if_wrong="the learning rate has to be multiplied by the number of micro-batches",
 )
 def accumulation_not_averaged(facts: Facts) -> Seen | None:
@@ -182,8 +179,7 @@ def zero_grad_fills(facts: Facts) -> Seen | None:
     return Seen(
         title="zero_grad fills gradients with zeros",
         evidence=f"filling takes {format_seconds(seen.zero_grad_seconds)} a step, {share:.1%}; adding to zeros "
-        "instead of "
-        "writing comes on top",
+        "instead of writing comes on top",
         remedy="optimizer.zero_grad(), whose default frees the gradients",
         cost_seconds=seen.zero_grad_seconds,
         cost_share=share,

@@ -85,7 +85,7 @@ class BehaviourWatch:
         self._thread = threading.get_ident()
         self._fault = ""
         self._began: float | None = None
-        self._seconds = 0.0
+        self._seconds = self._system_from = self._system_seconds = 0.0
         self._steps = 0
         self._backwards_at_step = 0
         self._compiled_before = 0
@@ -117,7 +117,7 @@ class BehaviourWatch:
         self._hold()
         self._guard(self._kept.begin)
         gc.freeze()  # what is there already is not looked through again at each step
-        self._began = time.perf_counter()
+        self._began, self._system_from = time.perf_counter(), os.times().system
         self._sampler.start()
 
     def step_ended(self) -> None:
@@ -150,6 +150,7 @@ class BehaviourWatch:
         """End the window: take all patches off, and determine the result."""
         if self._began is None or self._result is not None:
             return
+        self._system_seconds = os.times().system - self._system_from
         self._sampler.stop()
         if self._finish_work is not None:
             self._finish_work()  # of a step that did not end
@@ -303,6 +304,7 @@ class BehaviourWatch:
             allocated_bytes=cuda.max_memory_allocated(device) if cuda is not None else None,
             reserved_bytes=cuda.memory_reserved(device) if cuda is not None else None,
             device_allocations=self._device_allocations(),
+            system_seconds=self._system_seconds / max(1, self._steps),
             page_fault_seconds=page_fault_seconds() if device == "cpu" else None,
             notes=(f"the watching ended early: {self._fault}",) if self._fault else (),
         )

@@ -14,9 +14,11 @@ from flatout.decoding import decode
 
 SourceLine = tuple[str, int, str]
 """(file, line number, text of the line)."""
-Activity = Literal["plotting", "logging", "disk", "loader", "transform", "model", "backward", "optimizer", "script"]
-"""What the main thread was doing: 'transform' is the script's code inside the loader, 'script' its own outside of
-everything else."""
+Activity = Literal[
+    "plotting", "logging", "disk", "loader", "transform", "model", "backward", "optimizer", "torch", "script"
+]
+"""What the main thread was doing: 'transform' is the script's code inside the loader, 'torch' some other function of
+torch, 'script' the script's own code outside of everything else, which may call operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +311,8 @@ class Behaviour:
     reserved_bytes: int | None = None
     device_allocations: int | None = None
     """Calls of cudaMalloc in the window."""
+    system_seconds: float | None = None
+    """CPU time per step that the process spent in the kernel: of page faults, files, locks."""
     page_fault_seconds: float | None = None
     """Of one, measured here; None where a step has few."""
     notes: tuple[str, ...] = ()

@@ -43,8 +43,9 @@ _TAGS: tuple[tuple[str, str], ...] = (
     ("/torch/serialization.py", "disk"), ("/pickle.py", "disk"), ("/json/", "disk"), ("/csv.py", "disk"),
     ("/numpy/lib/", "disk"), ("/shutil.py", "disk"), ("/pathlib", "disk"), ("/safetensors/", "disk"),
     ("/h5py/", "disk"), ("/zipfile", "disk"), ("/tempfile.py", "disk"),
+    ("/torch/", "torch"),
 )  # fmt: skip
-_ORDER: tuple[Activity, ...] = ("plotting", "logging", "disk", "optimizer", "backward", "model")
+_ORDER: tuple[Activity, ...] = ("plotting", "logging", "disk", "optimizer", "backward", "model", "torch")
 """The first of these among the frames below the script's line says what the line was doing."""
 
 
@@ -150,10 +151,10 @@ def _activity(below: set[str], above: set[str]) -> Activity:
         return "transform"
     if "loader" in below:
         return "loader"
-    for one in _ORDER:
-        if one in below:
-            return one
-    return "model" if "model" in above else "script"
+    found = next((one for one in _ORDER if one in below), None)
+    if found is None or found == "torch":
+        return "model" if "model" in above else found or "script"
+    return found
 
 
 def lowest_share(count: int, total: int) -> float:

@@ -101,6 +101,7 @@ def behaviour(**given: Any) -> Behaviour:
         "optimizer_lines": (LINE,),
         "devices": {"cpu": 100},
         "page_fault_seconds": 1e-6,
+        "system_seconds": 0.05,
     }
     return Behaviour(**{**known, **given})
 
@@ -188,7 +189,7 @@ def with_growth(size_bytes: int) -> Facts:
 def loading(**given: Any) -> Facts:
     """A quarter of a step waits for data."""
     times = given.pop("times", (time_of("loader", 0.25),))
-    return facts(profile=profile(parts={"data": 0.03}), behaviour=behaviour(times=times), **given)
+    return facts(profile=profile(parts={"data": 0.04}), behaviour=behaviour(times=times), **given)
 
 
 ACCUMULATING = source("for i, x in enumerate(loader):\n    loss.backward()\n    if i % 4 == 3:\n        opt.step()\n")
@@ -547,7 +548,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(observed=observed(page_faults_per_step=50_000.0)),
             on_gpu(behaved={"device_allocations": 200}),
         ],
-        [on_gpu(behaved={"device_allocations": 3})],
+        [
+            on_gpu(behaved={"device_allocations": 3}),
+            facts(observed=observed(page_faults_per_step=50_000.0), behaviour=behaviour(system_seconds=0.001)),
+        ],
     ),
     "costly-checkpointing": (
         [facts(behaviour=behaviour(recomputed_seconds=0.02), profile=profile(peak_resident_bytes=1 << 28))],
