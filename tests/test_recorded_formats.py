@@ -23,6 +23,7 @@ from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
 from flatout.plan import read_plan
 from flatout.plan_document import SCHEMA as PLAN_SCHEMA
 from flatout.private_details import arguments_digest
+from flatout.profiling.profile import Profile
 from flatout.report.compare import compare_documents
 from flatout.report.document import read_document
 from flatout.timing import Measurement
@@ -46,10 +47,17 @@ def test_plans_with_arguments_in_full_are_for_the_same_arguments() -> None:
     assert (third.argv, third.arguments_digest) == ((), arguments_digest(()))
 
 
-@pytest.mark.parametrize("kind", ["run", "tune", "check", "memory"])
+@pytest.mark.parametrize("kind", ["run", "tune", "check", "memory", "profile"])
 def test_documents(kind: str) -> None:
     found = read_document(FORMATS / f"{kind}-1.json", kind)
     assert found["flatout"]["schema"] == 1
+
+
+def test_a_profile_is_read_back() -> None:
+    found = Profile.from_json(read_document(FORMATS / "profile-1.json", "profile")["profile"])
+    assert (found.steps, found.device, found.flops) == (2, "cpu", 622592.0)
+    assert found.parts is not None
+    assert {row.path for row in found.modules} == {"Net", "Net.first", "Net.last"}
 
 
 def test_a_run_can_be_compared_with_one_of_an_earlier_version() -> None:

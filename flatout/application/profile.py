@@ -29,7 +29,7 @@ from flatout.profiling.roofline import matrix_units, roofline
 from flatout.report.profile_text import profile_text
 from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, ProfileWatched, watch_profile
 from flatout.script.source_facts import read_source
-from flatout.timing import Measurement
+from flatout.timing import Load, LoadWatch, Measurement, contention
 from flatout.timing import measure as timed
 
 
@@ -76,6 +76,7 @@ def profile(
     from flatout.profiling.callables import profile_callable
 
     called = name or getattr(function, "__name__", type(function).__name__)
+    watch = LoadWatch()
     with TemporaryDirectory(prefix="flatout-profile-") as folder:
         recorded = Path(folder) / TRACE_NAME if trace is not None else None
         found = profile_callable(function, steps=steps, name=called, folder=os.getcwd(), trace=recorded)
@@ -83,6 +84,7 @@ def profile(
             write_trace(recorded, Path(trace))
     import torch
 
+    found = _with_load(found, watch.read())
     machine = detect()
     ceilings = load_ceilings(machine, found.device)
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -121,9 +123,11 @@ def profile_script(request: ProfileRequest, progress: Callable[[str], None]) -> 
     """Measures this machine's ceilings quickly where none are known. Raises TrialError where the trial failed."""
     machine = machine_with_ceilings(progress)
     progress("profiling")
+    watch = LoadWatch()
     watched = watch_profile(request)
-    found = watched.profile
+    found, load = watched.profile, watch.read()
     if found is not None:
+        found = _with_load(found, load)
         ceilings = load_ceilings(machine, found.device) or machine.ceilings
         found = against_ceilings(found, machine.with_ceilings(ceilings), tf32=watched.tf32)
     return ScriptProfile(watched=watched, profile=found, machine=machine, findings=findings_of(watched, found, machine))
@@ -147,13 +151,19 @@ def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machi
 
 
 def against_ceilings(found: Profile, machine: Machine, *, tf32: bool) -> Profile:
-    """With the roofline and the share of products on matrix units. tf32: may fp32 products run as TF32?"""
+    """With roofline and share of products on matrix units. tf32: may fp32 products be computed in fewer bits?"""
     on_gpu = found.device != "cpu"
     return replace(
         found,
         roofline=roofline(found.operators, machine.ceilings, device=found.device, tf32=tf32 and on_gpu),
-        matrix_units=matrix_units(found.operators, found.kernels, machine, device=found.device, tf32=tf32 and on_gpu),
+        matrix_units=matrix_units(found.operators, found.kernels, machine, device=found.device, tf32=tf32),
     )
+
+
+def _with_load(found: Profile, load: Load | None) -> Profile:
+    """With a note where others kept the processor busy."""
+    warning = contention(load)
+    return found if warning is None else replace(found, notes=(warning, *found.notes))
 
 
 def _wait_for_gpu() -> None:

@@ -99,11 +99,17 @@ def profile(
 
 
 def _tensorboard_log(folder: Path) -> TensorBoardLog:
-    from flatout.errors import UsageError
+    from importlib.util import find_spec
+
+    from flatout.errors import MachineError, UsageError
     from flatout.train.loggers import TensorBoardLog
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", limit="--tensorboard names a folder")
+    if find_spec("tensorboard") is None:
+        raise MachineError(
+            "the package tensorboard is not installed", limit="--tensorboard needs it", remedy="pip install tensorboard"
+        )
     return TensorBoardLog(folder)
 
 

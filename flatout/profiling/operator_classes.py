@@ -15,8 +15,7 @@ PRODUCTS: Final[frozenset[OperatorClass]] = frozenset({"matmul", "convolution", 
 """Classes whose work is matrix products."""
 
 _EXACT: dict[str, OperatorClass] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "vdot", "addr", "linear"), "matmul"),
-    **dict.fromkeys(("matmul",), "matmul"),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul"), "matmul"),
     **dict.fromkeys(("_int_mm", "_scaled_mm", "_addmm_activation", "linear_backward", "_grouped_mm"), "matmul"),
     **dict.fromkeys(("embedding", "index_select", "gather", "scatter_add_", "index_put_", "index"), "embedding"),
     **dict.fromkeys(("gather_backward", "_embedding_bag", "scatter_", "_index_put_impl_", "index_add_"), "embedding"),
@@ -24,6 +23,7 @@ _EXACT: dict[str, OperatorClass] = {
     **dict.fromkeys(("_local_scalar_dense", "constant_pad_nd", "roll", "flip", "repeat"), "copy"),
     **dict.fromkeys(("sum", "mean", "var", "std", "var_mean", "max", "min", "amax", "amin", "argmax"), "reduction"),
     **dict.fromkeys(("argmin", "topk", "sort", "cumsum", "norm", "linalg_vector_norm", "all", "any"), "reduction"),
+    **dict.fromkeys(("dot", "vdot", "mv", "addmv", "addr"), "reduction"),  # each number is used once, as in a sum
     **dict.fromkeys(("_foreach_norm", "nll_loss_forward", "nll_loss2d_forward", "logsumexp", "prod"), "reduction"),
 }  # fmt: skip
 _WITHIN: tuple[tuple[str, OperatorClass], ...] = (

@@ -143,6 +143,7 @@ class RooflineRow:
     share_of_ceiling: float | None
     reason: str = ""
     """Why share_of_ceiling is None, or what it should be read with."""
+    calls: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

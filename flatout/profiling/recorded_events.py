@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _BACKWARD_SCOPE = 1
 """torch's RecordScope::BACKWARD_FUNCTION."""
-DISTURBED = 1.5
+DISTURBED = 2.0
 _EVALUATES = "autograd::engine::evaluate_function"
 _COMMUNICATION = ("nccl", "ncclKernel", "ncclDevKernel")
 
@@ -99,7 +99,7 @@ def recorded(function_events: Iterable[FunctionEvent], *, steps: int | None = No
 
 
 def typical(steps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those (begin, end) that take no more than 1.5 times the median.
+    """Those (begin, end) that take no more than twice the median.
 
     >>> typical([(0, 1), (1, 2.1), (2.1, 9)])
     [(0, 1), (1, 2.1)]

@@ -15,8 +15,10 @@ from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 from flatout.profiling.operator_classes import PRODUCTS
 from flatout.profiling.profile import KernelRow, MatrixUnits, OperatorClass, OperatorRow, RooflineRow
+from flatout.units import format_seconds
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8", "float64": "fp64"}
+_SHORT_CALL_SECONDS, _LOW_SHARE = 10e-6, 0.5
 _ALIGNED = 8
 """Of 16-bit products on Tensor Cores, sizes are multiples of this."""
 _UNIT_KERNELS = ("tensorop", "hmma", "wgmma", "gmma", "s16816", "s1688", "s884", "xmma", "mma_", "h884", "nvjet")
@@ -30,6 +32,10 @@ class _Class:
     seconds: float
     flops: float | None
     size_bytes: float | None
+    calls: float
+    flops_seconds: float
+    """Of the operators whose FLOPs are known; the others say nothing of a rate."""
+    bytes_seconds: float
 
 
 def roofline(
@@ -63,6 +69,9 @@ def _classes(operators: Sequence[OperatorRow], tf32: bool) -> list[_Class]:
             seconds=sum(row.seconds for row in rows),
             flops=_sum([row.flops for row in rows]),
             size_bytes=_sum([row.bytes for row in rows]),
+            calls=sum(row.calls for row in rows),
+            flops_seconds=sum(row.seconds for row in rows if row.flops),
+            bytes_seconds=sum(row.seconds for row in rows if row.bytes),
         )
         for (kind, dtype), rows in found.items()
     ]
@@ -79,8 +88,8 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> RooflineRow:
-    attained = one.flops / one.seconds if one.flops and one.seconds else None
-    moved = one.size_bytes / one.seconds if one.size_bytes and one.seconds else None
+    attained = one.flops / one.flops_seconds if one.flops and one.flops_seconds else None
+    moved = one.size_bytes / one.bytes_seconds if one.size_bytes and one.bytes_seconds else None
     bound: Literal["compute", "memory"] | None = None
     name, ceiling, share = "", None, None
     if ceilings is not None:
@@ -97,6 +106,8 @@ def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> R
             reason = "unknown, because neither FLOPs nor bytes of these operators were counted"
         if share is not None and share > 1 and bound == "memory":
             reason = "above memory's rate: these tensors stay in the caches"
+        elif share is not None and share < _LOW_SHARE and one.calls and one.seconds / one.calls < _SHORT_CALL_SECONDS:
+            reason = f"calls of {format_seconds(one.seconds / one.calls)} are mostly the cost of a call"
     return RooflineRow(
         operator_class=one.operator_class,
         dtype=one.dtype,
@@ -111,6 +122,7 @@ def _row(one: _Class, total: float, ceilings: Ceilings | None, reason: str) -> R
         ceiling=ceiling,
         share_of_ceiling=share,
         reason=reason,
+        calls=one.calls,
     )
 
 
@@ -128,7 +140,10 @@ def _bound(one: _Class, compute: Peak | None, memory: Peak | None) -> Literal["c
 def matrix_units(
     operators: Sequence[OperatorRow], kernels: Sequence[KernelRow], machine: Machine, *, device: str, tf32: bool = False
 ) -> MatrixUnits | None:
-    """None: there were no products. On a GPU the names of the kernels decide where they say it, else the dtype does."""
+    """None: there were no products. On a GPU the names of the kernels decide where they say it, else the dtype does.
+
+    tf32: does torch.set_float32_matmul_precision allow fp32 products to be computed in fewer bits?
+    """
     products = [row for row in operators if row.operator_class in PRODUCTS and row.flops and row.seconds > 0]
     if not products:
         return None
@@ -143,6 +158,9 @@ def matrix_units(
         return MatrixUnits(
             unit="", product_seconds=total, seconds_on_units=None, share=None, reason="this device has no matrix units"
         )
+    if tf32 and not device.startswith("cuda") and any(_short(row.dtype, False) == "fp32" for row in products):
+        why = "set_float32_matmul_precision lets oneDNN compute fp32 products in bf16, and nothing says which it does"
+        return MatrixUnits(unit=unit, product_seconds=total, seconds_on_units=None, share=None, reason=why)
     rest: dict[str, float] = {}
     for row in products:
         why = by_kernel.get(row.name) or _why_not(row, unit, dtypes, tf32, on_gpu=device.startswith("cuda"))

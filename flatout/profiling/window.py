@@ -6,10 +6,11 @@ A callable goes through them in `profile_callable`; an unmodified script in `scr
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from flatout.profiling.profile import OperatorRow, Profile, StepParts
 from flatout.profiling.recorded_events import DISTURBED, Recording, recorded
 from flatout.torch_private.dispatch import profiler_is_on
 
-MOST_OPERATORS_PROFILED = 60_000
-"""In one window: the profiler keeps several events for each, of about a kilobyte."""
+MOST_OPERATORS_PROFILED = 20_000
+"""In one window: the profiler keeps several events for each, of about a kilobyte, and reads them slowly."""
 MOST_STEPS_UNCOUNTED = 20
 """Where no step could be followed, so that nobody knows how many operators one has."""
 COMPILED = "unknown, because compiled code does not show its operators to Python"
@@ -39,34 +40,40 @@ class ProfilerWindow:
     def __init__(self, *, on_gpu: bool) -> None:
         self.obstacle = ""
         self._on_gpu = on_gpu
-        self._profiler: torch.profiler.profile | None = None
+        self._profiler: torch.autograd.profiler.profile | None = None
 
     def start(self) -> None:
         if profiler_is_on():
             self.obstacle = OTHERS_PROFILER
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._on_gpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about its own caches: nothing that the script did
-            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._profiler.start()
+        # torch.profiler.profile would first import the whole compiler into the script's process.
+        self._profiler = torch.autograd.profiler.profile(
+            use_device="cuda" if self._on_gpu else None, record_shapes=True, use_kineto=True
+        )
+        with _silent():
+            self._profiler.__enter__()
 
     def stop(self, *, steps: int | None = None) -> Recording | None:
         """What was recorded; None where nothing was. steps: of what is labelled 'ProfilerStep', so many are kept; None:
         all, with or without a label."""
         if self._profiler is None:
             return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._profiler.stop()
-            return recorded(self._profiler.events(), steps=steps)
+        with _silent():
+            self._profiler.__exit__(None, None, None)
+            return recorded(self._profiler.function_events or (), steps=steps)
 
     def export(self, path: Path) -> None:
         """The Chrome trace of the window."""
         if self._profiler is not None:
             self._profiler.export_chrome_trace(str(path))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler warns about its own state: nothing that the script did."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def steps_to_profile(asked: int, operators_per_step: int | None) -> int:
@@ -151,8 +158,8 @@ class Windows:
         if self.recording.left_out:
             count = self.recording.left_out
             self.notes.append(
-                f"{count} of the {len(self.profiled_seconds)} profiled steps took over {DISTURBED:g} times the median and "
-                f"{'is' if count == 1 else 'are'} left out"
+                f"{count} of the {len(self.profiled_seconds)} profiled steps took over {DISTURBED:g} times the median "
+                f"and {'is' if count == 1 else 'are'} left out"
             )
         parts = self._parts(found, attributed)
         causes = () if parts is None or not self.on_gpu else idle_causes(parts, self.spans or {}, attributed.launches)
@@ -209,8 +216,8 @@ class Windows:
             )
         elif attributed.unknown_share > 2 * MUCH_APPROXIMATE:
             self.notes.append(
-                f"module and line are unknown for {attributed.unknown_share:.0%} of the time of operators: steps differ "
-                "from one another"
+                f"module and line are unknown for {attributed.unknown_share:.0%} of the time of operators: "
+                "steps differ from one another"
             )
 
     def _text(self, file: str, line: int) -> str:

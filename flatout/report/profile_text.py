@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from flatout.diagnose.finding import Finding
@@ -138,8 +138,9 @@ def _products(profile: Profile, products: Sequence[RooflineRow], share: float) -
         return "none of it is matrix products"
     main = max(products, key=lambda row: row.seconds)
     text = f"{percent(share)} is matrix products"
-    known = [row for row in products if row.flops and row.dtype == main.dtype and row.seconds]
-    flops, seconds = sum(row.flops or 0.0 for row in known), sum(row.seconds for row in known)
+    known = [row for row in products if row.dtype == main.dtype and row.flops and row.attained_flops_per_second]
+    flops = sum(row.flops or 0.0 for row in known)
+    seconds = sum((row.flops or 0.0) / (row.attained_flops_per_second or 1.0) for row in known)
     ceiling = next((row.ceiling for row in known if row.bound == "compute" and row.ceiling), None)
     device = "processor" if profile.device == "cpu" else "GPU"
     if not flops or not seconds:
@@ -209,13 +210,18 @@ def _modules(profile: Profile) -> list[str]:
     shown = sorted(profile.modules, key=lambda row: -row.seconds)
     shown = [row for row in shown if row.seconds >= LEAST_SHARE * total and row.depth <= 8][:MODULES_SHOWN]
     order = {row.path: number for number, row in enumerate(profile.modules)}
-    return [_module(row, total) for row in sorted(shown, key=lambda row: order[row.path])]
+    return [_module(row, total, order) for row in sorted(shown, key=lambda row: order[row.path])]
 
 
-def _module(row: ModuleRow, total: float) -> str:
+def _module(row: ModuleRow, total: float, paths: Container[str]) -> str:
+    """Named relative to the module that calls it: a list of modules between them is called by nobody."""
+    above = row.path.rpartition(".")[0]
+    while above and above not in paths:
+        above = above.rpartition(".")[0]
+    name = row.path[len(above) + 1 :] if above else row.path
     backward = f" + {format_seconds(row.backward_seconds)} backward" if row.backward_seconds is not None else ""
     return (
-        f"{percent(row.seconds / total):>6}  {'  ' * row.depth}{row.path.rpartition('.')[2]} ({row.kind})  "
+        f"{percent(row.seconds / total):>6}  {'  ' * row.depth}{name} ({row.kind})  "
         f"{format_seconds(row.forward_seconds)} forward{backward}"
     )
 
@@ -307,7 +313,7 @@ def _next(profile: Profile, command: str, files: Sequence[tuple[str, Path]]) -> 
     texts = [f"flatout tune {command}"]
     if not any(what == "trace" for what, _ in files):
         texts.append(f"flatout profile --trace trace.json.gz {command}     (open it in ui.perfetto.dev)")
-    if profile.roofline and all(row.share_of_ceiling is None for row in profile.roofline):
+    if any("flatout check --measure" in row.reason for row in profile.roofline):
         texts.append("flatout check --measure")
     return texts
 
@@ -317,8 +323,10 @@ def _because(profile: Profile, name: str) -> str:
 
 
 def _size(path: Path) -> str:
+    """Of a file, or of the files in a folder."""
     try:
-        return format_bytes(path.stat().st_size)
+        files = [path] if path.is_file() else list(path.iterdir())
+        return format_bytes(sum(one.stat().st_size for one in files))
     except OSError:
         return "unknown size"
 

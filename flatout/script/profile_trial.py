@@ -23,7 +23,7 @@ from flatout.units import format_seconds
 
 STEPS = 5
 WARM_UP_STEPS = 3
-TIMED_SECONDS = 0.5
+LEAST_TIMED_STEPS, MOST_TIMED_STEPS, TIMED_SECONDS = 5, 50, 0.5
 PATIENCE_SECONDS = 1800.0
 TRACE_NAME = "trace.json"
 PROFILERS_LOG = "USDT:"
@@ -81,7 +81,12 @@ class Schedule:
 
 def full(steps: int) -> Schedule:
     return Schedule(
-        warm_up=WARM_UP_STEPS, timed=max(5, steps), timed_seconds=TIMED_SECONDS, follow=True, settle=1, profiled=steps
+        warm_up=WARM_UP_STEPS,
+        timed=min(max(LEAST_TIMED_STEPS, steps), MOST_TIMED_STEPS),
+        timed_seconds=TIMED_SECONDS,
+        follow=True,
+        settle=1,
+        profiled=steps,
     )
 
 
@@ -100,7 +105,7 @@ def fitting(seen: int, steps: int) -> Schedule | None:
     warm_up, settle = (1, 0) if left < 6 else (2, 1)
     left -= warm_up - 1 + settle
     profiled = min(steps, max(1, left // 2))
-    timed = min(left - profiled, max(5, steps))
+    timed = min(left - profiled, max(LEAST_TIMED_STEPS, steps))
     return Schedule(warm_up=warm_up, timed=timed, timed_seconds=0.0, follow=follow, settle=settle, profiled=profiled)
 
 

@@ -121,7 +121,7 @@ def test_nothing_of_the_users_is_touched(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "train.py"]
 
 
-@pytest.mark.parametrize("steps", [2, 4, 9])
+@pytest.mark.parametrize("steps", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 9)), 4])
 def test_a_script_that_ends_early_is_profiled_on_what_there_is(tmp_path: Path, steps: int) -> None:
     write(tmp_path, steps=steps)
     result = profile(tmp_path, "--json", "train.py")
@@ -131,7 +131,7 @@ def test_a_script_that_ends_early_is_profiled_on_what_there_is(tmp_path: Path, s
     assert seen.timed_steps >= (steps > 2)
     assert seen.operators
     if seen.steps < 5:
-        assert f"{seen.steps} of the 5 asked for were profiled, in a second run of it" in seen.notes[0]
+        assert f"{seen.steps} of the 5 asked for were profiled, in a second run of it" in " ".join(seen.notes)
 
 
 def test_a_script_without_steps(tmp_path: Path) -> None:
@@ -234,12 +234,13 @@ def test_a_script_with_a_profiler_of_its_own(tmp_path: Path) -> None:
     assert seen.parts is not None
 
 
+@pytest.mark.slow
 def test_many_operators_in_a_step_keep_the_files_small(tmp_path: Path) -> None:
-    write(tmp_path, body="for _ in range(3000): x = x + 1")
+    write(tmp_path, body="for _ in range(2000): x = x + 1")
     result = profile(tmp_path, "--trace", "trace.json.gz", "--json", "--steps", "2000", "train.py")
     assert result.returncode == 0
     assert (tmp_path / "trace.json.gz").stat().st_size < 20e6
     assert len(result.stdout) < 2e6
     seen = Profile.from_json(document(result)["profile"])
-    assert 1 <= seen.steps < 30
+    assert 1 <= seen.steps < 10
     assert any("of the 2000 steps asked for were profiled" in note for note in seen.notes)

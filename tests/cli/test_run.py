@@ -84,6 +84,7 @@ def test_a_watched_run_is_the_same_run(run: Run, tmp_path: Path, forked: bool) -
     assert (watched.returncode, watched.stdout, watched.stderr) == (0, plain.stdout, plain.stderr)
     seen = document(tmp_path)
     assert (seen["steps"], seen["script"]) == (40, {"name": "train.py", "arguments": [], "status": 0})
+    assert (seen["samples_per_step"], seen["tokens_per_step"]) == (4, None)
     assert seen["observed"]["step_kind"] == "optimizer"
     assert seen["observed"]["breakdown_seconds"].keys() >= {"data", "forward", "backward", "optimizer", "other"}
     assert 20 <= len(seen["measurement"]["samples_seconds"]) <= 39  # quick steps are timed several at a time

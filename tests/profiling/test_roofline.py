@@ -72,6 +72,17 @@ def test_thin_products_are_bound_by_memory() -> None:
     assert (found.bound, found.share_of_ceiling) == ("memory", 0.5)
 
 
+def test_short_calls_are_no_matter_of_ceilings() -> None:
+    (found,) = roofline([row("pointwise", seconds=5e-6, size_bytes=1e3)], CEILINGS, device="cpu")
+    assert found.reason == "calls of 5 µs are mostly the cost of a call"
+
+
+def test_operators_without_a_count_do_not_lower_the_rate() -> None:
+    rows = [row("matmul", seconds=1, flops=50e9, size_bytes=1e6), row("matmul", seconds=3)]
+    (found,) = roofline(rows, CEILINGS, device="cpu")
+    assert (found.seconds, found.attained_flops_per_second, found.share_of_ceiling) == (4, 50e9, 0.5)
+
+
 def test_each_dtype_has_its_own_ceiling() -> None:
     found = roofline(
         [row("matmul", seconds=2, flops=100e9), row("matmul", flops=100e9, dtype="bfloat16")], CEILINGS, device="cpu"
@@ -105,6 +116,16 @@ def test_the_share_of_products_on_matrix_units_of_a_cpu() -> None:
     assert found is not None
     assert (found.unit, found.share, found.seconds_on_units) == ("AVX-512", 0.25, 1.0)
     assert found.rest == (("fp32: AVX-512 here computes bf16, int8", 3.0),)
+
+
+def test_where_onednn_chooses_the_share_is_unknown() -> None:
+    found = matrix_units([row("matmul", flops=1.0)], (), MACHINE, device="cpu", tf32=True)
+    assert found is not None
+    assert found.share is None
+    assert "nothing says which it does" in found.reason
+    half = matrix_units([row("matmul", flops=1.0, dtype="bfloat16")], (), MACHINE, device="cpu", tf32=True)
+    assert half is not None
+    assert half.share == 1.0
 
 
 def test_a_plain_cpu_has_none() -> None:

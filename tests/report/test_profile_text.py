@@ -62,7 +62,9 @@ def ceiling(kind: str, seconds: float, share: float | None) -> RooflineRow:
         ceiling_name="fp32 products" if products else "memory copy",
         ceiling=None if share is None else 1e11 if products else 1e10,
         share_of_ceiling=share,
-        reason="" if share is not None else "unknown, because this machine's ceilings were not measured",
+        reason=""
+        if share is not None
+        else "unknown, because this machine's ceilings were not measured (flatout check --measure)",
     )
 
 
@@ -189,6 +191,18 @@ def test_what_is_unknown_says_why() -> None:
     )
     assert verdict(nothing) == "unknown, because the script ended"
     assert "operators  nothing was profiled" in profile_text(nothing)
+
+
+def test_files_that_were_written_have_a_size(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for path in (tmp_path / "trace.json", tmp_path / "logs" / "a", tmp_path / "logs" / "b"):
+        path.write_bytes(b"x" * 2048)
+    files = [("trace", tmp_path / "trace.json"), ("TensorBoard", tmp_path / "logs"), ("other", tmp_path / "absent")]
+    text = script_text(script(PROFILE), files=files)
+    assert "trace.json (2 KiB)" in text
+    assert "logs (4 KiB)" in text
+    assert "absent (unknown size)" in text
+    assert "flatout profile --trace" not in text
 
 
 def test_without_a_step() -> None:

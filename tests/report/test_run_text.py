@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from flatout.diagnose.run_summary import RunSummary
@@ -57,6 +58,14 @@ def test_a_run_too_short_to_tell_says_nothing_of_others() -> None:
     document = run_document(summary(None))
     assert document["load"] is None
     assert document["measurement"]["contended"] is None
+
+
+def test_samples_and_tokens_a_second_or_why_they_are_unknown() -> None:
+    known = replace(summary(ALONE), samples_per_step=32, tokens_per_step=4096)
+    assert "40 steps, median 10 ms, 3,194 samples/s, 4.088e+05 tokens/s" in run_text(known, None)
+    document = run_document(replace(summary(ALONE), samples_reasons={"samples_per_step": "unknown, because"}))
+    assert (document["samples_per_step"], document["tokens_per_step"]) == (None, None)
+    assert document["samples_unknown_because"] == {"samples_per_step": "unknown, because"}
 
 
 def test_what_is_not_applied_of_a_plan_is_in_the_document_with_its_reason() -> None:

@@ -29,8 +29,6 @@ class Command(TypedDict, total=False):
     timed: int
     timed_seconds: float
     """Time more than `timed` steps until so much time has passed."""
-    settle: int
-    """Steps under the profiler before those that count."""
     follow: bool
     """Does a step fit in that is followed operator by operator?"""
     trace: str

@@ -30,4 +30,4 @@ def test_a_single_step_is_too_few() -> None:
 
 def test_of_a_long_script_more_than_enough_is_timed() -> None:
     assert full(5) == Schedule(warm_up=3, timed=5, timed_seconds=0.5, follow=True, settle=1, profiled=5)
-    assert full(20).timed == 20
+    assert (full(20).timed, full(2000).timed) == (20, 50)
