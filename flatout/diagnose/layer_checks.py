@@ -137,7 +137,7 @@ def unfused_attention(facts: Facts) -> Seen | None:
         certain=False,
         cost_seconds=cost,
         cost_share=share,
-        lines=where(_lines_of(rows), facts.lines_calling("softmax")),
+        lines=where(facts.lines_calling("softmax"), _lines_of(rows)),
         command=facts.tune,
         plan={"attention": "fused"},
     )

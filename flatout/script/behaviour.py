@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 FEW_STEPS, USUAL_STEPS, MOST_STEPS = 16, 60, 2000
-USUAL_SECONDS, LONG_SECONDS, LONGEST_SECONDS = 5.0, 20.0, 60.0
+USUAL_SECONDS, LONG_SECONDS, LONGEST_SECONDS = 5.0, 15.0, 40.0
 """A window has the usual steps and the usual time, so that evaluation after a short epoch is in it; where steps are
 slow, few steps are enough after a long time."""
 SLOWING_SETTINGS = {

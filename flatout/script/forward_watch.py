@@ -125,10 +125,12 @@ class ForwardWatch:
     def _wrap_call(self, original: Call) -> Call:
         import torch
 
+        from flatout.torch_private.dispatch import transform_level
+
         watch, compiling = self, torch.compiler.is_compiling
 
         def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
-            if compiling() or not watch._on or watch._depth:
+            if compiling() or not watch._on or watch._depth or transform_level() is not None:
                 return original(self, *args, **kwargs)
             try:
                 return watch._outermost(original, self, args, kwargs)

@@ -53,7 +53,7 @@ class KeptGraphs:
                 continue
         self.live_bytes.append(sum(sizes.values()))
         if len(self._marks) in (FIRST_LOOK, SECOND_LOOK):
-            older = [one for reference in self._older if (one := reference()) is not None]
+            older = [root for reference in self._older if (root := reference()) is not None]
             graphs = graphs_of([*older, *(one for one in tensors if one.grad_fn is not None)], since=self._marks[0])
             self._kept[len(self._marks)] = self.steps_of([number for graph in graphs for number in graph.numbers])
 

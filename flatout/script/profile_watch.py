@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flatout.profiling.window import ProfilerWindow, Windows
     from flatout.script.behaviour import BehaviourWatch
 
+HELD_STEPS = 8
 MOST_TIMED_STEPS = 50
 OTHER_MODE = "unknown, because the script has a dispatch mode of its own"
 TOO_MANY = "unknown, because one step has more than {most:,} operators: a profile of it would not fit in memory"
@@ -67,6 +68,8 @@ class ProfileWatch:
         self._recording: Recording | None = None
         self._has_trace = False
         self._behaviour: BehaviourWatch | None = None
+        self._held: list[object] = []
+        """Models, optimizers and loaders, so that they can be described after a script that ended."""
         self._peak_bytes: int | None = None
         self.watch.at_boundary.append(child.guarded(self._boundary))
         self.watch.at_batch.append(self._batches.batch)
@@ -103,6 +106,9 @@ class ProfileWatch:
         if self.watch.finder.kind is None:
             return
         self._boundaries += 1
+        if self._boundaries <= HELD_STEPS:
+            subject = self.watch.subject
+            self._held = [*subject.modules, *subject.optimizers, *subject.loaders]
         self._batches.step_ended()
         self._stage()
 
