@@ -10,7 +10,7 @@ from flatout.profiling.profile import OperatorRow
 from flatout.script.behaviour_seen import SourceLine
 from flatout.units import format_bytes, format_seconds
 
-CONVOLUTION_SHARE, LEAST_GAIN = 0.3, 0.1
+CONVOLUTION_SHARE, LEAST_GAIN = 0.4, 0.2
 CHANGING_SHAPES = 4
 WIDE, WIDE_BYTES, SOFTMAX_SHARE = 8192, 64 << 20, 0.1
 LAYER_SHARE = 0.05
@@ -22,8 +22,8 @@ BYTES_OF_FP32 = 4
 
 @check(
     means="Convolutions run in the default memory format where channels_last is faster here.",
-    needs="convolutions take at least 30 % of a step, and the slowest of them, timed alone in both formats, would "
-    "save 10 % of it, by the lower end of the confidence interval",
+    needs="convolutions take at least 40 % of a step, and the slowest of them, timed alone in both formats, would "
+    "save 20 % of it, by the lower end of the confidence interval",
     if_wrong="results differ by rounding; layers that know no such format convert their inputs",
 )
 def channels_last_missing(facts: Facts) -> Seen | None:

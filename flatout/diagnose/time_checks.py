@@ -9,6 +9,8 @@ from flatout.script.source_facts import Kind
 from flatout.units import format_seconds
 
 EVALUATION_SHARE_LIMIT, OTHER_SHARE_LIMIT = 0.3, 0.3
+PROFILED_EVALUATION_LIMIT = 1.0
+"""Of a step: a profile sees few epochs, of a script that may be run for short ones to try it."""
 LEAST_SHARE = 0.05
 LEAST_SAMPLES = 12
 PYTHON_SHARE = 0.1
@@ -18,14 +20,15 @@ OPERATOR_SHARE, MANY_CALLS = 0.1, 100
 
 @check(
     means="Evaluation takes much of the time.",
-    needs="at least 30 % of a step on average",
+    needs="at least 30 % of a step on average in a run, as much as training in a profile",
     if_wrong="what would have been seen earlier is seen later",
     always_note=True,
 )
 def evaluation(facts: Facts) -> Seen | None:
     seen = facts.observed
     share = seen.share("evaluation") if seen is not None else None
-    if seen is None or share is None or share < EVALUATION_SHARE_LIMIT or seen.step_seconds is None:
+    limit = EVALUATION_SHARE_LIMIT if facts.profile is None else PROFILED_EVALUATION_LIMIT
+    if seen is None or share is None or share < limit or seen.step_seconds is None:
         return None
     seconds = seen.breakdown_seconds["evaluation"]
     return Seen(

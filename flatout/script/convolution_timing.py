@@ -55,6 +55,8 @@ class ConvolutionTimer:
         if not isinstance(module, nn.Conv2d) or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].ndim != 4:
             return
         given, weight = inputs[0], module.weight
+        if not weight.requires_grad:
+            return  # without a backward pass it is another computation
         self._calls[
             Convolution(
                 inputs=tuple(given.shape),

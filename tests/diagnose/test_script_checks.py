@@ -600,8 +600,11 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
     ),
     "evaluation": (
+        [
+            facts(profile=None, behaviour=None, observed=observed(breakdown_seconds={"evaluation": 0.05})),
+            facts(observed=observed(breakdown_seconds={"evaluation": 0.15, "data": 0.0})),
+        ],
         [facts(observed=observed(breakdown_seconds={"evaluation": 0.05, "data": 0.0}))],
-        [facts(observed=observed(breakdown_seconds={"evaluation": 0.01, "data": 0.0}))],
     ),
     "zero-grad-fills": (
         [facts(behaviour=behaviour(zero_grad_fills=True, zero_grad_seconds=0.01, zero_grad_line=LINE))],
