@@ -2,7 +2,8 @@
 
     FlatoutError                 the root; `except FlatoutError` catches all of ours and nothing of the user's
     ├── UsageError (ValueError)  an input that cannot be used: says value, limit and remedy
-    │   └── PlanError            a plan with an unknown, malformed or contradictory choice
+    │   ├── PlanError            a plan with an unknown, malformed or contradictory choice
+    │   └── MachinesDiffer       results of different machines, whose ratio says nothing about the code
     ├── MachineError             this machine lacks something that is needed
     ├── ScriptError              the user's script cannot be used (it failed, never trains, reads from a terminal)
     ├── TrialError               a trial process died, hung or broke its protocol
@@ -34,6 +35,12 @@ class UsageError(FlatoutError, ValueError):
 
 class PlanError(UsageError):
     """A plan with an unknown, malformed or contradictory choice."""
+
+
+class MachinesDiffer(UsageError):
+    """Results that were measured on different machines."""
+
+    exit_code = 5
 
 
 class MachineError(FlatoutError):

@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flatout import __version__
 from flatout.errors import PlanError, UsageError
+from flatout.notebook_tables import table_html
 from flatout.plan_choices import (
     SAME_PLAN,
     SCOPES,
@@ -97,6 +98,12 @@ class Plan(Choices):
     def choices(self) -> dict[str, Any]:  # Any: so that Plan(**choices) may be written
         """The choices that are set, in the order of declaration."""
         return {name: value for name in choice_names() if (value := getattr(self, name)) is not None}
+
+    def _repr_html_(self) -> str:
+        """In a notebook: each choice with its reason."""
+        title = "Plan" if self.speedup is None else f"Plan: {self.speedup:.2f} times as fast"
+        rows = [(name, str(value), self.reasons.get(name, "")) for name, value in self.choices().items()]
+        return table_html(title, rows or [("", "no choice is set: it changes nothing")])
 
     def with_choice(self, name: str, value: ChoiceValue, reason: str) -> Plan:
         """The same plan with one choice made (or made anew), and why."""

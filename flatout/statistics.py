@@ -5,9 +5,9 @@ t-tests break on both. So a comparison here works on ranks: it takes the logarit
 halving then weigh the same), estimates their centre by Hodges and Lehmann (the median of all pairwise averages: a
 third of the samples may be garbage before it moves), and derives its confidence interval from the exact
 distribution of Wilcoxon's signed ranks. `compare_paired` is for samples taken in turns (the drift hits both
-sides of a pair and cancels); `compare_unpaired`, by Mann and Whitney, is for two separate runs. Ranks of fewer than
-six pairs give no 95 % interval; if steps take so long that there are no more, it is Student's, which a disturbed
-pair widens.
+sides of a pair and cancels); `compare_unpaired`, by Mann and Whitney, is for two separate runs; `compare_runs` is for
+several runs of each side, each of which counts as one sample. Ranks of fewer than six pairs, or four runs a side,
+give no 95 % interval; if there are no more, it is Student's (Welch's for runs), which a disturbed sample widens.
 
 >>> compare_paired([1.10, 1.12, 9.0, 1.11, 1.10, 1.13, 1.12], [1.0, 1.01, 1.0, 1.0, 1.02, 1.01, 1.0]).verdict
 'faster'
@@ -174,6 +174,36 @@ def compare_unpaired(
     differences = sorted(b - c for b in before for c in after)
     trim = _rank_sum_trim(len(before), len(after), confidence)
     return _judge(differences, trim, min(len(baseline), len(candidate)), least_gain, confidence)
+
+
+def compare_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Comparison:
+    """Compare several separate runs of each side: seconds of each run's steps. A run counts as one sample, its median.
+
+    Steps of one run share the state of the machine, so however many there are, they do not show how much runs differ.
+    Without an interval (low 0, high infinity) for fewer than 3 runs of a side.
+    """
+    before, after = ([median(run) for run in side] for side in (baseline, candidate))
+    found = compare_unpaired(before, after)
+    if found.has_interval:
+        return found
+    if min(len(before), len(after)) < _LEAST_PAIRS:
+        counted = f"{len(before)} and {len(after)} runs are too few for {found.confidence:.0%} confidence"
+        return replace(found, reason=f"{counted}: {_LEAST_PAIRS} of each side are needed")
+    centre, half = _welch(_logs(before), _logs(after))
+    ratio = math.log(found.ratio)
+    return found.with_interval(math.exp(min(centre - half, ratio)), math.exp(max(centre + half, ratio)), 0.01)
+
+
+def _welch(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """(difference of the means, half of its 95 % interval), after Welch (1947): the sides may spread differently."""
+    parts = [stdev(side) ** 2 / len(side) for side in (before, after)]
+    centre = sum(before) / len(before) - sum(after) / len(after)
+    if not sum(parts):
+        return centre, 0.0
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(side) - 1) for part, side in zip(parts, (before, after), strict=True)
+    )
+    return centre, student_95(math.floor(freedom)) * math.sqrt(sum(parts))
 
 
 def _judge(ordered: Sequence[float], trim: int | None, pairs: int, least_gain: float, confidence: float) -> Comparison:

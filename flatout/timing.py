@@ -21,6 +21,7 @@ from typing import NotRequired, TypedDict
 import psutil
 
 from flatout.errors import UsageError
+from flatout.notebook_tables import table_html
 from flatout.statistics import iqr, median, median_interval
 from flatout.units import format_seconds
 
@@ -67,6 +68,15 @@ class Measurement:
     @property
     def iqr_seconds(self) -> float:
         return iqr(self.samples_seconds)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the median, the spread, and what makes it doubtful."""
+        rows = [
+            ("median", format_seconds(self.median_seconds)),
+            ("middle half within", format_seconds(self.iqr_seconds)),
+            ("samples", str(len(self.samples_seconds))),
+        ]
+        return table_html(self.name, [*rows, *(("caution", warning) for warning in self.warnings)])
 
     @property
     def interval_seconds(self) -> tuple[float, float] | None:

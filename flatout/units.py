@@ -104,6 +104,18 @@ def parse_seconds(text: str) -> float:
     return value * _SECONDS_OF[unit]
 
 
+def parse_share(text: str) -> float:
+    """'3%' -> 0.03. A bare number is refused: 0.03 may mean either."""
+    number, sign, rest = text.strip().partition("%")
+    try:
+        value = float(number) / 100
+    except ValueError:
+        value = math.nan
+    if not sign or rest or not (math.isfinite(value) and value >= 0):
+        raise UsageError(f"{text!r} is not a percentage", remedy="write it as 3% or 0.5%")
+    return value
+
+
 def _split(text: str, units: dict[str, float] | dict[str, int], kind: str, remedy: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].lower() not in units:

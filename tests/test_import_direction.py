@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 
 # fmt: off
 ROOMS = [
-    "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "signals", "tracebacks", "replaced",
+    "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "notebook_tables", "signals",
+    "tracebacks", "replaced",
     "generators", "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices",
     "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search",
     "checkpoint", "train", "infer", "parallel", "profiling", "script", "diagnose", "tuning", "sizing", "bench",

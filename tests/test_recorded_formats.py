@@ -63,7 +63,7 @@ def test_a_profile_is_read_back() -> None:
 def test_a_run_can_be_compared_with_one_of_an_earlier_version() -> None:
     run = read_document(FORMATS / "run-1.json")
     found = compare_documents(run, run)
-    assert found.baseline == Measurement.from_json(run["measurement"])
+    assert found.baseline == (Measurement.from_json(run["measurement"]),)
     assert run["script"] == {
         "name": "train.py",
         "arguments": None,

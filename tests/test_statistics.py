@@ -6,7 +6,16 @@ import statistics
 import pytest
 
 from flatout.errors import UsageError
-from flatout.statistics import Comparison, chi_square_95, compare_paired, compare_unpaired, iqr, median, quantile
+from flatout.statistics import (
+    Comparison,
+    chi_square_95,
+    compare_paired,
+    compare_runs,
+    compare_unpaired,
+    iqr,
+    median,
+    quantile,
+)
 
 
 def test_median_and_iqr_known_answers() -> None:
@@ -174,3 +183,49 @@ def test_unpaired_does_not_count_neighbours_as_independent_witnesses() -> None:
     rng = random.Random(13)
     verdicts = [compare_unpaired(_wandering(rng, 3000), _wandering(rng, 3000)).verdict for _ in range(150)]
     assert sum(v != "not significant" for v in verdicts) / len(verdicts) < 0.35  # counting each: above 0.8
+
+
+def runs_of(rng: random.Random, seconds: float, runs: int, *, between: float = 0.02) -> list[list[float]]:
+    """Each run at a speed of its own, its steps much nearer to one another than the runs are."""
+    speeds = [seconds * rng.lognormvariate(0, between) for _ in range(runs)]
+    return [[speed * rng.lognormvariate(0, 0.002) for _ in range(30)] for speed in speeds]
+
+
+def test_runs_not_steps_are_the_samples() -> None:
+    baseline, candidate = [[1.0] * 50, [1.1] * 50, [0.9] * 50], [[1.05] * 50, [0.95] * 50, [1.0] * 50]
+    found = compare_runs(baseline, candidate)
+    assert (found.verdict, found.pairs) == ("not significant", 3)
+    assert found.low < 0.9 < 1.1 < found.high
+
+
+@pytest.mark.parametrize("runs", [3, 4, 6])
+def test_equal_code_is_seldom_called_different(runs: int) -> None:
+    """95 % intervals: of 400 pairs of sides with the same true speed, about 20 at most exclude a ratio of 1."""
+    rng = random.Random(runs)
+    sides = [(runs_of(rng, 1.0, runs), runs_of(rng, 1.0, runs)) for _ in range(400)]
+    missed = sum(not (found.low <= 1 <= found.high) for found in (compare_runs(*two) for two in sides))
+    assert missed <= 30
+    # steps as samples, as if they were independent: a single run of each side hides what differs between runs
+    alone = [compare_unpaired(baseline[0], candidate[0]) for baseline, candidate in sides]
+    assert sum(not (found.low <= 1 <= found.high) for found in alone) > 200
+
+
+def test_three_runs_show_a_large_slowdown_and_two_show_nothing() -> None:
+    rng = random.Random(0)
+    found = compare_runs(runs_of(rng, 1.0, 3), runs_of(rng, 1.3, 3))
+    assert (found.verdict, found.has_interval) == ("slower", True)
+    assert found.low < 1 / 1.3 < found.high
+    few = compare_runs(runs_of(rng, 1.0, 2), runs_of(rng, 1.3, 5))
+    assert (few.verdict, few.has_interval) == ("not significant", False)
+    assert few.reason == "2 and 5 runs are too few for 95% confidence: 3 of each side are needed"
+
+
+def test_welch_interval_known_answer() -> None:
+    """Logarithms (1, 2, 3) and (2, 4, 6): difference of means -2, standard error sqrt(1/3 + 4/3), 2.94 degrees of
+    freedom, counted as 2."""
+    found = compare_runs([[math.e**x] for x in (1, 2, 3)], [[math.e**x] for x in (2, 4, 6)])
+    half = 4.30 * math.sqrt(5 / 3)
+    assert math.log(found.low) == pytest.approx(-2 - half)
+    assert math.log(found.high) == pytest.approx(-2 + half)
+    still = compare_runs([[2.0]] * 3, [[1.0]] * 3)
+    assert (still.low, still.high) == (pytest.approx(2), pytest.approx(2))

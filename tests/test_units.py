@@ -1,7 +1,7 @@
 import pytest
 
 from flatout.errors import UsageError
-from flatout.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
+from flatout.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds, parse_share
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,10 @@ def test_nonsense_is_refused_with_a_remedy(text: str) -> None:
         parse_bytes(text)
     with pytest.raises(UsageError, match="write it as"):
         parse_seconds(text)
+
+
+def test_percentages() -> None:
+    assert [parse_share(text) for text in ("3%", " 0.5 %", "0%", "150%")] == [0.03, 0.005, 0.0, 1.5]
+    for text in ("3", "0.03", "-3%", "%", "nan%", "inf%", "3%%", "3% more"):
+        with pytest.raises(UsageError, match=r"is not a percentage; write it as 3% or 0\.5%"):
+            parse_share(text)

@@ -13,7 +13,7 @@ import pytest
 from flatout import __version__
 
 ROOT = Path(__file__).parents[1]
-DATA = (".toml", ".typed", ".cpp", ".h")
+DATA = (".toml", ".typed", ".cpp", ".h", ".j2", ".css")
 USE = """
 import sys, flatout, torch
 from pathlib import Path

@@ -52,12 +52,17 @@ def main(words: Sequence[str] | None = None) -> int:
     if not arguments.loaded and not arguments.untimed:
         for pair in _pairs(here):
             _time(notes, pair, arguments.pairs)
-    scores = {device: _score(notes, [one for one in here if one.device == device]) for device in ("cpu", "cuda")}
-    notes.save({"left_out": left_out, "scores": {name: one.to_json() for name, one in scores.items() if one}})
-    for device, made in scores.items():
-        if made is not None:
-            print(summary(device, made))
-    return 0 if all(one is None or one.reaches_goals for one in scores.values()) else 1
+    scores, peer = _scores(notes), _peer_score(notes)
+    made = {name: one.to_json() for name, one in scores.items()}
+    notes.save({"left_out": left_out, "scores": made, "peer": peer and peer.to_json()})
+    for device, found in scores.items():
+        print(summary(device, found))
+    if peer is not None:
+        print(
+            f"\ntraceml: saw steps in {peer.saw_steps} scripts, named the area of {peer.right_area} faults, left "
+            f"{peer.quiet} healthy scripts alone"
+        )
+    return 0 if all(one.reaches_goals for one in scores.values()) else 1
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -92,11 +97,12 @@ class Notes:
         if held and held.get("schema") != SCHEMA:
             raise SystemExit(f"{path} is no {SCHEMA} document: name another file")
         self.entries: dict[str, dict[str, Any]] = held.get("entries", {})
+        self.header = {"schema": SCHEMA, "machine": detect().to_json(), "versions": _versions()}
 
     def once(self, key: str, fingerprint: str, make: Asked) -> dict[str, Any]:
-        """The entry under the key, made now if there is none for this text of the script."""
+        """The entry under the key, made now if there is none for this text of the script, or only an error."""
         held = self.entries.get(key)
-        if held is None or held["fingerprint"] != fingerprint:
+        if held is None or held["fingerprint"] != fingerprint or held.get("error"):
             held = {"fingerprint": fingerprint, **make()}
             self.entries[key] = held
             self.save({})
@@ -106,9 +112,8 @@ class Notes:
         """After every script: a benchmark of hours must not lose everything at its end."""
         if self.path is None:
             return
-        document = {"schema": SCHEMA, "machine": detect().to_json(), "versions": _versions(), **more}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({**document, "entries": self.entries}, indent=1) + "\n")
+        self.path.write_text(json.dumps({**self.header, **more, "entries": self.entries}, indent=1) + "\n")
 
 
 def _versions() -> dict[str, str]:
@@ -133,7 +138,8 @@ def _ask(notes: Notes, script: Script, repeat: int, arguments: argparse.Namespac
     def make() -> dict[str, Any]:
         done, document = running.ask(script, shlex.split(arguments.flatout))
         found = None if document is None else document.get("findings")
-        entry = {"seconds": done.seconds, "findings": found, "error": done.error if found is None else ""}
+        missing = done.error or ("no document" if document is None else "a document without findings")
+        entry = {"seconds": done.seconds, "findings": found, "error": missing if found is None else ""}
         print(_line(script, entry), flush=True)
         return entry
 
@@ -148,12 +154,14 @@ def _key(script: Script, repeat: int, loaded: bool) -> str:
 
 def _line(script: Script, entry: Mapping[str, Any]) -> str:
     outcome = _outcome(script, entry)
+    if entry["findings"] is None:
+        return f"NO ANSWER   {script.name:48} {entry['seconds']:6.1f} s, {entry['error']}"
     if outcome.found is None:
         verdict = "accused" if outcome.alarms else "quiet"
     else:
         verdict = ("right line" if outcome.line_right else "wrong line") if outcome.found else "MISSED"
     others = f", also {', '.join(outcome.alarms)}" if outcome.alarms else ""
-    return f"{verdict:11} {script.name:48} {entry['seconds']:6.1f} s{others} {entry['error']}"
+    return f"{verdict:11} {script.name:48} {entry['seconds']:6.1f} s{others}"
 
 
 def _outcome(script: Script, entry: Mapping[str, Any]) -> scoring.Outcome:
@@ -182,27 +190,41 @@ def _time(notes: Notes, pair: tuple[Script, Script], count: int) -> None:
         gain = scoring.gain_share(before, after) if known else None  # type: ignore[arg-type]
         print(f"{faulty.pair:48} {'gain unknown' if gain is None else f'the fix saves {gain:.1%}'}", flush=True)
         samples = {name: [asdict(one) for one in times] for name, times in taken.items()}
-        return {"gain_share": gain, "samples": samples}
+        errors = [one.error for times in taken.values() for one in times if one.error]
+        return {"gain_share": gain, "samples": samples, "error": errors[0] if errors else ""}
 
-    notes.once(f"gain {faulty.pair}", f"{faulty.fingerprint} {healthy.fingerprint}", make)
+    notes.once(f"gain {faulty.pair}", _both(faulty, healthy), make)
 
 
-def _score(notes: Notes, scripts: Sequence[Script]) -> scoring.Score | None:
-    """Of everything that the notes hold about these scripts as they are now."""
-    outcomes: dict[str, list[scoring.Outcome]] = {}
+def _scores(notes: Notes) -> dict[str, scoring.Score]:
+    """By device, of everything that the notes hold about the scripts as they are now."""
+    scripts = catalogue.scripts()
+    outcomes: dict[str, dict[str, list[scoring.Outcome]]] = {}
     for script in scripts:
-        entries = [
-            entry
-            for key, entry in notes.entries.items()
-            if key.split(" ")[:2] in (["asked", script.name], ["loaded", script.name])
-            and entry["fingerprint"] == script.fingerprint
-        ]
-        if entries:
-            outcomes[script.name] = [_outcome(script, entry) for entry in entries]
-    if not outcomes:
-        return None
-    gains = {key.removeprefix("gain "): one["gain_share"] for key, one in notes.entries.items() if "gain_share" in one}
-    return scoring.score(outcomes, {pair: gain for pair, gain in gains.items() if gain is not None})
+        entries = [notes.entries[key] for key in notes.entries if key.split(" ")[:2] in _asked(script)]
+        known = [_outcome(script, entry) for entry in entries if entry["fingerprint"] == script.fingerprint]
+        if known:
+            outcomes.setdefault(script.device, {})[script.name] = known
+    gains = {}
+    for faulty, healthy in _pairs(scripts):
+        entry = notes.entries.get(f"gain {faulty.pair}", {})
+        if entry.get("fingerprint") == _both(faulty, healthy) and entry["gain_share"] is not None:
+            gains[faulty.pair] = entry["gain_share"]
+    return {device: scoring.score(made, gains) for device, made in outcomes.items()}
+
+
+def _asked(script: Script) -> list[list[str]]:
+    return [["asked", script.name], ["loaded", script.name]]
+
+
+def _both(faulty: Script, healthy: Script) -> str:
+    return f"{faulty.fingerprint} {healthy.fingerprint}"
+
+
+def _peer_score(notes: Notes) -> scoring.PeerScore | None:
+    entries = {one.name: (one, notes.entries.get(f"peer {one.name}")) for one in catalogue.scripts()}
+    said = {name: (one, entry) for name, (one, entry) in entries.items() if entry is not None}
+    return scoring.score_peer(said) if said else None
 
 
 def summary(device: str, made: scoring.Score) -> str:

@@ -8,6 +8,7 @@
     # gain: yes                           whether the corrected version is faster
     # device: cpu                         or cuda
     # needs: matplotlib                   packages besides torch, numpy and scikit-learn (optional)
+    # what: ...                           the fault in a sentence; `tricky: ...` where there is none
 
 A line of a faulty script that a finding may name ends with `# <- here`. A pair `<name>/faulty.py`, `<name>/healthy.py`
 differs by the fix alone. The scripts in `healthy/` look suspicious and are fine.

@@ -17,6 +17,16 @@ COST_TOLERANCE, STEP_TOLERANCE = 0.25, 0.02
 LEAST_RECALL, MOST_FALSE_ALARMS, LEAST_LINES, LEAST_COSTS = 0.95, 0.02, 0.95, 0.80
 
 
+PEER_AREAS = {
+    "INPUT-BOUND": frozenset(["starved-loader", "per-sample-fetch", "worker-restart", "slow-transform", "disk-time"]),
+    "RESIDUAL-HEAVY": frozenset(
+        ["python-time", "plotting-time", "logging-time", "disk-time", "hidden-sync", "debug-mode"]
+    ),
+    "MEMORY CREEP": frozenset(["memory-leak", "graph-kept-by-logging"]),
+}
+"""The verdicts of TraceML that accuse a script, and the subjects that each of them covers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaidFinding:
     """The parts of a finding that are scored."""
@@ -189,3 +199,34 @@ def _rate(outcomes: Mapping[str, Sequence[Outcome]], right: Any) -> Rate:
 def _rate_of(right: Mapping[str, bool]) -> Rate:
     wrong = tuple(name for name, is_right in right.items() if not is_right)
     return Rate(right=len(right) - len(wrong), of=len(right), wrong=wrong)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerScore:
+    """Of one verdict for each script: the area is all that a verdict names, no line and no cost."""
+
+    saw_steps: Rate
+    right_area: Rate
+    """Faulty scripts."""
+    quiet: Rate
+    """Healthy scripts."""
+
+    def to_json(self) -> dict[str, object]:
+        return {name: getattr(self, name).to_json() for name in ("saw_steps", "right_area", "quiet")}
+
+
+def score_peer(said: Mapping[str, tuple[Script, Mapping[str, Any]]]) -> PeerScore:
+    """Of what the peer said about each script, by its name."""
+    areas = {name: peer_area(words.get("verdict")) for name, (_, words) in said.items()}
+    faulty = {name: script for name, (script, _) in said.items() if script.role == "faulty"}
+    return PeerScore(
+        saw_steps=_rate_of({name: bool(words.get("steps_found")) for name, (_, words) in said.items()}),
+        right_area=_rate_of({name: bool(areas[name] & script.accepted) for name, script in faulty.items()}),
+        quiet=_rate_of({name: not areas[name] for name in said if name not in faulty}),
+    )
+
+
+def peer_area(verdict: str | None) -> frozenset[str]:
+    """The subjects that a verdict covers; none if it accuses nothing."""
+    plain = (verdict or "").upper().replace("_", "-").replace("CREEP-CONFIRMED", "MEMORY CREEP")
+    return frozenset().union(*(subjects for word, subjects in PEER_AREAS.items() if word in plain))

@@ -16,7 +16,8 @@ from flatout.machine.description import Machine
 from flatout.machine.detect import detect
 from flatout.machine.kept_ceilings import load_ceilings, save_ceilings
 from flatout.machine.measured_peaks import measure_ceilings
-from flatout.report.machine_text import check_text, exit_code, verdict
+from flatout.notebook_tables import table_html
+from flatout.report.machine_text import check_text, exit_code, machine_line, verdict
 
 CONTENDED = "others competed for the processor; of each ceiling the highest yet is kept"
 
@@ -49,6 +50,12 @@ class CheckResult:
     def summary(self) -> str:
         """What `flatout check` prints."""
         return check_text(self.machine, self.findings)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the verdict, the machine and what was found."""
+        rows = [("machine", machine_line(self.machine))]
+        rows += [(one.severity, f"{one.title} ({one.evidence})") for one in self.findings]
+        return table_html(f"Machine: {verdict(self.findings)}", rows)
 
     def to_json(self) -> dict[str, object]:
         return {

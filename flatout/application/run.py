@@ -68,6 +68,13 @@ class RunResult:
         """The median of the sampled steps."""
         return None if self.measurement is None else self.measurement.median_seconds
 
+    def _repr_html_(self) -> str:
+        """In a notebook: the verdict, and what was found."""
+        from flatout.report.html.notebook import verdict_html
+
+        payload = self.document or {"script": {"status": self.status}}
+        return verdict_html("run", payload, tuple((one.severity, one.title) for one in self.findings))
+
     def to_json(self) -> dict[str, object]:
         """The document, and the exit status as the parent saw it."""
         return {**(self.document or {}), "status": self.status}

@@ -17,6 +17,7 @@ from flatout.arguments import as_bytes, as_exactness, as_seconds, as_whole_numbe
 from flatout.errors import UsageError
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.plan_choices import Exactness
+from flatout.report.html.notebook import verdict_html
 from flatout.report.tune_text import tune_payload, tune_text
 from flatout.script.work_folder import require_linux
 from flatout.search.deadline import Deadline
@@ -39,6 +40,11 @@ class TuneResult(Tuned):
     def summary(self) -> str:
         """The whole result on one screen."""
         return tune_text(self)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the verdict, and the choices of the plan."""
+        rows = tuple((name, str(value)) for name, value in self.plan.choices().items())
+        return verdict_html("tune", tune_payload(self), rows)
 
     def to_json(self, *, include_private: bool = False) -> dict[str, object]:
         """Everything, in values that JSON knows; the script's arguments and home directories only where they are asked

@@ -67,6 +67,7 @@ VERBS = {
     "tune-inference": Verb,
     "export": Verb,
     "compare": Verb,
+    "report": Verb,
     "clean": Verb,
 }
 """Every verb, in the order in which a newcomer needs them; the function of that name stands in its own file."""
@@ -95,7 +96,9 @@ flatout generate ./gpt2 --prompts prompts.jsonl --out texts.jsonl""",
     "tune-inference": """flatout tune-inference net.py:make images.npz --out serving.toml""",
     "export": """flatout export net.py:make --input 'float32[1,3,224,224]' --format pt2,onnx""",
     "compare": """flatout compare baseline.json candidate.json
-flatout compare baseline.json candidate.json --fail-if-slower""",
+flatout compare baseline/ candidate/ --fail-if slower --threshold 3%""",
+    "report": """flatout report flatout-report.json flatout-run.json
+flatout report flatout-report.json memory.json --out train.html --open""",
     "clean": """flatout clean --dry-run""",
 }
 """Verb -> commands that its help shows."""

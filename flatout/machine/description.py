@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from flatout.decoding import decode
 from flatout.machine.ceilings import Ceilings
+from flatout.notebook_tables import table_html
+from flatout.units import format_bytes, format_rate
 
 GIB = 1024**3
 
@@ -107,6 +109,19 @@ class Machine:
     def fast_dtypes(self) -> tuple[str, ...]:
         """Of the device where work should run."""
         return self.usable_gpus[0].fast_dtypes if self.usable_gpus else self.cpu.fast_dtypes
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the processor, memory, GPUs, torch, and what was measured."""
+        cpu = self.cpu
+        rows = [
+            ("processor", f"{cpu.name}, {cpu.available_cores} cores; fast in {', '.join(cpu.fast_dtypes)}"),
+            ("memory", format_bytes(self.memory_total_bytes)),
+            ("GPU", ", ".join(gpu.name for gpu in self.devices) or f"none: {self.no_devices_reason}"),
+            ("torch", self.versions.torch or "not installed"),
+        ]
+        products = self.ceilings.gemm_flops_per_second if self.ceilings is not None else {}
+        rows += [(f"{dtype} product", format_rate(peak.value, peak.unit)) for dtype, peak in products.items()]
+        return table_html("Machine", rows)
 
     def with_ceilings(self, ceilings: Ceilings | None) -> Machine:
         return replace(self, ceilings=ceilings)

@@ -121,16 +121,19 @@ class OperatorFollower:
     # called by the dispatch mode
 
     def begins(self) -> tuple[Phase, Origin]:
-        if current_graph_task() != -1:
+        backward = current_graph_task() != -1
+        if backward and not self._open_modules:
             return "backward", self._forward_origin(current_node())
         recording = torch.is_grad_enabled()
         origin, work = self._origin(sys._getframe(2), recording)
-        if work is not None:
+        if work is not None and not backward:
             return work, origin
         if recording and (number := next_node_number()) != self._newest:
             self._newest = number
-            if not self._origins or self._origins[-1][1] != origin:
+            if not self._origins or (number > self._origins[-1][0] and self._origins[-1][1] != origin):
                 self._origins.append((number - 1, origin))
+        if backward:  # activation checkpointing computes a forward again
+            return "backward", origin
         if not self._open_modules:
             return "other", origin
         return ("forward" if recording else "evaluation"), origin
@@ -208,9 +211,10 @@ class OperatorFollower:
         return Origin(module=module, line=f"{code.co_filename}:{found.f_lineno}", function=code.co_name), work
 
     def _module_starts(self, module: nn.Module, arguments: object) -> None:
-        if not self._open_modules:
+        again = current_graph_task() != -1 and id(module) in self._names  # by activation checkpointing
+        if not self._open_modules and not again:
             root = self._root_name(module)
-            self._names = {id(one): f"{root}.{name}" if name else root for name, one in module.named_modules()}
+            self._names |= {id(one): f"{root}.{name}" if name else root for name, one in module.named_modules()}
         path = self._names.get(id(module))
         if path is None:  # made or found while the outer one runs
             path = f"{self._open_modules[-1]}.{type(module).__name__}" if self._open_modules else type(module).__name__

@@ -195,10 +195,15 @@ class Windows:
 
     def _flops(self) -> float | None:
         follower = self.follower
-        if follower is None or follower.fault or follower.count > len(follower.operators):
+        if follower is None:
             self.reasons.setdefault("flops", COMPILED if self.compiled else NOT_FOLLOWED)
-            return None
-        return sum(one.flops for one in follower.operators if one.flops is not None)
+        elif follower.fault:
+            self.reasons.setdefault("flops", f"unknown, because following a step failed: {follower.fault}")
+        elif follower.count > len(follower.operators):
+            self.reasons.setdefault("flops", f"unknown, because a step has more than {MOST_OPERATORS:,} operators")
+        else:
+            return sum(one.flops for one in follower.operators if one.flops is not None)
+        return None
 
     def _say_what_is_unsure(self, attributed: Attributed) -> None:
         follower = self.follower

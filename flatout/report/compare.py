@@ -1,75 +1,134 @@
 """Two results side by side: faster, slower or not significant; and a refusal where the two cannot be compared.
 
 The runs were made apart, so a drift of the machine between them is in the ratio, and no arithmetic takes it out: it is
-said beside every verdict. (`flatout tune` measures in turns for that reason.)
+said beside every verdict. (`flatout tune` measures in turns for that reason.) Several runs of each side show how much
+runs differ: a run is then one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from flatout.errors import UsageError
+from flatout.errors import MachinesDiffer, UsageError
 from flatout.report.document import Document
-from flatout.statistics import Comparison, compare_unpaired
+from flatout.statistics import Comparison, compare_runs, compare_unpaired
 from flatout.timing import Measurement
 from flatout.units import format_bytes, format_seconds
 
 _RERUN = "run both on the same machine"
+_ALONE = "measured separately: the ratio includes any drift of the machine between the two runs"
+_IN_TURNS = (
+    "each run is one sample: runs of both sides taken in turns put the machine's drift into the interval, "
+    "one side after the other into the ratio"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentComparison:
-    """The first is the baseline. `caveats` is what the figures cannot show."""
+    """`unit`: what counts as one sample: steps where there is one run of each side, else runs, by their medians.
+    `contended`: the runs during which others competed for the processor. `caveats` is what the figures cannot show."""
 
-    baseline: Measurement
-    candidate: Measurement
+    name: str  # of the candidate's script, or '' where its document has none
+    unit: Literal["steps", "runs"]
+    baseline: tuple[Measurement, ...]
+    candidate: tuple[Measurement, ...]
     comparison: Comparison
     machine_fingerprint: str
+    contended: tuple[str, ...]
     caveats: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
         return {
-            "baseline": self.baseline.to_json(),
-            "candidate": self.candidate.to_json(),
+            "name": self.name,
+            "unit": self.unit,
+            "baseline": [one.to_json() for one in self.baseline],
+            "candidate": [one.to_json() for one in self.candidate],
             "comparison": self.comparison.to_json(),
             "machine": {"fingerprint": self.machine_fingerprint},
+            "contended": list(self.contended),
             "caveats": list(self.caveats),
         }
 
 
 def compare_documents(a: Document, b: Document) -> DocumentComparison:
-    """b against a. UsageError if a measurement is missing or the machines differ."""
-    baseline, candidate = _measurement(a, "first"), _measurement(b, "second")
-    machines = _machine(a, "first"), _machine(b, "second")
-    if machines[0]["fingerprint"] != machines[1]["fingerprint"]:
-        raise UsageError(
-            "the two results are from different machines",
-            limit="; ".join(machine_differences(*machines)),
-            remedy=_RERUN,
-        )
-    comparison = compare_unpaired(baseline.samples_seconds, candidate.samples_seconds)
-    contended = [which for which, m in (("first", baseline), ("second", candidate)) if m.contended]
+    """b against a. UsageError if a measurement is missing, MachinesDiffer if the machines differ."""
+    return compare_sides([a], [b])
+
+
+def compare_sides(a: Sequence[Document], b: Sequence[Document]) -> DocumentComparison:
+    """Runs of b against runs of a. UsageError if a measurement is missing, MachinesDiffer if the machines differ."""
+    named = [*_named(a, "first"), *_named(b, "second")]
+    measured = {which: _measurement(doc, which) for which, doc in named}
+    machines = {which: _machine(doc, which) for which, doc in named}
+    baseline, candidate = (
+        tuple(measured[which] for which, _ in _named(*side)) for side in ((a, "first"), (b, "second"))
+    )
+    _check_machines(machines)
+    unit: Literal["steps", "runs"] = "steps" if len(a) == len(b) == 1 else "runs"
+    for label, side in (("first", baseline), ("second", candidate)):
+        if len({one.samples_seconds for one in side}) < len(side):
+            raise UsageError(f"two results of the {label} side are the same run", remedy="pass each run once")
+    if unit == "steps":
+        comparison = compare_unpaired(baseline[0].samples_seconds, candidate[0].samples_seconds)
+    else:
+        comparison = compare_runs(*([one.samples_seconds for one in side] for side in (baseline, candidate)))
+    contended = tuple(which for which, found in measured.items() if found.contended)
     if contended:
-        comparison = replace(
-            comparison,
-            verdict="not significant",
-            reason=f"others competed for the processor in the {' and the '.join(contended)}: "
-            "measure again on an idle machine",
-        )
-    caveats = ["measured separately: the ratio includes any drift of the machine between the two runs"]
-    torches = [(machine.get("versions") or {}).get("torch") for machine in machines]
-    if torches[0] != torches[1]:
-        caveats.append(f"torch differs: {torches[0]} and {torches[1]}")
-    for which, found in (("first", baseline), ("second", candidate)):
-        caveats += [f"{which}: {warning}" for warning in found.warnings]
+        comparison = replace(comparison, verdict="not significant", reason=_contended_text(contended, len(measured)))
+    caveats = [_ALONE if unit == "steps" else _IN_TURNS]
+    caveats += _difference("torch", [(one.get("versions") or {}).get("torch") for one in machines.values()])
+    caveats += _difference("the script", [script_name(doc) or None for _, doc in named])
+    caveats += _warnings(measured)
     return DocumentComparison(
+        name=script_name(b[-1]),
+        unit=unit,
         baseline=baseline,
         candidate=candidate,
         comparison=comparison,
-        machine_fingerprint=machines[0]["fingerprint"],
+        machine_fingerprint=next(iter(machines.values()))["fingerprint"],
+        contended=contended,
         caveats=tuple(caveats),
     )
+
+
+def _named(documents: Sequence[Document], which: str) -> list[tuple[str, Document]]:
+    """With what a message calls each: 'first', or 'first (run 2)' where a side has several."""
+    if len(documents) == 1:
+        return [(which, documents[0])]
+    return [(f"{which} (run {number})", doc) for number, doc in enumerate(documents, 1)]
+
+
+def _warnings(measured: Mapping[str, Measurement]) -> list[str]:
+    """In full of one run of each side; of more, how many runs have each."""
+    if len(measured) == 2:
+        return [f"{which}: {warning}" for which, found in measured.items() for warning in found.warnings]
+    kinds = Counter(kind for found in measured.values() for kind in {one.partition(":")[0] for one in found.warnings})
+    return [f"{kind}: {count} of {len(measured)} runs" for kind, count in sorted(kinds.items())]
+
+
+def _contended_text(contended: Sequence[str], runs: int) -> str:
+    where = f"the {' and the '.join(contended)}" if runs == 2 else f"{len(contended)} of {runs} runs"
+    return f"others competed for the processor in {where}: measure again on an idle machine"
+
+
+def _difference(what: str, values: Sequence[str | None]) -> list[str]:
+    found = list(dict.fromkeys(value for value in values if value is not None))
+    return [f"{what} differs: {' and '.join(found)}"] if len(found) > 1 else []
+
+
+def _check_machines(machines: dict[str, Document]) -> None:
+    (first, expected), *others = machines.items()
+    for which, machine in others:
+        if machine["fingerprint"] != expected["fingerprint"]:
+            called = "two results" if len(machines) == 2 else f"{first} and {which}"
+            raise MachinesDiffer(
+                f"the {called} are from different machines",
+                limit="; ".join(machine_differences(expected, machine)),
+                remedy=_RERUN,
+            )
 
 
 def machine_differences(a: Document, b: Document) -> list[str]:
@@ -95,9 +154,12 @@ def _measurement(doc: Document, which: str) -> Measurement:
             f"the {which} document (a {kind!r}) holds no measurement", remedy="pass what `flatout run` wrote"
         )
     try:
-        return Measurement.from_json(data)
+        found = Measurement.from_json(data)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"the {which} document's measurement is malformed ({error!r})") from error
+    if not found.samples_seconds:
+        raise UsageError(f"the {which} document has no samples", limit="a comparison needs some of each side")
+    return found
 
 
 def _machine(doc: Document, which: str) -> Document:
@@ -107,22 +169,33 @@ def _machine(doc: Document, which: str) -> Document:
     return machine
 
 
+def script_name(doc: Document) -> str:
+    """'' where the document names none."""
+    script = doc.get("script")
+    name = script.get("name") if isinstance(script, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def comparison_text(found: DocumentComparison) -> str:
     """For people: the verdict first, then what it rests on."""
     c = found.comparison
     reason = f" ({c.reason})" if c.reason else ""
     lines = [
         f"verdict    {c.verdict}{reason}",
-        f"ratio      x{c.ratio:.3f}, {_interval(c)}",
+        f"ratio      x{c.ratio:.3f}, {_interval(c, found.unit)}",
     ]
-    for label, m in (("first", found.baseline), ("second", found.candidate)):
-        spread = f"middle half within {format_seconds(m.iqr_seconds)}, n = {len(m.samples_seconds)}"
-        lines.append(f"{label:<10} {m.name}: {format_seconds(m.median_seconds)} a step, {spread}")
+    for label, runs in (("first", found.baseline), ("second", found.candidate)):
+        lines += [f"{label if number == 0 else '':<10} {_measured_text(one)}" for number, one in enumerate(runs)]
     lines += [f"{'caveat' if i == 0 else '':<10} {caveat}" for i, caveat in enumerate(found.caveats)]
     return "\n".join(lines)
 
 
-def _interval(found: Comparison) -> str:
+def _measured_text(one: Measurement) -> str:
+    spread = f"middle half within {format_seconds(one.iqr_seconds)}, n = {len(one.samples_seconds)}"
+    return f"{one.name}: {format_seconds(one.median_seconds)} a step, {spread}"
+
+
+def _interval(found: Comparison, unit: str) -> str:
     if not found.has_interval:
-        return f"{found.pairs} samples, too few for an interval"
+        return f"{found.pairs} {unit if unit == 'runs' else 'samples'}, too few for an interval"
     return f"{found.confidence:.0%} interval x{found.low:.3f} to x{found.high:.3f}"

@@ -231,7 +231,7 @@ class ProfileWatch:
             self._behaviour.stop()
             behaviour = self._behaviour.result().to_json()
         if self._boundaries:
-            found = observe(self.watch, threads_at_start=self._threads_at_start, rows=self._rows, lengths=False)
+            found = observe(self.watch, threads_at_start=self._threads_at_start, rows=self._rows)
             counted = self._follower
             if counted is not None:
                 found = replace(found, flops_per_step=self._flops(counted), operations_per_step=counted.count)

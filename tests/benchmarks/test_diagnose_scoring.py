@@ -133,6 +133,7 @@ def test_a_command_without_a_document_is_an_error_of_that_script(tmp_path: Path)
     assert runner.main([*words, "--flatout", command_that_says(tmp_path, "no JSON")]) == 1
     entry = json.loads((tmp_path / "out.json").read_text())["entries"][f"asked {FIXED.name} 0"]
     assert entry["findings"] is None
+    assert runner.main([*words, "--flatout", command_that_says(tmp_path, '{"findings": []}')]) == 0, "asked again"
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -140,3 +141,16 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
     path.write_text('{"schema": "something else"}')
     with pytest.raises(SystemExit, match="no flatout-diagnose-1 document"):
         runner.Notes(path)
+
+
+def test_the_peer_names_an_area() -> None:
+    starved = BY_NAME["starved-loader/faulty"]
+    said = {
+        starved.name: (starved, {"verdict": "INPUT-BOUND", "steps_found": 40}),
+        LEAK.name: (LEAK, {"verdict": "COMPUTE-BOUND", "steps_found": 0}),
+        FIXED.name: (FIXED, {"verdict": None, "steps_found": None}),
+    }
+    made = scoring.score_peer(said)
+    assert (made.saw_steps.right, made.right_area.right, made.right_area.wrong) == (1, 1, (LEAK.name,))
+    assert made.quiet.share == 1.0
+    assert scoring.peer_area("MEMORY: CREEP_CONFIRMED") == {"memory-leak", "graph-kept-by-logging"}

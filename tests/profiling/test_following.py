@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from flatout.profiling.following import FollowedOperator, OperatorFollower
@@ -111,6 +112,31 @@ def test_evaluation_and_loading_are_phases_of_their_own() -> None:
     found = follow(work)
     assert {one.phase for one in found.operators if one.name == "aten::stack" or "cat" in one.name} == {"data"}
     assert {one.phase for one in found.operators if one.flops} == {"evaluation"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_computes_again_belongs_to_its_module(reentrant: bool) -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    x = torch.randn(4, 8, requires_grad=True)
+    model = Checkpointed()
+    found = follow(lambda: model(x).sum().backward())
+    again = [one for one in found.operators if one.phase == "backward" and one.name == "aten::addmm"]
+    assert sorted(one.origin.module for one in again) == ["Checkpointed.blocks.0.0", "Checkpointed.blocks.1.0"]
+    backward = [one for one in found.operators if one.phase == "backward" and one.name == "aten::mm"]
+    assert {one.origin.module for one in backward} == {"Checkpointed.blocks.0.0", "Checkpointed.blocks.1.0"}
+    assert "Checkpointed" in found.modules
+    assert "Sequential" not in found.modules
 
 
 def test_an_error_of_the_work_passes_and_nothing_stays_behind() -> None:

@@ -5,19 +5,21 @@ from typing import Any
 
 import pytest
 
-from flatout.errors import UsageError
-from flatout.report.compare import compare_documents, comparison_text
+from flatout.errors import MachinesDiffer, UsageError
+from flatout.report.compare import compare_documents, compare_sides, comparison_text
 from flatout.report.document import document
 from flatout.timing import measurement
 
 MACHINE = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
 
 
-def run_document(seconds: float, *, seed: int = 0, machine: dict[str, Any] | None = None) -> dict[str, Any]:
+def run_document(
+    seconds: float, *, seed: int = 0, machine: dict[str, Any] | None = None, script: str = "train.py"
+) -> dict[str, Any]:
     rng = random.Random(seed)
     samples = [seconds * rng.lognormvariate(0, 0.02) for _ in range(40)]
     found = measurement("train.py", samples).to_json()
-    return document("run", {"machine": machine or MACHINE, "measurement": found})
+    return document("run", {"machine": machine or MACHINE, "script": {"name": script}, "measurement": found})
 
 
 def test_a_gain_is_called_faster() -> None:
@@ -39,9 +41,14 @@ def test_noise_is_not_significant() -> None:
 
 def test_unlike_machines_are_refused_by_what_differs() -> None:
     other = {**MACHINE, "fingerprint": "other", "cpu": {**MACHINE["cpu"], "available_cores": 64}}
-    with pytest.raises(UsageError, match="different machines; cores: 2 and 64; run both on the same machine"):
+    with pytest.raises(MachinesDiffer, match="different machines; cores: 2 and 64; run both on the same machine"):
         compare_documents(run_document(1.0), run_document(1.0, machine=other))
-    with pytest.raises(UsageError, match="fingerprints a and b"):
+    with pytest.raises(MachinesDiffer, match=r"the first \(run 1\) and second \(run 2\) are from different machines"):
+        compare_sides(
+            [run_document(1.0, seed=1), run_document(1.0, seed=2)],
+            [run_document(1.0, seed=3), run_document(1.0, seed=4, machine=other)],
+        )
+    with pytest.raises(MachinesDiffer, match="fingerprints a and b"):
         compare_documents(
             run_document(1.0, machine={"fingerprint": "a"}), run_document(1.0, machine={"fingerprint": "b"})
         )
@@ -61,7 +68,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare_documents({**good, "measurement": {"name": "x"}}, good)
     with pytest.raises(UsageError, match="on which machine"):
         compare_documents(good, {**good, "machine": {}})
-    with pytest.raises(UsageError, match="no samples"):
+    with pytest.raises(UsageError, match="second document has no samples"):
         compare_documents(good, {**good, "measurement": {"name": "x", "samples_seconds": []}})
 
 
@@ -71,3 +78,42 @@ def test_a_run_among_competitors_proves_nothing() -> None:
     found = compare_documents(quiet, crowded)
     assert found.comparison.verdict == "not significant"
     assert "others competed for the processor in the second" in (found.comparison.reason or "")
+
+
+def test_several_runs_of_each_side_are_the_samples() -> None:
+    slow, fast = ([run_document(seconds, seed=seed) for seed in seeds] for seconds, seeds in SIDES)
+    found = compare_sides(slow, fast)
+    assert (found.unit, found.comparison.verdict, found.comparison.pairs) == ("runs", "faster", 4)
+    assert found.comparison.ratio == pytest.approx(1.2, rel=0.02)
+    assert "taken in turns" in found.caveats[0]
+    text = comparison_text(found)
+    assert text.count("a step, middle half within") == 8
+    assert len(json.loads(json.dumps(found.to_json()))["baseline"]) == 4
+    few = compare_sides(slow[:2], fast[:1])
+    assert few.comparison.verdict == "not significant"
+    assert "2 and 1 runs are too few" in comparison_text(few)
+
+
+SIDES = ((0.012, range(4)), (0.010, range(4, 8)))
+
+
+def test_of_many_runs_the_warnings_are_counted() -> None:
+    baseline, candidate = ([run_document(seconds, seed=seed) for seed in seeds] for seconds, seeds in SIDES)
+    candidate[0]["measurement"] |= {"contended": True, "warnings": ["contended: others kept 1.0 of 2 cores busy"]}
+    found = compare_sides(baseline, candidate)
+    assert "contended: 1 of 8 runs" in found.caveats
+    assert found.contended == ("second (run 1)",)
+    assert found.comparison.verdict == "not significant"
+    assert "in 1 of 8 runs: measure again on an idle machine" in (found.comparison.reason or "")
+
+
+def test_a_run_given_twice_is_refused() -> None:
+    run = run_document(0.01)
+    with pytest.raises(UsageError, match="two results of the second side are the same run; pass each run once"):
+        compare_sides([run], [run, run])
+
+
+def test_another_script_is_a_caveat() -> None:
+    found = compare_documents(run_document(1.0), run_document(1.0, seed=1, script="other.py"))
+    assert "the script differs: train.py and other.py" in found.caveats
+    assert found.name == "other.py"

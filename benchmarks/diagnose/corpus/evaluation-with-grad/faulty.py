@@ -1,7 +1,7 @@
 # subject: evaluation-with-grad
 # thread: https://github.com/hszhao/semseg/issues/60
 # steps: 48
-# gain: yes
+# gain: no
 # device: cpu
 # what: Validation builds a graph that is never used.
 

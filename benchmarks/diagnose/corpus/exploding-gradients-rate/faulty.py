@@ -13,7 +13,7 @@ torch.manual_seed(73)
 x = torch.randn(1024, 64)
 y = x @ torch.randn(64, 1) + 3
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.03)  # <- here
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # <- here
 for step in range(400):
     chosen = torch.randint(0, 1024, (64,))
     optimizer.zero_grad()

@@ -2,7 +2,7 @@
 # also: logging-time
 # thread: https://github.com/vipshop/cache-dit/issues/76
 # steps: 400
-# gain: no
+# gain: yes
 # device: cpu
 # what: A leftover print of a tensor in a compiled forward pass.
 

@@ -2,7 +2,7 @@
 # also: parameters-not-in-optimizer
 # thread: https://github.com/pytorch/pytorch/issues/1291
 # steps: 300
-# gain: no
+# gain: yes
 # device: cpu
 # what: A model that makes its hidden layer where it is used; only the last one is trained.
 

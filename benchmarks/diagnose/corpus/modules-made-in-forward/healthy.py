@@ -2,7 +2,7 @@
 # also: parameters-not-in-optimizer
 # thread: https://github.com/graykode/nlp-tutorial/issues/29
 # steps: 120
-# gain: no
+# gain: yes
 # device: cpu
 # what: The output projection and the norm of an attention layer are made anew in every forward pass.
 

@@ -24,7 +24,7 @@ class RemoteRows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(0.0003)
+        time.sleep(0.0002)
         return self.rows[index], self.wanted[index]
 
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":
     torch.manual_seed(31)
     rows = RemoteRows()
     loader = DataLoader(rows, batch_size=32, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=4)
-    model = nn.Sequential(nn.Linear(200, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 2))
+    model = nn.Sequential(nn.Linear(200, 1280), nn.ReLU(), nn.Linear(1280, 1280), nn.ReLU(), nn.Linear(1280, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for epoch in range(6):
         for x, y in loader:

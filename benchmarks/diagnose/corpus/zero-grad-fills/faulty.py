@@ -10,11 +10,11 @@ from torch import nn
 
 torch.manual_seed(76)
 x = torch.randn(512, 1024)
-y = (x[:, :8]).argmax(1)
+y = (x @ torch.randn(1024, 8)).argmax(1)
 model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 for step in range(120):
-    chosen = torch.randint(0, 512, (4,))
+    chosen = torch.randint(0, 512, (8,))
     optimizer.zero_grad(set_to_none=False)  # <- here
     loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])
     loss.backward()

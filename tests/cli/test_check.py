@@ -8,8 +8,6 @@ from flatout.errors import UsageError
 from flatout.machine import detect
 from flatout.machine.ceilings import Ceilings
 from flatout.machine.description import Machine
-from flatout.report.document import document, write_document
-from flatout.timing import measurement
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
 
@@ -73,22 +71,6 @@ def test_what_earlier_tunes_measured_is_deleted_on_request(capsys: pytest.Captur
 def test_quick_alone_means_nothing() -> None:
     with pytest.raises(UsageError, match="pass --measure too"):
         main(["check", "--quick"])
-
-
-def test_two_results_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path, seconds in zip(paths, (2.0, 1.0), strict=True):
-        found = measurement("step", [seconds] * 20).to_json()
-        write_document(path, document("run", {"machine": RECORDED, "measurement": found}))
-    assert main(["compare", *map(str, paths)]) == 0
-    assert capsys.readouterr().out.startswith("verdict    faster\nratio      x2.000")
-    assert main(["compare", "--json", *map(str, paths)]) == 0
-    assert json.loads(capsys.readouterr().out)["comparison"]["verdict"] == "faster"
-    slower, faster = list(map(str, reversed(paths))), list(map(str, paths))
-    assert [main(["compare", "--fail-if-slower", *two]) for two in (slower, faster)] == [1, 0]
-    assert main(["compare", *slower]) == 0
-    with pytest.raises(UsageError, match="No such file"):
-        main(["compare", str(paths[0]), str(tmp_path / "absent.json")])
 
 
 def test_the_lines_that_install_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,269 @@
+"""Of a profile: operators against the ceilings of this machine, and the lines, modules and operators that take time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatout.report.html import charts
+from flatout.report.html.blocks import Block, Cell, Details, Facts, Head, Section, Table, Text
+from flatout.report.html.charts import Work
+from flatout.report.html.reading import Part, clean
+from flatout.report.html.step_sections import figure, product_peaks
+from flatout.report.html.verdicts import Sources
+from flatout.report.step_text import percent
+from flatout.units import format_bytes, format_rate, format_seconds
+
+MOST_ROWS, FIRST_ROWS = 100, 15
+
+
+def roofline(sources: Sources) -> Section | None:
+    """What each class of operators reached, against what this machine was measured to reach."""
+    if "profile" not in sources:
+        return None
+    doc = sources["profile"]
+    rows = doc.at("profile").parts("roofline")
+    if not rows:
+        return None
+    ceilings = doc.at("machine").at("ceilings")
+    products = product_peaks(ceilings)
+    rate = _bandwidth(ceilings)
+    works = _works(rows)
+    blocks: list[Block] = []
+    if works and products and rate:
+        label = f"Roofline of {len(works)} classes of operators; the table gives their figures"
+        caption = (
+            "Logarithmic. The lines are what this machine reached when it was measured; a mark on a line cannot be "
+            "faster. Circles are limited by products, squares by memory; numbers are those of the table."
+        )
+        blocks.append(figure(lambda width: charts.roofline(works, products, rate, width, label), caption))
+        if ceilings.flag("contended"):
+            blocks.append(Text(text="Others used the processor when the ceilings were measured: they may be too low."))
+    elif not products or not rate:
+        blocks.append(Text(text="No chart: the ceilings of this machine were not measured (flatout check --measure)."))
+    blocks.append(_roofline_table(rows, works))
+    blocks += _matrix_units(doc.at("profile").at("matrix_units"))
+    return Section(id="roofline", title="Against the ceilings of this machine", blocks=tuple(blocks))
+
+
+def _bandwidth(ceilings: Part) -> float | None:
+    """Of a copy, as operators read and write; else of reading."""
+    for name in ("memory_copy_bytes_per_second", "memory_read_bytes_per_second"):
+        if (value := ceilings.at(name).number("value")) and charts.can_be_drawn(value):
+            return value
+    return None
+
+
+def _works(rows: list[Part]) -> list[Work]:
+    """Those with FLOPs and bytes, numbered."""
+    works: list[Work] = []
+    for row in rows[:MOST_ROWS]:
+        flops, moved, rate = (row.number(key) for key in ("flops", "bytes", "attained_flops_per_second"))
+        if flops and moved and rate and charts.can_be_drawn(flops, moved, rate, flops / moved):
+            work = Work(
+                number=len(works) + 1,
+                row=row.where,
+                name=_class(row),
+                flops_per_byte=flops / moved,
+                flops_per_second=rate,
+                bound=row.text("bound"),
+            )
+            works.append(work)
+    return works
+
+
+def _class(row: Part) -> str:
+    return " ".join(filter(None, (row.text("operator_class") or row.text("class"), row.text("dtype"))))
+
+
+def _roofline_table(rows: list[Part], works: list[Work]) -> Table:
+    numbers = {work.row: work.number for work in works}
+    made = []
+    for row in rows[:MOST_ROWS]:
+        share, of_time = row.number("share_of_ceiling"), row.number("share")
+        seconds, rate = row.number("seconds"), row.number("attained_flops_per_second")
+        ceiling = row.text("ceiling_name")
+        reached = Cell(text="unknown", note=_because(row.text("reason")))
+        if share is not None:
+            note = " · ".join(filter(None, (f"of {ceiling}" if ceiling else "", row.text("reason"))))
+            reached = Cell(text=percent(share), note=note, bar=charts.share_bar(share))
+        made.append(
+            (
+                Cell(text=f"{numbers[row.where]} {_class(row)}" if row.where in numbers else _class(row)),
+                Cell(text="unknown" if seconds is None else format_seconds(seconds)),
+                Cell(text="" if of_time is None else percent(of_time)),
+                Cell(text="" if rate is None else format_rate(rate, "FLOP/s")),
+                Cell(text={"compute": "products", "memory": "memory"}.get(row.text("bound"), "unknown")),
+                reached,
+            )
+        )
+    heads = (
+        Head(text="operators"),
+        Head(text="time a step", numeric=True),
+        Head(text="of all", numeric=True),
+        Head(text="reached", numeric=True),
+        Head(text="limited by"),
+        Head(text="share of the ceiling", numeric=True),
+    )
+    return Table(caption="Classes of operators", heads=heads, rows=tuple(made), more=_more(rows))
+
+
+def _matrix_units(units: Part) -> list[Block]:
+    if not units:
+        return []
+    share = units.number("share")
+    named = units.text("unit") or "matrix units"
+    rows = [(f"products on {named}", "unknown" if share is None else percent(share), units.text("reason"))]
+    for one in units.parts("rest"):
+        if isinstance(one.value, list) and len(one.value) == 2 and isinstance(one.value[0], str):
+            why, seconds = clean(one.value[0]), Part({"seconds": one.value[1]}, one.where).number("seconds")
+            rows.append(("not on them", format_seconds(seconds or 0.0), why))
+    return [Facts(rows=tuple(rows))]
+
+
+def profile(sources: Sources) -> Section | None:
+    """Tables of what takes the time, longest first."""
+    if "profile" not in sources:
+        return None
+    doc = sources["profile"].at("profile")
+    blocks: list[Block] = [*_lines(doc), *_modules(doc), *_operators(doc), *_kernels(doc)]
+    reasons = doc.at("reasons")
+    blocks += [
+        Text(text=f"{clean(name).replace('_', ' ')}: unknown, because {_because(reasons.text(name))}")
+        for name in reasons.names()[:20]
+    ]
+    blocks += [Text(text=note) for note in doc.texts("notes")[:20]]
+    if not blocks:
+        return None
+    return Section(id="profile", title="Lines, modules and operators", blocks=tuple(blocks))
+
+
+def _because(reason: str) -> str:
+    return reason.removeprefix("unknown, ").removeprefix("because ")
+
+
+def _lines(doc: Part) -> list[Block]:
+    rows = doc.parts("lines")
+    made = [
+        (
+            Cell(text=f"{row.text('file')}:{row.number('line') or 0:.0f}", code=True, note=row.text("function")),
+            Cell(text=row.text("text"), code=True),
+            _seconds(row),
+            _share(row.number("share")),
+        )
+        for row in rows[:MOST_ROWS]
+    ]
+    heads = (
+        Head(text="line"),
+        Head(text="code"),
+        Head(text="time a step", numeric=True),
+        Head(text="share", numeric=True),
+    )
+    return _long_table("Lines of the script", heads, made, _more(rows))
+
+
+def _modules(doc: Part) -> list[Block]:
+    rows = doc.parts("modules")
+    made = []
+    for row in rows[:MOST_ROWS]:
+        backward, depth = row.number("backward_seconds"), round(max(0.0, row.number("depth") or 0.0))
+        unknown = Cell(text="unknown", note=row.text("backward_reason"))
+        made.append(
+            (
+                Cell(
+                    text="· " * min(depth, 12) + (row.text("path") or row.text("kind")),
+                    code=True,
+                    note=_kind(row),
+                ),
+                Cell(text=f"{row.number('calls') or 0:.3g}"),
+                _seconds(row, "forward_seconds"),
+                unknown if backward is None else Cell(text=format_seconds(backward)),
+            )
+        )
+    heads = (
+        Head(text="module"),
+        Head(text="calls", numeric=True),
+        Head(text="forward", numeric=True),
+        Head(text="backward", numeric=True),
+    )
+    return _long_table("Modules, each with what is inside it", heads, made, _more(rows))
+
+
+def _kind(row: Part) -> str:
+    """'' where the path says it."""
+    return "" if row.text("kind") == row.text("path") else row.text("kind")
+
+
+def _operators(doc: Part) -> list[Block]:
+    rows = doc.parts("operators")
+    total = sum(row.number("seconds") or 0.0 for row in rows)
+    made = [
+        (
+            Cell(
+                text=row.text("name"), code=True, note=" ".join(filter(None, (row.text("shapes"), row.text("dtype"))))
+            ),
+            Cell(text=row.text("phase")),
+            Cell(text=row.text("line"), code=True, note=row.text("module")),
+            Cell(text=f"{row.number('calls') or 0:.3g}"),
+            _seconds(row),
+            _share((row.number("seconds") or 0.0) / total if total else None),
+        )
+        for row in rows[:MOST_ROWS]
+    ]
+    heads = (
+        Head(text="operator"),
+        Head(text="phase"),
+        Head(text="line"),
+        Head(text="calls", numeric=True),
+        Head(text="time a step", numeric=True),
+        Head(text="share", numeric=True),
+    )
+    return _long_table("Operators", heads, made, _more(rows))
+
+
+def _kernels(doc: Part) -> list[Block]:
+    rows = doc.parts("kernels")
+    made = [
+        (
+            Cell(text=row.text("name"), code=True, note=row.text("operator")),
+            Cell(text=row.text("kind")),
+            Cell(text=f"{row.number('calls') or 0:.3g}"),
+            _seconds(row),
+            Cell(text="" if row.number("bytes") is None else format_bytes(row.number("bytes") or 0.0)),
+        )
+        for row in rows[:MOST_ROWS]
+    ]
+    heads = (
+        Head(text="kernel"),
+        Head(text="kind"),
+        Head(text="calls", numeric=True),
+        Head(text="time a step", numeric=True),
+        Head(text="copied", numeric=True),
+    )
+    return _long_table("GPU kernels and copies", heads, made, _more(rows))
+
+
+def _long_table(caption: str, heads: tuple[Head, ...], rows: Sequence[tuple[Cell, ...]], more: str) -> list[Block]:
+    """The first rows are shown, the rest on request."""
+    if not rows:
+        return []
+    if len(rows) <= FIRST_ROWS:
+        return [Table(caption=caption, heads=heads, rows=tuple(rows), more=more)]
+    first = Table(caption=caption, heads=heads, rows=tuple(rows[:FIRST_ROWS]))
+    rest = Table(caption=f"{caption}, continued", heads=heads, rows=tuple(rows[FIRST_ROWS:]), more=more)
+    return [
+        first,
+        Details(summary=f"{len(rows) - FIRST_ROWS} more rows: {caption[:1].lower()}{caption[1:]}", blocks=(rest,)),
+    ]
+
+
+def _more(rows: list[Part]) -> str:
+    return f"and {len(rows) - MOST_ROWS:,} more in the document" if len(rows) > MOST_ROWS else ""
+
+
+def _seconds(row: Part, key: str = "seconds") -> Cell:
+    seconds = row.number(key)
+    return Cell(text="unknown" if seconds is None else format_seconds(seconds))
+
+
+def _share(share: float | None) -> Cell:
+    return Cell(text="") if share is None else Cell(text=percent(share), bar=charts.share_bar(share))

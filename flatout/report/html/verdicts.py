@@ -1,0 +1,183 @@
+"""The first sentence of the report: what was found, of each document, the most telling first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flatout.report.html.blocks import Verdict
+from flatout.report.html.reading import Part
+from flatout.report.step_text import percent
+from flatout.statistics import median
+from flatout.units import format_bytes, format_seconds
+
+Sources = Mapping[str, Part]
+"""Kind of document -> its content."""
+PART_NAMES = {
+    "data": "waiting for data",
+    "transfer": "copies to the device",
+    "copies": "copies",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "communication": "communication",
+    "sync": "waiting for the device",
+    "idle": "idle",
+    "evaluation": "evaluation",
+    "other": "everything else in the loop",
+}
+"""Parts of a step, in the order in which they are shown; also classes in the style sheet."""
+
+
+def verdict(sources: Sources) -> Verdict:
+    """`sources` has at least one document."""
+    makers = {"tune": _of_tune, "run": _of_run, "profile": _of_profile, "memory": _of_memory}
+    found = {kind: make(sources[kind]) for kind, make in makers.items() if kind in sources}
+    (_, first), *others = found.items()
+    lines = list(first.lines)
+    for kind, one in others:
+        of_step = [said for name, said in one.lines if name == "step"]
+        lines.append((kind, "; ".join([", ".join(filter(None, (one.headline, one.detail))), *of_step])))
+        lines += [line for line in one.lines if line[0] != "step"]
+    return Verdict(
+        headline=first.headline,
+        tone=first.tone,
+        detail=first.detail,
+        lines=tuple(lines),
+        cautions=tuple(caution for kind, doc in sources.items() for caution in _cautions(kind, doc)),
+    )
+
+
+def _cautions(kind: str, doc: Part) -> list[str]:
+    """Of the document's own warnings; those of a tune's measurement are in its interval."""
+    found = [*doc.texts("warnings"), *doc.texts("plan_notes")]
+    found += doc.at("measurement").texts("warnings") if kind == "run" else []
+    return [f"{kind}: {one}" for one in dict.fromkeys(found)]
+
+
+def _of_tune(doc: Part) -> Verdict:
+    speed, final, fit = doc.at("speedup"), doc.at("final"), doc.at("fit")
+    lines = []
+    if fit:
+        lines.append(("memory", _fit(fit)))
+    if numbers := proof_line(doc.at("proof")):
+        lines.append(("numbers", numbers))
+    lines += [("whole run", text) for text in [_whole_run(doc.at("whole_run"))] if text]
+    ratio, low, high = (speed.number(key) for key in ("ratio", "low", "high"))
+    if not speed or ratio is None:
+        step = doc.at("observed").number("step_seconds")
+        share = doc.number("ceiling_share_before")
+        known = [f"A step takes {format_seconds(step)}"] if step else []
+        known += [f"{percent(share)} of the {doc.text('ceiling')}"] if share is not None and doc.text("ceiling") else []
+        headline = _sentence(doc.text("reason") or "no speedup was measured")
+        return Verdict(headline=headline, tone="", detail=", ".join(known), lines=tuple(lines))
+    before, after = final.number("baseline_seconds"), final.number("candidate_seconds")
+    times = f"{format_seconds(before)} → {format_seconds(after)} a step" if before and after else ""
+    interval = f"95 % interval ×{low:.2f} to ×{high:.2f}" if low and high else "too few pairs for an interval"
+    detail = ", ".join(part for part in (times, interval, _pairs(speed)) if part)
+    if speed.text("verdict") == "faster":
+        headline, tone = f"{ratio:.2f} times as fast", "good"
+    else:
+        headline, tone = f"{_sentence(speed.text('verdict') or 'undecided')}: ×{ratio:.2f}", ""
+    return Verdict(headline=headline, tone=tone, detail=detail, lines=tuple(lines))
+
+
+def _pairs(speed: Part) -> str:
+    pairs = speed.number("pairs")
+    return f"{pairs:.0f} pairs" if pairs else ""
+
+
+def proof_line(proof: Part) -> str:
+    """'within rounding over 40 steps'; '' where nothing was proved."""
+    steps, epochs = proof.number("steps"), proof.number("epochs")
+    if not proof:
+        return ""
+    horizon = f" over {steps:.0f} steps" if steps is not None else ""
+    passes = f", {epochs:.2g} epochs" if epochs is not None else ""
+    return f"{proof.text('verdict')}{horizon}{passes}"
+
+
+def _fit(fit: Part) -> str:
+    limit, plain, planned = (fit.number(key) for key in ("limit_bytes", "plain_bytes", "planned_bytes"))
+    if limit is None or plain is None:
+        return "unknown"
+    if planned is None:
+        return f"a step's tensors took {format_bytes(plain)}; with the plan they were not measured"
+    within = "within" if fit.flag("holds") else "not within"
+    return f"a step's tensors take {format_bytes(plain)} → {format_bytes(planned)}, {within} {format_bytes(limit)}"
+
+
+def _whole_run(whole: Part) -> str:
+    steps, plain, planned = whole.number("steps"), whole.number("plain_seconds"), whole.number("planned_seconds")
+    payoff = whole.number("payoff_steps")
+    if steps and plain and planned:
+        times = f"{format_seconds(plain)} → {format_seconds(planned)}"
+        return f"×{plain / planned:.2f} over {steps:,.0f} steps, start-up included ({times})"
+    return f"start-up is earned back after {payoff:,.0f} steps" if payoff else ""
+
+
+def _of_run(doc: Part) -> Verdict:
+    death, status, steps = doc.at("out_of_memory"), doc.at("script").number("status"), doc.number("steps")
+    seen, samples = doc.at("observed"), doc.at("measurement").numbers("samples_seconds")
+    watched = seen.number("step_seconds")
+    seconds = median(samples) if samples else watched
+    counted = f"{steps:,.0f} step{'' if steps == 1 else 's'}" if steps else "no training step was found"
+    wall = doc.number("wall_seconds")
+    detail = ", ".join([counted, *([f"{format_seconds(wall)} in all"] if wall else [])])
+    lines = [("step", text) for text in [largest_part(seen.by_name("breakdown_seconds"), watched)] if text]
+    if death:
+        headline, tone = f"Ran out of memory at {death.text('line') or 'an unknown line'}", "bad"
+    elif status:
+        headline, tone = f"The script ended with exit code {status:.0f}", "bad"
+    elif seconds:
+        headline, tone = f"{format_seconds(seconds)} a step", ""
+    else:
+        headline, tone = _sentence(counted), ""
+    return Verdict(headline=headline, tone=tone, detail=detail, lines=tuple(lines))
+
+
+def largest_part(parts: Mapping[str, float], seconds: float | None) -> str:
+    """'forward takes the most: 43% of a step'."""
+    known = {name: size for name, size in parts.items() if size > 0}
+    if not known or not seconds:
+        return ""
+    name = max(known, key=lambda one: known[one])
+    called = PART_NAMES.get(name, name)
+    return f"{called} takes the most: {format_seconds(known[name])} of {format_seconds(seconds)}"
+
+
+def _of_profile(doc: Part) -> Verdict:
+    profile = doc.at("profile")
+    seconds = profile.number("step_seconds") or profile.number("profiled_step_seconds")
+    steps, plain, slowed = (profile.number(key) for key in ("steps", "step_seconds", "profiled_step_seconds"))
+    known = [f"{steps:.0f} steps profiled"] if steps else []
+    if plain and slowed:
+        known.append(f"×{slowed / plain:.2f} as long while profiled")
+    headline = f"{format_seconds(seconds)} a step" if seconds else "No step was timed"
+    lines = [("step", text) for text in [largest_part(profile.by_name("parts"), seconds)] if text]
+    return Verdict(headline=headline, tone="", detail=", ".join(known), lines=tuple(lines))
+
+
+def _of_memory(doc: Part) -> Verdict:
+    peak, leaks = doc.at("use").at("peak"), doc.at("leaks")
+    size, step = peak.number("size_bytes"), peak.number("step")
+    resident = doc.number("peak_resident_bytes")
+    if size is None:
+        headline, detail = "No tensor was seen", ""
+    else:
+        headline = f"{format_bytes(size)} of tensors at the peak"
+        when = [
+            f"in step {step:.0f}" if step else "",
+            peak.text("phase"),
+            peak.text("line") and f"at {peak.text('line')}",
+        ]
+        detail = " ".join(part for part in when if part)
+    lines = [("process", f"{format_bytes(resident)} at most, Python and libraries included")] if resident else []
+    leaking = leaks.text("verdict") == "leaks"
+    growth = sum(one.number("bytes_per_step") or 0.0 for one in leaks.parts("leaks"))
+    said = {"leaks": f"{format_bytes(growth)} more is held after each step", "steady": "none: memory is steady"}
+    lines.append(("leaks", said.get(leaks.text("verdict"), "unknown: too few steps to tell")))
+    return Verdict(headline=headline, tone="bad" if leaking else "", detail=detail, lines=tuple(lines))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,48 @@
+"""From the windows to a profile, where something is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.profiling.following import OperatorFollower
+from flatout.profiling.recorded_events import Event, Recording
+from flatout.profiling.window import COMPILED, NO_TIME, NOT_FOLLOWED, OTHERS_PROFILER, Windows
+
+SPANS = {"data": 1e-3, "forward": 2e-3, "backward": 3e-3, "optimizer": 1e-3, "other": 1e-3}
+RECORDING = Recording(events=(Event(name="aten::mm", begin=0, end=4e-3),), steps=1, left_out=1)
+
+
+def windows(**changes: object) -> Windows:
+    made = Windows(name="train.py", device="cpu", step_kind="optimizer", asked=2)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_times_alone() -> None:
+    found = windows(timed_seconds=[8e-3] * 5, spans=SPANS, obstacle=OTHERS_PROFILER).profile()
+    assert found.parts is not None
+    assert found.parts.total == pytest.approx(8e-3)
+    assert found.reasons["operators"] == OTHERS_PROFILER
+    assert (found.flops, found.reasons["flops"]) == (None, NOT_FOLLOWED)
+    assert found.notes == ()
+
+
+def test_a_profile_alone() -> None:
+    found = windows(recording=RECORDING, profiled_seconds=[5e-3, 20e-3], compiled=True).profile()
+    assert (found.step_seconds, found.reasons["step_seconds"]) == (None, NO_TIME)
+    assert found.overhead is None
+    assert [row.seconds for row in found.operators] == [pytest.approx(4e-3)]
+    assert found.reasons["lines"] == found.reasons["flops"] == COMPILED
+    assert found.parts is not None
+    assert found.parts.total == pytest.approx(found.profiled_step_seconds)
+    assert found.notes == ("1 of the 2 profiled steps took over 2 times the median and is left out",)
+
+
+def test_an_error_while_following_is_the_reason() -> None:
+    follower = OperatorFollower()
+    follower.fault = "ValueError: odd tensor"
+    found = windows(recording=RECORDING, profiled_seconds=[5e-3, 5e-3], follower=follower).profile()
+    assert found.flops is None
+    assert "following a step failed: ValueError: odd tensor" in found.reasons["flops"]
+    assert found.reasons["lines"] == found.reasons["flops"]

@@ -1,0 +1,255 @@
+"""The HTML report: what it says, that it is well formed, accessible and self-contained; hostile texts stay texts."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Mapping
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.errors import UsageError
+from flatout.report.html.page import report_html
+from tests.report.html.documents import EVERYTHING, FINDING, MEMORY, PROFILE, RUN, TUNE, recorded
+
+VOID = {"meta"}
+HOSTILE = (
+    "</style></title></svg><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7*7 }}\"'`&#60;\x00\x1b[31m\ud800"
+)
+
+
+class Page(HTMLParser):
+    """Its elements in order, with their attributes; fails where they do not nest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.elements]
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+def rendered(documents: Mapping[str, Any]) -> str:
+    return report_html([(Path(f"{kind}.json"), doc) for kind, doc in documents.items()])
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(rendered(EVERYTHING))
+
+
+@pytest.mark.parametrize("kind", ["tune", "run", "memory"])
+def test_documents_of_earlier_versions_are_shown(kind: str) -> None:
+    found = Page(rendered({kind: recorded(kind)}))
+    assert "train.py" in found.text
+    assert "How to reproduce this" in found.text
+
+
+def test_the_verdict_comes_first(page: Page) -> None:
+    headings = [attributes for tag, attributes in page.elements if tag == "h2"]
+    assert headings[0]["class"] == "headline good"
+    assert page.text.index("1.44 times as fast") < page.text.index("Before and after")
+    said = " ".join(page.text.split())
+    for expected in (
+        "12.3 ms → 8.5 ms a step, 95 % interval ×1.40 to ×1.48, 8 pairs",
+        "bit-identical over 40 steps, 2.5 epochs",
+        "a step's tensors take 2 GiB → 512 MiB, within 1 GiB",
+        "×1.32 over 1,000 steps, start-up included",
+        "Ran out of memory at train.py:30",
+        "4 KiB more is held after each step",
+        "2 findings, 1 of them serious",
+        "Caution: run: unstable: the middle half spreads over 28% of the median",
+        "Caution: run: a warning",
+    ):
+        assert expected in said
+
+
+def test_each_part_of_the_documents_is_there(page: Page) -> None:
+    for expected in (
+        "waiting for data",
+        "Time of a step over the run: 20 samples",
+        "print(loss.item())",
+        "If it is wrong: the loss is printed less often",
+        "aten::addmm",
+        "5 more rows: operators",
+        "history.append(loss)",
+        "no compiler was found",
+        "moved to the GPU",
+        "Intel(R) Xeon(R) Processor",
+        "flatout run train.py ARGUMENTS",
+        "batched_fetch = true",
+        "samples a second",
+        "float32 is not supported",
+    ):
+        assert expected in page.text, expected
+
+
+def test_one_finding_of_two_documents_is_shown_once(page: Page) -> None:
+    assert page.text.count(str(FINDING["title"])) == 1
+
+
+def test_it_loads_nothing_and_runs_nothing(page: Page) -> None:
+    forbidden = {"script", "link", "img", "iframe", "object", "embed", "form", "base", "image", "use", "audio", "video"}
+    assert forbidden & set(page.tags) == set()
+    for tag, attributes in page.elements:
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            assert name not in ("style", "src", "srcset", "background", "ping", "formaction")
+            assert name != "href" or value.startswith("#"), tag
+            assert not re.search(r"https?:|javascript:|data:|url\(", value), (tag, name, value)
+    html = rendered(EVERYTHING)
+    style = re.search(r"<style>(.*?)</style>", html, re.DOTALL)
+    assert style is not None
+    assert not re.search(r"url\(|@import|https?:", style[1])
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    policy = next(attributes["content"] for tag, attributes in page.elements if "http-equiv" in attributes)
+    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+
+
+def test_it_can_be_read_without_eyes_or_mouse(page: Page) -> None:
+    assert page.tags.count("h1") == page.tags.count("main") == page.tags.count("nav") == 1
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.elements:
+        if tag == "svg":
+            assert attributes.get("aria-hidden") == "true" or (attributes["role"] == "img" and attributes["aria-label"])
+        if tag == "th":
+            assert attributes["scope"] in ("col", "row")
+        if tag == "a":
+            assert attributes["href"][1:] in ids
+        if "aria-labelledby" in attributes:
+            assert attributes["aria-labelledby"] in ids
+        if tag == "html":
+            assert attributes["lang"] == "en"
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
+    assert links[0] == "#verdict"
+    levels = [int(tag[1]) for tag in page.tags if re.fullmatch(r"h[1-6]", tag)]
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+def test_hostile_texts_change_nothing_of_the_structure() -> None:
+    """Every text of every document, names of parts too, is one that tries to become HTML."""
+    plain, hostile = (Page(rendered(_with_texts(EVERYTHING, word))) for word in ("x" * len(HOSTILE), HOSTILE))
+    assert hostile.tags == plain.tags
+    names = [[sorted(attributes) for _, attributes in one.elements] for one in (hostile, plain)]
+    assert names[0] == names[1]
+    assert HOSTILE.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd") in hostile.text
+    assert rendered(_with_texts(EVERYTHING, HOSTILE)).encode()  # a lone surrogate would fail
+
+
+KEPT = {"document", "verdict", "outcome", "severity", "confidence", "device", "bound", "fingerprint"}
+"""Decide what is shown at all."""
+
+
+def _with_texts(value: Any, text: str, key: str = "") -> Any:
+    if isinstance(value, dict):
+        free = key in ("categories", "reasons", "plan", "plan_change")
+        return {(f"{text}{name}" if free else name): _with_texts(inner, text, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(one, text, key) for one in value]
+    return f"{text}" if isinstance(value, str) and key not in KEPT else value
+
+
+def test_a_severity_of_another_version_is_no_class() -> None:
+    doc = {**RUN, "findings": [{**FINDING, "severity": "evil headline"}]}
+    found = Page(rendered({"run": doc}))
+    assert [attributes["class"] for tag, attributes in found.elements if tag == "article"] == ["problem is-note"]
+
+
+@pytest.mark.parametrize(
+    "value", [None, "x", -1, 0, 1e300, 10**400, [], {}, True, [1], {"a": "b"}, float("nan")], ids=repr
+)
+def test_a_value_of_any_kind_is_shown_or_refused(value: Any) -> None:
+    """A document that somebody edited is never a traceback."""
+    rng = random.Random(repr(value))
+    kinds = list(EVERYTHING)
+    for _ in range(25):
+        kind = rng.choice(kinds)
+        doc = copy.deepcopy(EVERYTHING[kind])
+        places = [place for place in _places(doc) if place[0] != "flatout"]
+        *path, last = rng.choice(places)
+        inside = doc
+        for key in path:
+            inside = inside[key]
+        inside[last] = value
+        refusal = ""
+        try:
+            Page(rendered({kind: doc}))
+        except UsageError as error:
+            refusal = str(error)
+        assert not refusal or refusal.startswith(f"{kind}.json."), (kind, path, last)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (key,)
+        yield from ((key, *rest) for rest in _places(inner))
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    other = {**MEMORY, "script": {"name": "other.py"}}
+    with pytest.raises(
+        UsageError, match=r"memory\.json is of other\.py, run\.json of train.py; a report is about one script"
+    ):
+        rendered({"run": RUN, "memory": other})
+    with pytest.raises(UsageError, match=r"b\.json is another 'run'; a report shows one of each kind; flatout compare"):
+        report_html([(Path("a.json"), RUN), (Path("b.json"), RUN)])
+    with pytest.raises(
+        UsageError, match=r"check\.json holds a 'check'; a report shows documents of tune, run, profile"
+    ):
+        rendered({"check": recorded("check")})
+
+
+def test_documents_of_different_machines_are_not_shown_as_one() -> None:
+    elsewhere = {**PROFILE, "machine": {**PROFILE["machine"], "fingerprint": "other"}}
+    assert "different machines" in Page(rendered({"run": RUN, "profile": elsewhere})).text
+
+
+def test_a_tune_without_a_gain_says_why() -> None:
+    found = Page(rendered({"tune": recorded("tune")}))
+    assert "Nothing helps here" in found.text
+    assert "Before and after" not in found.text
+
+
+def test_large_documents_make_a_small_page() -> None:
+    """A long run and an endless profile: the charts are thinned, and tables end where nobody reads on."""
+    rng = random.Random(0)
+    samples = [0.01 * rng.lognormvariate(0, 0.3) for _ in range(4096)]
+    run = {**RUN, "measurement": {**RUN["measurement"], "samples_seconds": samples}, "steps": 131_072}
+    run["memory"] = [{"step": at, "peak_bytes": at * 1000, "held_bytes": at * 900} for at in range(1, 4096)]
+    long = "x" * 100_000
+    profile = {**PROFILE["profile"], "operators": [{"name": long, "seconds": 0.1, "calls": 1.0}] * 5000}
+    html = rendered({"tune": TUNE, "run": run, "profile": {**PROFILE, "profile": profile}, "memory": MEMORY})
+    assert len(html) < 2_000_000
+    assert "and 4,900 more in the document" in html
+    assert "4,096 samples, evenly taken" in html
