@@ -46,15 +46,15 @@ def loss_not_falling(facts: Facts) -> Seen | None:
     )
 
 
-def _why_not_falling(losses: Sequence[float], *, moves: bool | None) -> str:
-    wrong = [loss for loss in losses if not math.isfinite(loss)]
-    if len(wrong) >= LEAST_NONFINITE and not math.isfinite(losses[-1]):
-        return f"{len(wrong)} of {len(losses)} losses are NaN or infinite, the last one too"
+def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None) -> str:
+    finite = [loss for loss in losses if loss is not None]
+    wrong = len(losses) - len(finite)
+    if wrong >= LEAST_NONFINITE and losses[-1] is None:
+        return f"{wrong} of {len(losses)} losses are NaN or infinite, the last one too"
     if moves is False:
         return f"no weight changed in {len(losses)} steps: the learning rate is 0, or updates are below the rounding"
     if len(losses) >= LEAST_SAME and len(set(losses)) == 1 and losses[0] != 0.0:
         return f"the loss was exactly {losses[0]:.6g} in all {len(losses)} steps"
-    finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) >= LEAST_LOSSES:
         third = len(finite) // 3
         first, last = statistics.median(finite[:third]), statistics.median(finite[-third:])
@@ -139,7 +139,7 @@ def exploding_gradients(facts: Facts) -> Seen | None:
     return None
 
 
-def _exploded(seen: GradientsSeen, losses: Sequence[float], *, scaler: bool, clipped: bool) -> str:
+def _exploded(seen: GradientsSeen, losses: Sequence[float | None], *, scaler: bool, clipped: bool) -> str:
     if seen.nonfinite_steps >= LEAST_NONFINITE and not scaler:
         return f"gradients were NaN or infinite in {seen.nonfinite_steps} steps, first in {seen.first_nonfinite}"
     norms = [norm for norm in seen.norms if norm > 0]
@@ -147,7 +147,7 @@ def _exploded(seen: GradientsSeen, losses: Sequence[float], *, scaler: bool, cli
         return ""
     if len(norms) >= 8 and norms[-1] > 1000 * norms[0] and trend(norms) > 2.6:
         return f"the norm of the gradients rose from {norms[0]:.3g} to {norms[-1]:.3g} in {len(norms)} steps"
-    sizes = [abs(loss) for loss in losses[: len(norms)] if math.isfinite(loss) and loss]
+    sizes = [abs(loss) for loss in losses[: len(norms)] if loss]
     if len(sizes) < LEAST_STEPS or seen.weight_norm == 0:
         return ""
     elasticity = statistics.median(norms) * seen.weight_norm / statistics.median(sizes)

@@ -6,6 +6,7 @@ import itertools
 
 from flatout.diagnose.check import Seen, check, where
 from flatout.diagnose.facts import Facts
+from flatout.diagnose.finding import SourceLine
 from flatout.units import format_bytes, format_seconds
 
 GROWTH_LIMIT_BYTES_PER_HOUR = 1 << 30
@@ -95,8 +96,8 @@ def _growing_tensors(facts: Facts) -> Seen | None:
     )
 
 
-def _kept_lines(facts: Facts) -> tuple[tuple[str, int, str], ...]:
-    kept = facts.source.kept if facts.source is not None else ()
+def _kept_lines(facts: Facts, *, with_graph: bool = False) -> tuple[SourceLine, ...]:
+    kept = [one for one in (facts.source.kept if facts.source is not None else ()) if not (with_graph and one.detached)]
     return where([one.line for one in kept if not one.bounded], [one.line for one in kept if one.is_sum])
 
 
@@ -117,7 +118,7 @@ def graph_kept_by_logging(facts: Facts) -> Seen | None:
         remedy="add up or append loss.item() (or loss.detach())",
         fault=True,
         cost_bytes=int(size) if size else None,
-        lines=_kept_lines(facts),
+        lines=_kept_lines(facts, with_graph=True),
         unknown="" if size else "the nodes of a graph are not counted in bytes",
         command=f"flatout memory {facts.command}" if facts.command else None,
     )

@@ -276,7 +276,8 @@ class Behaviour:
     kept_bytes_per_step: float | None = None
     live_bytes: tuple[int, ...] = ()
     """Of the tensors made in the window that Python holds, at the ends of consecutive steps."""
-    losses: tuple[float, ...] = ()
+    losses: tuple[float | None, ...] = ()
+    """Of backward passes in order; None: NaN or infinite. Empty where passes start at several lines."""
     gradients: tuple[GradientsSeen, ...] = ()
     batch_shapes: int = 1
     """Different shapes of the inputs of outermost modules in training."""

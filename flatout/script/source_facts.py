@@ -30,8 +30,8 @@ DISK = (
     "savetxt", "to_csv", "writerow", "write_text", "write_bytes", "read_text", "read_bytes", "save_file", "np.save",
     "numpy.save", "np.load", "numpy.load", "save_checkpoint", "copyfile", "read", "readline",
 )  # fmt: skip
-VALUES = ("item", "detach", "tolist", "cpu", "numpy", "float", "int", "clone")
-"""A call of one of these before something is kept shows that the author thought of the graph (`clone` keeps it)."""
+NUMBERS = ("item", "tolist", "float", "int", "len", "round", "time", "perf_counter", "str", "format")
+"""Calls that return no tensor."""
 Kind = Literal["plotting", "logging", "disk", "script"]
 
 
@@ -73,6 +73,8 @@ class KeptFact:
     bounded: bool
     """Is the container cleared, cut or reassigned in a loop, or limited by its type?"""
     is_sum: bool = False
+    detached: bool = False
+    """Does the value hold no graph, as after `.detach()`?"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +254,7 @@ class _Reader:
                         container=container,
                         value=ast.unparse(value)[:80],
                         bounded=self._is_bounded(container),
+                        detached=_is_detached(value),
                     )
             elif isinstance(node, ast.AugAssign | ast.Assign) and self._is_in_training(node):
                 summed = self._summed(node)
@@ -262,6 +265,7 @@ class _Reader:
                         value=ast.unparse(summed[1])[:80],
                         bounded=self._is_reset_in(node, summed[0]),
                         is_sum=True,
+                        detached=_is_detached(summed[1]),
                     )
 
     def _summed(self, node: ast.AugAssign | ast.Assign) -> tuple[str, ast.expr] | None:
@@ -435,11 +439,14 @@ def _is_plain_value(node: ast.expr) -> bool:
         plain = [one for one in node.elts if _is_plain_value(one)]
         return len(plain) == len(node.elts) or any(isinstance(one, ast.Call) for one in plain)
     if isinstance(node, ast.Call):
-        name = _dotted(node.func).rpartition(".")[2]
-        if name in ("item", "detach", "tolist", "cpu", "numpy", "float", "int", "len", "round", "time", "str"):
-            return name != "cpu" or _is_plain_value(node.func.value) if isinstance(node.func, ast.Attribute) else True
-        return not (isinstance(node.func, ast.Attribute) and name in ("clone", "mean", "sum", "squeeze", "view"))
+        return _dotted(node.func).rpartition(".")[2] in NUMBERS
     return True
+
+
+def _is_detached(node: ast.expr) -> bool:
+    """Is it taken out of its graph, or made where there is none?"""
+    called = [_dotted(one.func).rpartition(".")[2] for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return any(name in ("detach", "numpy", "rand", "randn", "zeros", "ones", "empty", "tensor") for name in called)
 
 
 def _layer_of_torch(kind: ast.ClassDef, forward: ast.FunctionDef) -> str:

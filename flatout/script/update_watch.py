@@ -9,6 +9,7 @@ and a fault is a fault only where the same order comes back step after step.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import Counter
@@ -516,9 +517,10 @@ class UpdateWatch:
             for place, one in self._schedules.items()
         )
 
-    def losses(self) -> tuple[float, ...]:
+    def losses(self) -> tuple[float | None, ...]:
         """Where all backward passes start at one line; a loss among several need not fall."""
-        return tuple(next(iter(self._losses.values()))) if len(self._losses) == 1 else ()
+        found = next(iter(self._losses.values())) if len(self._losses) == 1 else []
+        return tuple(loss if math.isfinite(loss) else None for loss in found)
 
     def gradients(self) -> tuple[GradientsSeen, ...]:
         found = []
@@ -535,7 +537,7 @@ class UpdateWatch:
                         for index, (name, _) in enumerate(self._layers[identity])
                     ),
                     norms=tuple(self._total_norms[identity]),
-                    weight_norm=sum(float(one.detach().norm()) ** 2 for _, one in self._layers[identity]) ** 0.5,
+                    weight_norm=_norm([one for _, one in self._layers[identity]]),
                     nonfinite_steps=steps,
                     first_nonfinite=first,
                 )
@@ -611,6 +613,12 @@ class UpdateWatch:
 
 def _parameters(optimizer: Optimizer | None) -> list[Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]] if optimizer is not None else []
+
+
+def _norm(weights: Sequence[Tensor]) -> float:
+    """Of all together; 0 where they are not finite."""
+    norm = math.hypot(*(float(one.detach().norm()) for one in weights))
+    return norm if math.isfinite(norm) else 0.0
 
 
 def end_of_graph(root: Tensor, scaler: bool) -> tuple[bool, str]:

@@ -321,7 +321,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(weights_move=False)),
             facts(behaviour=behaviour(losses=(0.7,) * 20)),
-            facts(behaviour=behaviour(losses=(1.0, 2.0, *[float("nan")] * 9))),
+            facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9))),
             facts(behaviour=behaviour(losses=RISING)),
         ],
         [
