@@ -153,10 +153,10 @@ class ForwardWatch:
             result = original(module, *args, **kwargs)
         finally:
             self._depth -= 1
-        seconds = time.perf_counter() - began
-        if self.in_backward:
-            self.recomputed_seconds += seconds
-        else:
+            seconds = time.perf_counter() - began
+            if self.in_backward:  # recomputation stops by an exception as soon as it has what it needs
+                self.recomputed_seconds += seconds
+        if not self.in_backward:
             self._guard(lambda: self._after(module, args, kwargs, result, place, seconds))
         return result
 

@@ -548,6 +548,31 @@ def test_a_tensor_that_is_converted_again_and_again() -> None:
     assert "weights.to(" in call.line[2]
 
 
+def test_recomputation() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    first, last = nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        last(checkpoint(first, data(), use_reentrant=False)).square().mean().backward()
+        optimizer.step()
+
+    found = watched(step, first, last)
+    assert found.recomputed_seconds
+    assert names(found) == []
+
+
+def test_losses_that_are_not_finite() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e30)
+    found = watched(healthy(model, optimizer), model)
+    assert found.losses[-1] is None
+    assert "loss-not-falling" in names(found)
+    json.dumps(found.to_json(), allow_nan=False)
+
+
 def test_convolutions_are_timed_in_both_formats() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten())
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
