@@ -67,7 +67,7 @@ def _turns(one: Command, other: Command, steps: int, turn_seconds: float) -> lis
             process.send_signal(signal.SIGCONT)
     for process in processes:
         if process.wait() != 0:
-            raise RuntimeError(f"{process.args} left with {process.returncode}")
+            raise RuntimeError(f"{process.args} exited with {process.returncode}")
     taken = [_steps(command.times) for command in commands]
     medians = [(number, _median_within(taken[number], began, ended)) for number, began, ended in turns]
     pairs: list[tuple[float, float]] = []

@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from flatout.errors import PlanError, UsageError
+from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.plan_choices import EXACTNESS_ORDER, Exactness, Scope
 from flatout.plan_document import short
@@ -86,7 +87,7 @@ def _works_as_optimizer(value: object) -> TypeGuard[Optimizer]:
 def check_optimizer_of(optimizer: Optimizer, model: Module) -> None:
     """Refuse an optimizer none of whose parameters is one of the model's."""
     own = {id(parameter) for parameter in model.parameters()}
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moved = parameters_of(optimizer)
     if not any(id(parameter) in own for parameter in moved):
         raise UsageError(
             f"none of the optimizer's {len(moved)} parameters is one of the model's {len(own)}",

@@ -4,6 +4,7 @@ Reading `os.environ` anywhere else is a defect: a variable that is read in twent
 tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devices` write.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
+    FLATOUT_RUNS_DIR       where runs keep their state while they run (else XDG_RUNTIME_DIR, else the temporary folder)
     FLATOUT_NO_HISTORY     where it is set, a tune reads nothing of earlier ones, and leaves nothing for later ones
     CUDA_VISIBLE_DEVICES   which GPUs this process may see
     CUBLAS_WORKSPACE_CONFIG, PYTHONHASHSEED  what a deterministic run sets, where they are not set
@@ -39,6 +40,18 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "flatout"
     except RuntimeError:  # no HOME, and the user is not in the password file, as in some containers
         return Path(tempfile.gettempdir()) / f"flatout-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+
+
+def runs_dir() -> Path:
+    """Where the state of each run is kept while it runs: in memory, where the system has such a folder for each user.
+    It may not exist yet."""
+    own = os.environ.get("FLATOUT_RUNS_DIR")
+    if own:
+        return Path(own)
+    in_memory = os.environ.get("XDG_RUNTIME_DIR")
+    if in_memory and os.path.isdir(in_memory) and os.access(in_memory, os.W_OK | os.X_OK):
+        return Path(in_memory) / "flatout-runs"
+    return Path(tempfile.gettempdir()) / f"flatout-runs-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
 def keeps_history() -> bool:

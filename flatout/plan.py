@@ -106,7 +106,7 @@ class Plan(Choices):
         return table_html(title, rows or [("", "no choice is set: it changes nothing")])
 
     def with_choice(self, name: str, value: ChoiceValue, reason: str) -> Plan:
-        """The same plan with one choice made (or made anew), and why."""
+        """The same plan with one choice set (or replaced), and why."""
         _check_name(name)
         if value is None:
             raise PlanError(f"{name} is None", limit="a choice has a value", remedy=f"use without({name!r})")

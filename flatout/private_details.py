@@ -72,7 +72,7 @@ def _homes() -> list[str]:
 
 
 def _user() -> str:
-    """'' where nobody says."""
+    """'' where unknown."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError, ImportError):  # the user is not in the password file: containers run so

@@ -4,7 +4,7 @@
     overlaid            an attribute that is not a function, such as a property of a class
     settings_changed    values in a module of settings
 
-Each restores only what it changed itself: what somebody else has set meanwhile stays. Not changed through these:
+Each restores only what it changed itself: what others have set meanwhile stays. Not changed through these:
 
 - what is never restored, in the process of a trial: seeds (`script/seeds.py`), file access and child processes
   (`script/isolation/guard.py`), process exit (`script/trial/isolated_child.py`);
@@ -79,7 +79,7 @@ def settings_changed(owner: object, **values: object) -> Iterator[None]:
     """Each of these attributes of `owner` has the given value until the context ends.
 
     Contexts may overlap and end in any order: the value is that of the most recent one that is still open. A value that
-    somebody else has set meanwhile stays. Raises AttributeError, and changes nothing, if `owner` has no such setting.
+    others have set meanwhile stays. Raises AttributeError, and changes nothing, if `owner` has no such setting.
     """
     before = {name: getattr(owner, name) for name in values}
     ours = {name: _Value(value) for name, value in values.items()}

@@ -18,16 +18,19 @@ PRIVATE = 0o600
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
+def written_whole(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[Path]:
     """The path of a temporary file beside `path`, to write to. It is flushed to disk and replaces `path` when the block
-    ends; if the block raises, it is deleted. Raises OSError of the file system, for the caller to explain."""
+    ends; if the block raises, it is deleted. Raises OSError of the file system, for the caller to explain.
+
+    durable=False does not wait for the disk: readers still see a whole file, but a power failure may lose it."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=SUFFIX)
     os.close(descriptor)
     temporary = Path(name)
     try:
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        if durable:
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
         temporary.chmod(mode)  # temporary files are private, and some writers create private files
         temporary.replace(path)
     finally:

@@ -22,6 +22,7 @@ TEST_SECONDS = 600
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests measure and build is kept for the next run of tests, and never for the user's own runs.
 os.environ["FLATOUT_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout")
+os.environ["FLATOUT_RUNS_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout-runs")
 os.environ["FLATOUT_NO_HISTORY"] = "1"  # a tune of one test would change the order of trials in another
 # A shell lets what it starts in the background ignore Ctrl-C, and its children too: tests that press it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,6 +47,17 @@ def _alarm() -> Iterator[None]:
 def busy_ceilings_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests side by side make every minute a busy one, and each tune would measure the machine for seconds."""
     keep_busy_ceilings(monkeypatch.setattr)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The tensors are small, and threads that wait for one another on a busy machine are slow."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

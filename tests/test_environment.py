@@ -16,6 +16,20 @@ def test_the_cache_has_one_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.cache_dir() == Path("/own")
 
 
+def test_runs_keep_their_state_in_memory_where_the_user_has_such_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLATOUT_RUNS_DIR", "/own")
+    assert environment.runs_dir() == Path("/own")
+    monkeypatch.delenv("FLATOUT_RUNS_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert environment.runs_dir() == tmp_path / "flatout-runs"
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    for missing in (str(tmp_path / "gone"), ""):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", missing)
+        assert environment.runs_dir().name.startswith("flatout-runs-")
+
+
 @pytest.mark.parametrize(("text", "keeps"), [(None, True), ("", True), ("1", False)])
 def test_a_user_may_want_no_history(monkeypatch: pytest.MonkeyPatch, text: str | None, keeps: bool) -> None:
     monkeypatch.delenv("FLATOUT_NO_HISTORY")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +19,11 @@ PACKAGE = Path(__file__).parents[1] / "flatout"
 # fmt: off
 ROOMS = [
     "errors", "decoding", "torch_private", "whole_files", "file_locks", "units", "notebook_tables", "signals",
-    "tracebacks", "replaced",
-    "generators", "statistics", "sequential", "timing", "environment", "machine", "plan_document", "plan_choices",
-    "private_details", "plan", "arguments", "precision", "kernels", "memory", "data", "models", "levers", "search",
-    "checkpoint", "train", "infer", "parallel", "profiling", "script", "diagnose", "tuning", "sizing", "bench",
-    "report", "application", "cli",
+    "tracebacks", "replaced", "generators", "parameters", "statistics", "sequential", "timing", "environment",
+    "machine", "plan_document", "plan_choices", "private_details", "plan", "arguments", "precision", "kernels",
+    "memory", "data", "models", "levers", "search", "checkpoint", "train", "infer", "parallel", "profiling", "script",
+    "diagnose", "tuning", "sizing", "bench", "report", "serve", "application",
+    "cli",
 ]
 # fmt: on
 """From the top, which imports nothing of ours, to the bottom, which may import it all."""
@@ -69,9 +70,15 @@ def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:
             above = name.split(".")[: -node.level + is_package or None]
             base = ".".join([*above, *([base] if base else [])])
         return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")) and node.args:
+    if isinstance(node, ast.Call) and _called(node).endswith(("import_module", "__import__")) and node.args:
         return [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
     return []
+
+
+def _called(call: ast.Call) -> str:
+    """The last name of what is called."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def wrong_directions(package: Path) -> list[str]:
@@ -104,6 +111,13 @@ def first_cycle(package: Path) -> list[str]:
 
 def test_rooms_import_only_from_rooms_above() -> None:
     assert wrong_directions(PACKAGE) == []
+
+
+def test_the_layout_in_contributing_names_every_room_in_this_order() -> None:
+    layout = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("flatout/\n")[2].partition("tests/ ")[0]
+    heads = [re.split(r"\s{2,}", line.strip())[0] for line in layout.splitlines()]
+    named = [name for head in heads for name in re.split(r", |\.py|/", head) if name]
+    assert named == [room for room in ROOMS if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").exists()]
 
 
 def test_no_import_cycles() -> None:

@@ -26,6 +26,7 @@ from flatout.private_details import arguments_digest
 from flatout.profiling.profile import Profile
 from flatout.report.compare import compare_documents
 from flatout.report.document import read_document
+from flatout.serve.run_folder import read_run
 from flatout.timing import Measurement
 from flatout.tuning.history import _trials
 
@@ -47,7 +48,7 @@ def test_plans_with_arguments_in_full_are_for_the_same_arguments() -> None:
     assert (third.argv, third.arguments_digest) == ((), arguments_digest(()))
 
 
-@pytest.mark.parametrize("kind", ["run", "tune", "check", "memory", "profile"])
+@pytest.mark.parametrize("kind", ["run", "tune", "check", "memory", "profile", "run-state", "watch"])
 def test_documents(kind: str) -> None:
     found = read_document(FORMATS / f"{kind}-1.json", kind)
     assert found["flatout"]["schema"] == 1
@@ -70,6 +71,13 @@ def test_a_run_can_be_compared_with_one_of_an_earlier_version() -> None:
         "arguments_digest": arguments_digest(["--epochs", "1"]),
         "status": 0,
     }
+
+
+def test_the_state_of_a_run_that_an_earlier_version_started(tmp_path: Path) -> None:
+    shutil.copy(FORMATS / "run-state-1.json", tmp_path / "state.json")
+    state = read_run(tmp_path).state
+    assert (state.steps, state.epoch and state.epoch.steps_total) == (1234, 500)
+    assert [one.name for one in state.findings] == ["starved"]
 
 
 def test_the_history_of_tunes() -> None:

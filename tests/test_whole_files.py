@@ -24,6 +24,16 @@ def test_a_file_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path: Pat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_need_not_survive_a_power_failure_is_not_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr("os.fsync", flushed.append)
+    with written_whole(tmp_path / "state.json", durable=False) as temporary:
+        temporary.write_text("now")
+    assert ((tmp_path / "state.json").read_text(), flushed) == ("now", [])
+
+
 def test_what_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     path.write_text("before")

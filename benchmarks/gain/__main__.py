@@ -157,7 +157,7 @@ def _one_after_the_other(folder: Path, arguments: list[str], turn: int) -> tuple
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of each tune")
-    parser.add_argument("--rounds", type=int, default=30, help="pairs of processes, seen from outside, at the most")
+    parser.add_argument("--rounds", type=int, default=30, help="most pairs of processes, timed from outside")
     parser.add_argument("--only", action="append", help="a kind and width; may be given several times")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -182,7 +182,7 @@ def _flops(workload: Workload, batch: Any) -> float:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--only", nargs="+", help="beginnings of workloads' names")
+    parser.add_argument("--only", nargs="+", help="prefixes of workloads' names")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
     results = []

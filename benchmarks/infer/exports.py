@@ -134,7 +134,7 @@ def _summarise(results: list[dict[str, Any]]) -> None:
     wrong = [row for row in results if not row["expected"] and row["failure"] is None and row["dynamic"]]
     varying = [row for row in good if "batch" in row["dynamic"]]
     print(f"\n{len(good)} of {len(meant)} exported and verified, {len(varying)} of them with a batch that varies")
-    print(f"{len(wrong)} files with a varying batch of modules that no such file can hold")
+    print(f"{len(wrong)} files with a varying batch for modules that cannot have one")
 
 
 def _versions() -> dict[str, str | None]:

@@ -66,8 +66,8 @@ Case = Callable[[], tuple[nn.Module, Any, Any, Any]]
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory.fitting", description=__doc__)
     parser.add_argument("--only", choices=("largest", "into"))
-    parser.add_argument("--case", help="only the cases whose name holds this")
-    parser.add_argument("--out", type=Path, help="write what was found there, as JSON")
+    parser.add_argument("--case", help="only cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
 

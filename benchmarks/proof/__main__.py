@@ -173,11 +173,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("wrong", "right", "both"), default="both")
     parser.add_argument("--scripts", type=int, default=2, help="scripts for each wrong lever")
-    parser.add_argument("--sample", type=int, help="so many wrong levers, on all scripts")
-    parser.add_argument("--seed", type=int, default=0, help="draws scripts and sample")
+    parser.add_argument("--sample", type=int, help="the number of wrong levers, on all scripts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw of scripts and sample")
     parser.add_argument("--repeats", nargs="+", choices=REPEATS, default=REPEATS[:2], help="how scripts are run")
     parser.add_argument("--only", default="", help="levers whose name contains this")
-    parser.add_argument("--on", nargs="+", help="these scripts alone")
+    parser.add_argument("--on", nargs="+", help="only these scripts")
     parser.add_argument("--out", type=Path, help="a JSON file for everything")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for trials
@@ -188,7 +188,7 @@ def main() -> int:
     cases += right_cases(arguments.repeats) if arguments.kind != "wrong" and arguments.sample is None else []
     cases = [case for case in cases if arguments.only in case.lever and case.script in (arguments.on or [case.script])]
     if not cases:
-        parser.error(f"no lever is left by --only {arguments.only!r} and --on {arguments.on}")
+        parser.error(f"no lever matches --only {arguments.only!r} and --on {arguments.on}")
     outcomes: list[Outcome] = []
     for outcome in run(cases):
         outcomes.append(outcome)

@@ -26,7 +26,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=[script.name for script in PUBLIC_SCRIPTS], metavar="NAME")
     parser.add_argument("--overhead", action="store_true", help="plain and `flatout run` in turns: the same, as fast?")
     parser.add_argument("--tune", action="store_true", help="`flatout tune`: how much faster, and still right?")
-    parser.add_argument("--peer", choices=["traceml"], help="what the peer says")
+    parser.add_argument("--peer", choices=["traceml"], help="what the peer reports")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of runs for --overhead (default: %(default)s)")
     parser.add_argument("--budget", type=int, default=240, help="seconds for each --tune (default: %(default)s)")
     parser.add_argument("--flatout", default="{python} -m flatout", help="the command to test (default: %(default)s)")

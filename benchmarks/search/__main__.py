@@ -65,7 +65,9 @@ def measured(out: Path, command: Sequence[str]) -> None:
             choices = offered(process, machine)
         began = time.perf_counter()
         only = tuple((choice.field, choice.value) for choice in choices)
-        state = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(SEARCH_SECONDS), only=only)).run()
+        search = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(SEARCH_SECONDS), only=only))
+        search.run()
+        state = search.state
         search_seconds = time.perf_counter() - began
         began = time.perf_counter()
         ratios = _every_subset(setup, choices, state.first_observed.step_seconds or 0.01)

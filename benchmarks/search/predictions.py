@@ -52,16 +52,17 @@ def search_one(out: Path, budget_seconds: float, command: Sequence[str]) -> None
     from flatout.tuning.proposals import SearchLimits
     from flatout.tuning.search import TrainingSearch
 
-    worth_trying.LEAST_GAIN = -math.inf
+    vars(worth_trying)["LEAST_GAIN"] = -math.inf  # nothing is predicted to save too little to try
     machine = machine_with_ceilings(lambda text: None)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-", dir="/var/tmp") as folder, ForkServer() as server:
         setup = TrialSetup(target=Target.from_command(command), work_folder=Path(folder), fork_server=server)
-        state = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(budget_seconds))).run()
+        search = TrainingSearch(setup, machine, LEVERS, SearchLimits(deadline=Deadline(budget_seconds)))
+        search.run()
     found = {
         "machine": {"processor": machine.cpu.name, "torch": machine.versions.torch},
-        "observed": state.first_observed.to_json(),
-        "trials": [trial.to_json() for trial in state.trials],
-        "not_tried": [entry.to_json() for entry in state.not_tried],
+        "observed": search.state.first_observed.to_json(),
+        "trials": [trial.to_json() for trial in search.state.trials],
+        "not_tried": [entry.to_json() for entry in search.state.not_tried],
     }
     out.write_text(json.dumps(found))
 

@@ -33,7 +33,7 @@ PEERS = ("accelerate", "lightning", "transformers")
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--only", nargs="+", help="names of workloads, or their beginnings")
+    parser.add_argument("--only", nargs="+", help="names of workloads, or prefixes of them")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
     results = []

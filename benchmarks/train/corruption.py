@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train.corruption", description=__doc__)
     parser.add_argument("--times", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write what was found there, as JSON")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     arguments = parser.parse_args(words)
     chance = random.Random(arguments.seed)
     found: collections.Counter[str] = collections.Counter()

@@ -113,7 +113,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train.large", description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", choices=("resnet", "gpt"))
-    parser.add_argument("--out", type=Path, help="write what was found there, as JSON")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     arguments = parser.parse_args(words)
     machine = machine_with_ceilings(lambda text: None)
     ceiling = machine.ceilings.best_gemm() if machine.ceilings is not None else None

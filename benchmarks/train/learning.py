@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--out", type=Path, help="write what was found there, as JSON")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     arguments = parser.parse_args(words)
     accuracy = digits(arguments.seeds, arguments.epochs)
     print(describe("digits, test accuracy", accuracy), flush=True)

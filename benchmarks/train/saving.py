@@ -1,4 +1,4 @@
-"""`python -m benchmarks.train.saving`: how long training stands still for checkpoints, written at once or behind it.
+"""`python -m benchmarks.train.saving`: how long checkpoints block training, written at once or in the background.
 
 A GPT of some ten million parameters trains in windows of steps, each with one checkpoint (model, AdamW's moments, data
 position, random states), in turn with none, in the foreground and in the background. Two figures: the share of the
@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train.saving", description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=60, help="of a window, with one checkpoint")
-    parser.add_argument("--out", type=Path, help="write what was found there, as JSON")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     arguments = parser.parse_args(words)
     torch.manual_seed(0)
     model = GPT2(GPT2Config(vocab_size=1024, max_tokens=64, width=384, heads=6, layers=5))
@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
         found = compare_paired(seconds["none"], seconds[mode])
         rows[mode] = {"blocked_share": blocked[mode], "seconds": seconds[mode], "against_none": asdict(found)}
         print(
-            f"  {mode}: stands still {median(blocked[mode]):.2%} of the time; the window takes "
+            f"  {mode}: blocked {median(blocked[mode]):.2%} of the time; the window takes "
             f"{1 / found.ratio - 1:+.1%} ({1 / found.high - 1:+.1%} to {1 / found.low - 1:+.1%})"
         )
     if arguments.out:

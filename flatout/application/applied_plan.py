@@ -48,7 +48,7 @@ class AppliedPlan:
         self.missed: list[str] = []
         """Those of the notes that say that something of the plan is not applied."""
         self.machine: Machine | None = None
-        """None: nobody had to know."""
+        """None: not needed yet."""
         self.proved_for: str | None = None
         self._visible_before = visible_before
         self._announce, self._while_verifying = announce, while_verifying

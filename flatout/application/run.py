@@ -101,7 +101,7 @@ def run(
     plan from another machine or torch is verified first, unless trust_plan is set. without: choices of the plan to
     leave off. deterministic: make the run repeatable bit for bit. device: the one GPU that the script sees, as
     "cuda:1", or "cpu" for none. report: where to write the JSON document; nothing is written otherwise. quiet: no
-    status line and no summary on a terminal. capture_output: keep what the script prints, as `stdout` and `stderr`,
+    status lines and no summary on a terminal. capture_output: keep what the script prints, as `stdout` and `stderr`,
     and give it nothing to read; otherwise it has this process's streams.
 
     Returns a RunResult. A script that fails is a result with its exit status. Raises UsageError for a script or a

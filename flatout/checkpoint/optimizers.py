@@ -10,6 +10,7 @@ import torch
 from flatout.checkpoint.differences import Findings
 from flatout.errors import UsageError
 from flatout.levers.low_bit import without_codes
+from flatout.parameters import parameters_of
 
 Saved: TypeAlias = Mapping[str, Any]  # as torch has it: every optimizer keeps what it likes
 """An optimizer's state_dict: param_groups, and the state of each parameter by number."""
@@ -62,7 +63,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Saved, *, exact_dtyp
 
     torch converts state to its parameter's dtype: fp32 moments of bf16 weights would lose their last bits.
     """
-    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    devices = {parameter.device for parameter in parameters_of(optimizer)}
     states = {
         identity: {key: _own(value, devices) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
         for identity, entry in saved["state"].items()
@@ -105,8 +106,7 @@ def _own(value: object, devices: set[torch.device]) -> object:
 def _parameters(optimizer: torch.optim.Optimizer, saved: Saved) -> list[tuple[object, torch.Tensor]]:
     """(the number it was saved under, parameter), in order."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return list(zip(numbers, parameters, strict=True))
+    return list(zip(numbers, parameters_of(optimizer), strict=True))
 
 
 def _sizes(counts: list[int]) -> str:

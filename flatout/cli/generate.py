@@ -85,7 +85,7 @@ def generate(
     used.
     """
     from flatout.report.document import to_text
-    from flatout.report.generation_text import generation_document, write_lines
+    from flatout.report.inference_text import generation_document, write_lines
 
     guesses = "lookup" if lookup else None
     chosen = plan_with(plan, precision=precision, weights=weights, speculation=guesses)
@@ -121,7 +121,7 @@ def _made(
 ) -> Generation:
     """The texts; one alone is shown as it comes, several when all are there, with a bar meanwhile."""
     from flatout.infer.progress_bar import progress_bar
-    from flatout.report.generation_text import generation_text
+    from flatout.report.inference_text import generation_text
 
     alone = len(given) == 1
     with progress_bar(len(given), shown=not alone) as bar:

@@ -61,6 +61,7 @@ VERBS = {
     "tune": ScriptCommand,
     "run": RunCommand,
     "profile": ScriptCommand,
+    "watch": Verb,
     "memory": ScriptCommand,
     "predict": Verb,
     "generate": Verb,
@@ -83,10 +84,14 @@ flatout tune --fit 12GiB -m package.train""",
     "run": """flatout run train.py --epochs 3
 flatout run --without compile,threads train.py
 flatout run --no-plan --report baseline.json train.py
+flatout run --serve train.py
 torchrun --nproc-per-node 2 -m flatout run train.py""",
     "profile": """flatout profile train.py --epochs 3
 flatout profile --by shape --sort flops train.py
 flatout profile --trace trace.json.gz --operators operators.csv train.py""",
+    "watch": """flatout watch
+flatout watch 4242
+flatout watch --json 4242""",
     "memory": """flatout memory train.py
 flatout memory --batch-curve --budget 5m train.py""",
     "predict": """flatout predict net.py:make images.npz --out results.jsonl
@@ -143,7 +148,11 @@ def application() -> typer.Typer:
 def run(
     target: Annotated[list[str], typer.Argument(help="The script and its own arguments, or -m MODULE.")],
 ) -> int:
-    """Run a script by its plan (flatout.toml); without one, run it as it is and only watch."""
+    """Run a script by its plan (flatout.toml); without one, run it as it is and only watch.
+
+    On a terminal, a status line is shown while it runs and a summary at its end. Where its output goes to a file or a
+    pipe, neither is: the report (flatout-run.json) has all of it.
+    """
     return int(importlib.import_module("flatout.cli.run").main(target))
 
 

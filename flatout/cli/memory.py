@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flatout.sizing.script_curve import CurveRequest
 
 STEPS = 8
-"""That are watched where nobody says how many."""
+"""Watched by default."""
 
 
 def memory(

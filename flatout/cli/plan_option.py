@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def plan_with(path: Path | None, **choices: ChoiceValue | None) -> Plan:
-    """The plan in the file (an empty one without a file), with each choice that is not None made anew."""
+    """The plan in the file (an empty one without a file), with each choice that is not None replaced."""
     from flatout.plan import Plan, read_plan
 
     plan = read_plan(path) if path is not None else Plan()

@@ -79,7 +79,7 @@ def _run(
     from flatout.infer.prediction.predicted import Failed
     from flatout.infer.prediction.result_files import open_results
     from flatout.report.document import to_text
-    from flatout.report.predict_text import predict_document, predict_text
+    from flatout.report.inference_text import predict_document, predict_text
 
     source = open_inputs(inputs, _encode(model, tokenizer))
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document

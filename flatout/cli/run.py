@@ -18,15 +18,16 @@ from flatout.application.applied_plan import PLAN_NAME, AppliedPlan
 from flatout.cli.command_line import Option, parse_options
 from flatout.cli.ended_by_signal import signals_as_exits
 from flatout.environment import visible_cuda_devices
-from flatout.errors import UsageError
+from flatout.errors import MachineError, UsageError
 from flatout.script.entry import Target, execute, show_uncaught
 from flatout.script.own_modules import own_imports
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from flatout.application.live_run import LiveRun, RunPanel
     from flatout.diagnose.run_summary import RunSummary
-    from flatout.report.live import StatusLine
+    from flatout.report.live import Panel
 
 REPORT_NAME = "flatout-run.json"
 
@@ -50,10 +51,13 @@ OPTIONS: tuple[Option, ...] = (
         meaning="Only check: run 40 steps twice in trials, compare them, and measure the cost.",
     ),
     Option(name="--allow-network", meaning="Let those two runs use the network; by default they have only loopback."),
-    Option(name="--report", value="FILE", meaning=f"Where to write the JSON document; default: {REPORT_NAME}."),
-    Option(name="--no-report", meaning="Write no document."),
-    Option(name="--include-private", meaning="Include the script's arguments, and paths in full, in the document."),
-    Option(name="--quiet", meaning="No status line and no summary."),
+    Option(
+        name="--report", value="FILE", meaning=f"Where to write the report, a JSON document; default: {REPORT_NAME}."
+    ),
+    Option(name="--no-report", meaning="Write no report."),
+    Option(name="--include-private", meaning="Include the script's arguments, and paths in full, in the report."),
+    Option(name="--serve", meaning="Serve a page of this run to this machine alone, and print its URL."),
+    Option(name="--quiet", meaning="No status lines and no summary."),
 )
 
 
@@ -105,12 +109,14 @@ class Run:
         self.target, self.options, self.report = target, options, report
         self.status: int | None = None
         self.interrupted = False
-        """Did the script end by a KeyboardInterrupt that nobody caught?"""
+        """Did the script end by an uncaught KeyboardInterrupt?"""
         self.applied = AppliedPlan(
             target, visible_before=visible_before, announce=self._announce, while_verifying=signals_as_exits
         )
         self.runner = Runner()
-        self.line: StatusLine | None = None
+        self.panel: Panel | None = None
+        self.live: LiveRun | None = None
+        self._lines: RunPanel | None = None
         self._began = time.perf_counter()
         self._show = False
         self._terminal = -1
@@ -135,36 +141,60 @@ class Run:
         self.runner.install()
         atexit.register(self.finish)  # first in, so last out: after the script's own exit handlers
         self._began = time.perf_counter()
+        if _first_rank():
+            self._go_live()
         if self.on_terminal:
             self._terminal = os.dup(sys.stderr.fileno())  # the script may close or replace its streams
             self._show = True
-            self._start_line()
+            self._start_panel()
 
     def abandon(self) -> None:
         """No line of the script has run: there is nothing to report."""
         atexit.unregister(self.finish)
-        if self.line is not None:
-            self.line.stop()
+        self._stop_panel()
+        if self.live is not None:
+            self.live.end(None)
 
     def _announce(self, text: str) -> None:
         if self.on_terminal:
             sys.stderr.write(f"{text}\n")
 
-    def _start_line(self) -> None:
+    def _go_live(self) -> None:
+        from flatout.application.live_run import LiveRun
+
+        self.live = LiveRun(self.target, self.runner, plan=self.applied.plan, notes=self.applied.missed)
+        if "--serve" in self.options:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(f"flatout: {self._served(self.live)}\n")
+                sys.stderr.flush()
+
+    def _served(self, live: LiveRun) -> str:
+        """Where the page is, or why there is none: the script runs in either case."""
+        from flatout.application.live_run import start_page
+
+        if live.folder is None:
+            return f"no page: {live.fault}"
+        try:
+            return f"this run's page is {start_page(live.folder)}"
+        except MachineError as error:
+            return f"no page: {error}"
+
+    def _start_panel(self) -> None:
+        from flatout.application.live_run import RunPanel
         from flatout.machine.detect import detect
-        from flatout.report.live import StatusLine
-        from flatout.report.run_text import live_text
-        from flatout.script.device_calls import device_name
+        from flatout.report.live import Panel
 
+        assert self.live is not None
         machine = self.applied.machine = self.applied.machine or detect()
-        flops = self.applied.plan.flops_per_step if self.applied.plan is not None else None
-        record, subject = self.runner.record, self.runner.watch.subject
+        self._lines = RunPanel(self.live, machine.ceilings)
+        self.panel = Panel(self._terminal, self._lines.lines)
+        self.panel.start()
 
-        def text() -> str:
-            return live_text(record, flops, machine.ceilings, self._not_applied(), device_name(subject))
-
-        self.line = StatusLine(self._terminal, text)
-        self.line.start()
+    def _stop_panel(self) -> None:
+        if self.panel is not None:
+            self.panel.stop()
+        if self._lines is not None:
+            self._lines.close()
 
     def _not_applied(self) -> list[str]:
         """What was taken back during the run, and what did not apply to it."""
@@ -189,8 +219,9 @@ class Run:
             return
         try:
             with own_imports():
-                if self.line is not None:
-                    self.line.stop()
+                self._stop_panel()
+                if self.live is not None:
+                    self.live.end(self.status)
                 self._tell_of_plan()
                 self._report_all()
         except (Exception, KeyboardInterrupt) as error:
@@ -282,7 +313,7 @@ def _first_rank() -> bool:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """A stream can be None (pythonw), closed, or somebody's object."""
+    """A stream can be None (pythonw), closed, or an object of another kind."""
     try:
         return stream is not None and bool(stream.isatty())
     except (AttributeError, ValueError):

@@ -239,11 +239,7 @@ class Stream:
             self.position += sizes.pop(0)
             yield batch
         if self.position == 0:
-            raise UsageError(
-                f"the stream yielded no batch in epoch {self.epoch}",
-                limit="an iterator is exhausted after one epoch" if self.once else "an epoch has at least one batch",
-                remedy="pass an object whose __iter__ starts over each time, or train for as long as the data lasts",
-            )
+            raise no_batch("stream", self.epoch, once=self.once)
         self.epoch, self.position = self.epoch + 1, 0
 
     def _from_position(self) -> Iterator[object]:
@@ -263,6 +259,15 @@ class Stream:
                 return
             start, stop = share_of_rank(0, len(group), self._out.rank, self._out.ranks)
             yield len(group), self._collate(group[start:stop])
+
+
+def no_batch(what: str, epoch: int, *, once: bool) -> UsageError:
+    """once: the data is an iterator."""
+    return UsageError(
+        f"the {what} yielded no batch in epoch {epoch}",
+        limit="an iterator is exhausted after one epoch" if once else "an epoch has at least one batch",
+        remedy="pass an object whose __iter__ starts over each time, or train for as long as the data lasts",
+    )
 
 
 def _noting(groups: Iterator[tuple[int, object]], sizes: list[int]) -> Iterator[object]:

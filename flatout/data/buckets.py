@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from flatout.arguments import as_function, as_whole_number, wrong
-from flatout.data.data_sets import is_indexed
 from flatout.data.order import epoch_order, epoch_seed, share_of_rank
+from flatout.data.sources import is_indexed
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
 

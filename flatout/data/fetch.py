@@ -4,7 +4,7 @@ A DataLoader makes a batch sample by sample: for 64 samples it makes 64 small te
 what a sample is made of, one operation on the data gives exactly the same batch:
 
     TensorDataset       its tensors, indexed
-    Subset              of any of these; its indices are read anew for each batch
+    Subset              of any of these; its indices are read again for each batch
     other classes       whose `__getitem__` is simple enough to be carried out for all samples at once (`sample_code`)
 
     found = strategy(dataset, collate_fn)                # its kind: 'batched', or '' and its obstacle
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    from flatout.data.data_sets import Items
     from flatout.data.indices import Indices, LoaderOrder
     from flatout.data.sample_code import SampleCode
+    from flatout.data.sources import Items
 
 Shape: TypeAlias = "tuple[tuple[torch.dtype, torch.Size], ...]"
 """Of each tensor of a batch its dtype and shape, to compare by."""

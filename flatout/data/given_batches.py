@@ -10,9 +10,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NotRequired, TypeGuard
 
-from flatout.data.batches import Batches, Stream, StreamState, batches
-from flatout.data.data_sets import is_indexed
+from flatout.data.batches import Batches, Stream, StreamState, batches, no_batch
 from flatout.data.nested import batch_length, tensors_in, to_device
+from flatout.data.sources import is_indexed
 from flatout.errors import UsageError
 from flatout.generators import generator_states, generators_kept, set_generators
 from flatout.plan import Plan
@@ -90,11 +90,7 @@ class GivenBatches:
             self.batch_size = _samples_of(batch)
             yield batch
         if self.position == 0:
-            raise UsageError(
-                f"the data yielded no batch in epoch {self.epoch}",
-                limit="an iterator is exhausted after one epoch" if self.once else "an epoch has at least one batch",
-                remedy="pass an object whose __iter__ starts over each time, or train for as long as the data lasts",
-            )
+            raise no_batch("data", self.epoch, once=self.once)
         self.epoch, self.position = self.epoch + 1, 0
 
     def _from_position(self) -> Iterator[object]:

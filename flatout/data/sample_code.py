@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from numpy import generic
     from numpy.typing import NDArray
 
-    from flatout.data.data_sets import Items
+    from flatout.data.sources import Items
 
 NUMBERS = (bool, int, float)
 ARITHMETIC: dict[type[ast.operator], Callable[..., Tensor]] = {

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, TypeVar
 
-from flatout.data.data_sets import Indexed, is_indexed
 from flatout.data.fetch import WholeBatches, leaves, tensors_of
 from flatout.data.nested import is_numpy_array, leaves_in, map_leaves, map_tensors
 from flatout.data.order import epoch_seed
@@ -30,6 +29,23 @@ if TYPE_CHECKING:
 Collate: TypeAlias = Callable[..., object]
 """Called with the list of a batch's samples."""
 T = TypeVar("T")
+
+
+class Items(Protocol):
+    """What is used of a map-style data set: samples by index."""
+
+    def __getitem__(self, index: int, /) -> object: ...
+
+
+class Indexed(Items, Protocol):
+    """The same with a length."""
+
+    def __len__(self) -> int: ...
+
+
+def is_indexed(data: object) -> TypeGuard[Indexed]:
+    """Does it have the methods of a map-style data set?"""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 class Source(Protocol):

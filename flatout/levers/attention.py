@@ -46,7 +46,7 @@ class FusedAttention(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):
-            return refuse("the script compiles its model itself, which fuses attention too")
+            return refuse("torch.compile is already used, which fuses attention too")
         if not any(module.attention_by_hand for module in observed.modules):
             return refuse("no module computes attention by hand")
         return offer("fused", reason="there is a softmax between two matrix products")

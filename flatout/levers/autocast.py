@@ -46,12 +46,12 @@ class Autocast(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.autocast_in_script:
-            return refuse("the script uses autocast itself")
+            return refuse("autocast is already used")
         if not observed.modules:
             return refuse("no module was called: autocast needs one to wrap")
         if any(set(module.dtypes) - {"float32"} for module in observed.modules):
             return refuse("the model's weights are not fp32")
-        place = observed.gpu(machine) if observed.device.startswith("cuda") else machine.cpu
+        place = machine.gpu(observed.device) if observed.device.startswith("cuda") else machine.cpu
         fast = place.fast_dtypes if place is not None else ()
         if "bf16" in fast:
             return offer("bf16", reason="this device has bf16 instructions")

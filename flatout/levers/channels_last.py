@@ -45,7 +45,7 @@ class ChannelsLast(Lever):
         if not any(module.convolutions for module in observed.modules):
             return refuse("the model has no 2-d convolutions")
         if any(module.channels_last for module in observed.modules):
-            return refuse("the script uses it already")
+            return refuse("it is already used")
         return offer("channels_last", reason="the model has 2-d convolutions")
 
     @contextlib.contextmanager

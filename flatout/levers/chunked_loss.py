@@ -60,9 +60,9 @@ class ChunkedLoss(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):
-            return refuse("the script compiles its model itself, and compiled code materialises the scores")
+            return refuse("torch.compile is already used, and compiled code materialises the scores")
         if not observed.optimizers:
-            return refuse("the script has no optimizer object, so Flatout cannot see when the weights change")
+            return refuse("there is no optimizer object, so Flatout cannot see when the weights change")
         widest = max((module.widest_output for module in observed.modules), default=0)
         if widest < LEAST_CLASSES:
             return refuse(f"the widest layer has {widest} outputs: scores are a small part of a step's memory")

@@ -48,7 +48,7 @@ class Compile(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.compiled_in_script or any(module.compiled for module in observed.modules):
-            return refuse("the script compiles its model itself")
+            return refuse("torch.compile is already used")
         if observed.differentiates_twice:
             return refuse(
                 f"{observed.differentiates_twice}, and compiled code has no gradient that can be differentiated again"

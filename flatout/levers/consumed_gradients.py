@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from flatout.errors import ScriptError
 from flatout.levers.grad_attribute import delete_grad, get_grad, grad_replaced, set_grad
+from flatout.parameters import parameters_of
 
 CARRIERS = ("torch.optim.", "torch.nn.modules.", "flatout.")
 """Modules that only pass gradients on, or apply the update, which has been made already."""
@@ -59,7 +60,7 @@ class ConsumedGradients:
 
     def of_optimizer(self, original: Callable[[Optimizer, bool], None]) -> Callable[[Optimizer, bool], None]:
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            self._free((one for group in optimizer.param_groups for one in group["params"]), bool(set_to_none))
+            self._free(parameters_of(optimizer), bool(set_to_none))
             original(optimizer, set_to_none)
 
         return zero_grad
@@ -79,7 +80,7 @@ class ConsumedGradients:
         def read(parameter: Tensor) -> Tensor | None:
             if id(parameter) in gone and parameter in self and not _carries(sys._getframe(1).f_globals):
                 raise ScriptError(
-                    "the script reads a gradient",
+                    "a gradient is read",
                     limit="it was freed when its parameter was updated, within the backward pass",
                     remedy=REMEDY,
                 )

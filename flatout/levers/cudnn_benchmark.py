@@ -24,11 +24,11 @@ class CudnnBenchmark(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.device.startswith("cuda"):
-            return refuse("the script trains on the CPU")
+            return refuse("the model is on the CPU")
         if observed.cudnn_benchmark:
-            return refuse("the script has already turned it on")
+            return refuse("it is already turned on")
         if observed.deterministic_algorithms:
-            return refuse("the script asks for deterministic algorithms")
+            return refuse("deterministic algorithms are required")
         if not any(module.convolutions for module in observed.modules):
             return refuse("the model has no convolutions")
         return offer(True, reason="the model has convolutions")

@@ -38,9 +38,9 @@ class FlushDenormals(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
-            return refuse("the script trains on a GPU, which is not slowed by denormals")
+            return refuse("the model is on a GPU, which is not slowed by denormals")
         if observed.flush_denormals:
-            return refuse("the script flushes them already")
+            return refuse("they are already flushed")
         return offer(True, reason="some CPUs compute with denormals many times slower")
 
     def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from flatout.errors import MachineError
 from flatout.levers.grad_attribute import delete_grad, get_grad, grad_replaced, set_grad
+from flatout.parameters import parameters_of
 from flatout.torch_private.attributes import IS_REPLICA
 from flatout.torch_private.dispatch import without_torch_function
 from flatout.torch_private.tensors import storage_identity, storage_users, tensor_users
@@ -55,7 +56,7 @@ class FreedGradients:
             if set_to_none or not _is_plain():
                 original(optimizer, set_to_none)
             else:
-                self._free(parameter for group in optimizer.param_groups for parameter in group["params"])
+                self._free(parameters_of(optimizer))
 
         return zero_grad
 

@@ -15,6 +15,7 @@ from flatout.levers.low_bit import low_bit_obstacle
 from flatout.levers.observed import Observed, OptimizerSeen
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
+from flatout.parameters import parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ class FusedOptimizer(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.optimizers:
-            return refuse("the script has no optimizer object")
+            return refuse("there is no optimizer object")
         kinds = ", ".join(sorted({seen.kind for seen in observed.optimizers}))
         open_ones = [seen for seen in observed.optimizers if not seen.obstacle]
         if not open_ones:
@@ -211,14 +212,13 @@ def see_optimizer(optimizer: Optimizer) -> OptimizerSeen:
     """Describe a live optimizer: which implementations it could use, and what rules them out."""
     import torch
 
-    groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    groups, parameters = optimizer.param_groups, parameters_of(optimizer)
     fusable = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     kind = type(optimizer)
     sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
     obstacle = ""
     if any(group.get("fused") is not None or group.get("foreach") is not None for group in groups):
-        obstacle = "the script chose the optimizer's implementation itself"
+        obstacle = "the optimizer was built with fused or foreach set"
     elif any(group.get("differentiable") or group.get("capturable") for group in groups):
         obstacle = "the optimizer is differentiable or capturable"
     elif sparse:

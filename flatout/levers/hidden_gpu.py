@@ -49,7 +49,7 @@ class HiddenGpu(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.device.startswith("cuda"):
-            return refuse("the script trains on the CPU")
+            return refuse("the model is on the CPU")
         if observed.autocast_in_script or observed.scaler_in_script:
             return refuse("the script's mixed precision is for the GPU: on the CPU the numbers would differ")
         if observed.orders_device_work or observed.captures_graphs:

@@ -67,7 +67,7 @@ class Saving:
         return (times_as_fast(self.least), times_as_fast(self.expected), times_as_fast(self.most))
 
 
-COSTS_TIME = Saving(expected=-0.3, least=-2.0, most=0.0, why="it saves memory and takes time: flatout tune --fit")
+COSTS_TIME = Saving(expected=-0.3, least=-2.0, most=0.0)
 """Of a lever that only saves memory."""
 
 

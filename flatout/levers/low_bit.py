@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from flatout.errors import MachineError, UsageError
+from flatout.parameters import parameters_of
 from flatout.torch_private.compiler import compile_errors, not_counted
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def low_bit_obstacle(optimizer: Optimizer) -> str | None:
             return "the optimizer has amsgrad, maximize or differentiable set"
         if any(isinstance(one, torch.Tensor) for one in group["betas"]):
             return "the optimizer's betas are tensors"
-    if not any(_is_large(one) for group in optimizer.param_groups for one in group["params"]):
+    if not any(_is_large(one) for one in parameters_of(optimizer)):
         return f"no parameter has at least {LEAST_ELEMENTS} elements in whole blocks of {BLOCK}"
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
@@ -80,7 +81,7 @@ class LowBitOptimizer:
                 remedy=REMEDY if "torchao" in obstacle else "drop optimizer_state, or use another optimizer",
             )
         self._optimizer = optimizer
-        large = [one for group in optimizer.param_groups for one in group["params"] if _is_large(one)]
+        large = [one for one in parameters_of(optimizer) if _is_large(one)]
         self._large = {id(one) for one in large}
         self._codes = _optimizer_class(_decoupled(optimizer))(large)
         self._adopt()
@@ -254,7 +255,7 @@ def _optimizer_class(decoupled: bool) -> Callable[[Sequence[Tensor]], Any]:  # t
             base._subclass_zeros(torch.empty(BLOCK), signed, BLOCK)
 
     def step(self: Any) -> None:  # a method of the class that is returned
-        stepped = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        stepped = [one for one in parameters_of(self) if one.grad is not None]
         for parameter in stepped:
             if not (state := self.state[parameter]):
                 state["step"] = torch.tensor(0.0)

@@ -40,9 +40,9 @@ class MatmulPrecision(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.matmul_precision != "highest":
-            return refuse(f"the script sets it to {observed.matmul_precision!r} itself")
+            return refuse(f"it is already set to {observed.matmul_precision!r}")
         if observed.device.startswith("cuda"):
-            gpu = observed.gpu(machine)
+            gpu = machine.gpu(observed.device)
             if gpu is None or "tf32" not in gpu.fast_dtypes:
                 return refuse("this GPU has no TF32")
             return offer("high", reason="this GPU has TF32")

@@ -16,6 +16,7 @@ from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.machine.description import Machine
 from flatout.machine.device import placement
+from flatout.parameters import parameters_of
 
 if TYPE_CHECKING:
     import torch
@@ -121,10 +122,9 @@ def _place_optimizer(optimizer: Optimizer, device: torch.device | str) -> None:
     """Move its parameters, if no module has moved them already, and its state; step counters stay on the CPU."""
     import torch
 
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.device.type != torch.device(device).type:
-                _place(parameter, device)
+    for parameter in parameters_of(optimizer):
+        if parameter.device.type != torch.device(device).type:
+            _place(parameter, device)
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and (name != "step" or value.dim()):

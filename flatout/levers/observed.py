@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flatout.machine.ceilings import Ceilings, Peak
-from flatout.machine.description import Gpu, Machine
+from flatout.machine.description import Machine
 
 USUAL_BUSY_SHARE, USUAL_PRODUCTS = 0.6, 0.5
 """Where nothing was measured: the share of forward and backward in a step, and of products in these."""
@@ -161,13 +161,6 @@ class Observed:
         measured = machine.ceilings
         same = measured is not None and measured.device.partition(":")[0] == self.device.partition(":")[0]
         return measured if same else None
-
-    def gpu(self, machine: Machine) -> Gpu | None:
-        """The GPU that trains; None for the CPU, or where the machine's GPUs were not detected."""
-        if not self.device.startswith("cuda"):
-            return None
-        index = int(self.device.partition(":")[2] or 0)
-        return next((gpu for gpu in machine.devices if gpu.index == index), None)
 
     def _peaks(self, machine: Machine) -> Mapping[str, Peak]:
         measured = self.ceilings(machine)

@@ -41,17 +41,17 @@ class OptimizerInBackward(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.optimizers:
-            return refuse("the script has no optimizer object")
+            return refuse("there is no optimizer object")
         for reason in (observed.differentiates_twice, observed.captures_graphs):
             if reason:
                 return refuse(reason)
         if observed.compiled_in_script:
-            return refuse("the script compiles, and compiled code produces all gradients at once")
+            return refuse("torch.compile is already used, and compiled code produces all gradients at once")
         if observed.scaler_in_script or "fp16" in Autocast().applies(machine, observed).values:
             return refuse("fp16 scales the loss, and needs all gradients before the first update")
         if observed.gradients_zeroed:
-            return refuse("the script's zero_grad fills gradients with zeros, and does not free them")
-        unknown = "what the script does between backward and the optimizer's step was not examined"
+            return refuse("zero_grad fills gradients with zeros here, and does not free them")
+        unknown = "what happens between backward and the optimizer's step was not examined"
         for obstacle in (observed.reads_gradients, observed.update_obstacle):
             if obstacle is None or obstacle:
                 return refuse(unknown if obstacle is None else obstacle)

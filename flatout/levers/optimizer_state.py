@@ -42,16 +42,16 @@ class LowBitState(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.optimizers:
-            return refuse("the script has no optimizer object")
+            return refuse("there is no optimizer object")
         if observed.compiled_in_script:
-            return refuse("the script compiles, and the 8-bit update kernel is compiled too")
+            return refuse("torch.compile is already used, and the 8-bit update kernel is compiled too")
         if observed.captures_graphs:
             return refuse(f"{observed.captures_graphs}: a captured graph writes to the moments' memory")
         obstacles = [seen.low_bit_obstacle for seen in observed.optimizers]
         if "" not in obstacles:
             return refuse(obstacles[0] or "whether the optimizer's state can be held in 8 bits was not examined")
         if observed.reads_optimizer_state is None or observed.reads_optimizer_state:
-            return refuse(observed.reads_optimizer_state or "whether the script reads that state was not examined")
+            return refuse(observed.reads_optimizer_state or "whether anything reads that state was not examined")
         return offer("8bit", reason="saves memory, costs time")
 
     @contextlib.contextmanager

@@ -58,7 +58,7 @@ class OverlappedCopies(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.device.startswith("cuda"):
-            return refuse("the script trains on the CPU")
+            return refuse("the model is on the CPU")
         if observed.orders_device_work:
             return refuse(f"{observed.orders_device_work}: the script itself orders what waits for what")
         return offer(True, reason="the host waits for each copy to the GPU")

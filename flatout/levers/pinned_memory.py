@@ -29,7 +29,7 @@ class PinnedMemory(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if not observed.device.startswith("cuda"):
-            return refuse("the script trains on the CPU")
+            return refuse("the model is on the CPU")
         if not observed.loaders or all(loader.pin_memory for loader in observed.loaders):
             return refuse("no loader that lacks pin_memory feeds training")
         return offer(True, reason="batches are copied to the GPU every step")

@@ -39,9 +39,9 @@ class Threads(Lever):
 
     def applies(self, machine: Machine, observed: Observed) -> Verdict:
         if observed.device != "cpu":
-            return refuse("the script trains on a GPU")
+            return refuse("the model is on a GPU")
         if observed.threads_set_by_script:
-            return refuse(f"the script sets {observed.threads} threads itself")
+            return refuse(f"it is already set to {observed.threads}")
         available = machine.cpu.available_cores
         physical = machine.cpu.physical_cores or available
         values = {1, available // 4, available // 2, min(physical, available), available} - {0, observed.threads}

@@ -19,6 +19,7 @@ from flatout.levers.call_site import FoundSite, after_backward
 from flatout.levers.consumed_gradients import REMEDY, ConsumedGradients
 from flatout.levers.in_backward import UpdatesInBackward
 from flatout.levers.subject import Roots, Subject
+from flatout.parameters import parameters_of
 from flatout.signals import held_back
 from flatout.torch_private.attributes import STEP_IS_SCHEDULED
 
@@ -70,7 +71,7 @@ class _GuardedUpdates(UpdatesInBackward):
 
     def __init__(self, optimizer: Optimizer, ahead: int, subject: Subject, consumed: ConsumedGradients) -> None:
         self._ahead, self._subject, self._consumed = ahead, subject, consumed
-        self._all = [one for group in optimizer.param_groups for one in group["params"]]
+        self._all = parameters_of(optimizer)
         super().__init__(optimizer)
 
     def update(self, group: dict[str, object], parameter: Tensor) -> None:
@@ -110,7 +111,7 @@ def pass_obstacle(optimizers: Sequence[Optimizer], subject: Subject) -> str:
     for module in subject.modules:
         for part in module.modules():
             if part._backward_hooks or part._backward_pre_hooks:
-                return f"{type(part).__name__} has a backward hook set by the script"
+                return f"{type(part).__name__} has a backward hook"
     return ""
 
 
@@ -120,16 +121,16 @@ def _optimizer_obstacle(optimizer: Optimizer) -> str:
         return f"{kind.__name__} is not known to update each parameter independently"
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, STEP_IS_SCHEDULED):
-        return "the script has replaced the optimizer's step"
+        return "the optimizer's step was replaced"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
     if _foreign_hooks(optimizer):
-        return "the script has hooks around the optimizer's step"
+        return "there are hooks around the optimizer's step"
     parameters = list(_parameters_of(optimizer))
     if any(type(one) is not torch.nn.Parameter or one.layout is not torch.strided for one in parameters):
         return "its parameters are not plain torch.nn.Parameter"
     if any(one._post_accumulate_grad_hooks for one in parameters):
-        return "the script has post-accumulate-grad hooks"
+        return "there are post-accumulate-grad hooks"
     if _overlap(parameters):
         return "parameters share memory"
     return ""
@@ -150,7 +151,7 @@ def _overlap(parameters: Sequence[Tensor]) -> bool:
 
 def _parameters_of(owner: object) -> Iterator[Tensor]:
     if isinstance(owner, torch.optim.Optimizer):
-        return (one for group in owner.param_groups for one in group["params"])
+        return iter(parameters_of(owner))
     return iter(owner.parameters()) if isinstance(owner, torch.nn.Module) else iter(())
 
 

@@ -95,6 +95,12 @@ class Machine:
             return ()
         return self.devices
 
+    def gpu(self, device: str) -> Gpu | None:
+        """The one that torch calls 'cuda' or 'cuda:1'; None for the CPU, or where the GPUs were not detected."""
+        kind, _, number = device.partition(":")
+        index = int(number or 0) if kind == "cuda" else None
+        return next((gpu for gpu in self.devices if gpu.index == index), None)
+
     @property
     def device_kind(self) -> str:
         """Where work should run here: "cuda" or "cpu"."""

@@ -115,13 +115,17 @@ def fast_dtypes(capability: tuple[int, int] | None) -> tuple[str, ...]:
     return tuple(dtype for dtype, first in since.items() if capability >= first)
 
 
-def _others(listed: Iterable[_Process]) -> tuple[GpuProcess, ...]:
-    """Processes that are not this one."""
+def listed_processes(listed: Iterable[_Process]) -> tuple[GpuProcess, ...]:
+    """As NVML lists them, with their names."""
     return tuple(
         GpuProcess(pid=process.pid, name=_process_name(process.pid), memory_bytes=process.usedGpuMemory)
         for process in listed
-        if process.pid != os.getpid()
     )
+
+
+def _others(listed: Iterable[_Process]) -> tuple[GpuProcess, ...]:
+    """Processes that are not this one."""
+    return tuple(process for process in listed_processes(listed) if process.pid != os.getpid())
 
 
 def _process_name(pid: int) -> str | None:
@@ -131,14 +135,27 @@ def _process_name(pid: int) -> str | None:
         return None
 
 
-def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
+class _Numbered(Protocol):
+    """A GPU, by whatever is known of it."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def uuid(self) -> str | None: ...
+
+
+G = TypeVar("G", bound=_Numbered)
+
+
+def visible(gpus: tuple[G, ...], setting: str | None) -> tuple[G, ...]:
     """Those that CUDA_VISIBLE_DEVICES leaves, in its order. CUDA stops at the first entry that it does not know.
 
     Numbers are taken in the driver's order; CUDA's own default (fastest first) differs only on unlike GPUs.
     """
     if setting is None:
         return gpus
-    found: list[Gpu] = []
+    found: list[G] = []
     for entry in (part.strip() for part in setting.split(",")):
         matches = [g for g in gpus if entry and (entry == str(g.index) or (g.uuid or "").startswith(entry))]
         if len(matches) != 1 or matches[0] in found:

@@ -47,7 +47,7 @@ _READ_WHERE_USED = _named(
     "clone convert_element_type full full_like zeros zeros_like ones ones_like scalar_tensor iota arange rand "
     "rand_like randn embedding index _unsafe_index gather where constant_pad_nd _to_copy copy lift_fresh_copy fill"
 )
-"""Beside what torch tags as pointwise."""
+"""Besides what torch tags as pointwise."""
 _WRITTEN_ELEMENT_BY_ELEMENT = _named(
     "sum mean amax amin max min var var_mean prod any all argmax argmin std index_put _unsafe_index_put scatter "
     "scatter_add scatter_reduce index_add"

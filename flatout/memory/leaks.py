@@ -91,18 +91,18 @@ def growths(timeline: Timeline, marks: Sequence[int]) -> list[Growth]:
     """
     by_origin: dict[tuple[str, str, str], list[Allocation]] = {}
     for one in timeline.allocations:
-        if one.size_bytes and _outlives_a_mark(one, marks):
+        if one.size_bytes and any(_is_held_at(one, mark) for mark in marks):
             by_origin.setdefault((one.line or one.module, one.phase, one.operation), []).append(one)
     found = [growth for (line, *_), ones in by_origin.items() if (growth := _growth(line, ones, marks)) is not None]
     return sorted(found, key=lambda growth: -growth.bytes_per_step)
 
 
 def held_at(allocations: Sequence[Allocation], mark: int) -> list[Allocation]:
-    return [one for one in allocations if one.born < mark and (one.died is None or one.died >= mark)]
+    return [one for one in allocations if _is_held_at(one, mark)]
 
 
-def _outlives_a_mark(one: Allocation, marks: Sequence[int]) -> bool:
-    return any(one.born < mark and (one.died is None or one.died >= mark) for mark in marks)
+def _is_held_at(one: Allocation, mark: int) -> bool:
+    return one.born < mark and (one.died is None or one.died >= mark)
 
 
 def _growth(line: str, ones: list[Allocation], marks: Sequence[int]) -> Growth | None:

@@ -1,7 +1,7 @@
-"""The guides' models, done well and small: one file a family, each a config and the modules that it describes.
+"""The guides' models, small and fast: one file per family, with a config and its modules.
 
-Repeated blocks stand in an `nn.ModuleList` named `blocks` (an encoder-decoder has one each), so that they can be
-compiled, checkpointed or sharded one by one. Nothing here knows of devices, precision or training.
+Repeated blocks are in an `nn.ModuleList` named `blocks` (an encoder-decoder has two), so that they can be
+compiled, checkpointed or sharded one by one. Nothing here depends on devices, precision or training.
 
 >>> import torch
 >>> model = GPT2(GPT2Config(vocab_size=65, max_tokens=32, width=48, heads=3, layers=2))

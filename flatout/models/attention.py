@@ -1,11 +1,11 @@
 """Multi-head attention and its masks, the same for every Transformer here.
 
 `valid` says which tokens of a ragged batch are real: lengths, whole numbers [batch], for sequences padded on the
-right, or bool [batch, tokens], True for a real token. (torch.nn.Transformer's masks mean the opposite.) What a model
-puts out at padding is meaningless but finite, and does not reach the real tokens.
+right, or bool [batch, tokens], True for a real token. (torch.nn.Transformer's masks mean the opposite.) Outputs at
+padding are meaningless but finite, and do not affect the real tokens.
 
 Keys and values are computed in one place (`SelfAttention.queries_keys_values`, `CrossAttention.keys_values`) and used
-in another (`attend`): a cache for generation belongs between the two.
+in another (`attend`): a cache for generation goes between the two.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def key_mask(valid: Tensor | None, batch: int, tokens: int) -> Tensor | None:
 def causal_key_mask(valid: Tensor | None, batch: int, tokens: int) -> Tensor | None:
     """The mask that causal attention needs beside causality: bool [batch, 1, tokens, tokens] or None.
 
-    Padding on the right needs none, since no real token looks to its right: lengths cost nothing.
+    Padding on the right needs none, since no real token attends to what follows it: lengths cost nothing.
     """
     mask = key_mask(valid, batch, tokens)  # also checks
     if mask is None or valid is None or valid.ndim == 1:
         return None
     places = torch.arange(tokens, device=mask.device)
     causal, itself = places[:, None] >= places, places[:, None] == places
-    return (mask & causal) | itself  # padding on the left sees itself, so that it sees something
+    return (mask & causal) | itself  # padding on the left attends to itself, so that it attends to something
 
 
 class SelfAttention(nn.Module):
-    """Every token looks at the others (causal: at itself and those before it).
+    """Every token attends to the others (causal: to itself and those before it).
 
-    One product makes queries, keys and values: three small ones would fill a device less well.
+    One matrix product computes queries, keys and values: three small ones would use a device less well.
     """
 
     def __init__(self, width: int, heads: int, *, dropout: float, causal: bool) -> None:
@@ -65,8 +65,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Floating point [batch, tokens, width] -> the same shape and dtype.
 
-        mask: bool, broadcast to [batch, heads, tokens, tokens], True = may look; None = nothing but causality holds.
-        With a mask, causality must be in it.
+        mask: bool, broadcast to [batch, heads, tokens, tokens], True = may attend; None = causality alone. A mask must
+        include causality.
         """
         queries, keys, values = self.queries_keys_values(x)
         return self.attend(queries, keys, values, mask)
@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Every token of one sequence looks at all of another, which the encoder made."""
+    """Every token of one sequence attends to all of another, the encoder's output."""
 
     def __init__(self, width: int, heads: int, *, dropout: float) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         """Floating point x [batch, tokens, width], memory [batch, source tokens, width] -> shape and dtype of x.
 
-        mask: bool, broadcast to [batch, heads, tokens, source tokens], True = may look.
+        mask: bool, broadcast to [batch, heads, tokens, source tokens], True = may attend.
         """
         keys, values = self.keys_values(memory)
         return self.attend(x, keys, values, mask)

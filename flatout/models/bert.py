@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2018): a Transformer encoder that sees both sides, its pooler and its masked-token head.
+"""BERT (Devlin et al., 2018): a bidirectional Transformer encoder, its pooler and its masked-token head.
 
 >>> import torch
 >>> bert = Bert(BertConfig(vocab_size=100, max_tokens=32, width=48, heads=3, layers=2)).eval()
@@ -40,9 +40,9 @@ class BertConfig:
 
     vocab_size: int = 30522
     max_tokens: int = 512
-    """Positions that are learnt, so the longest sequence."""
+    """Learnt positions: the longest sequence."""
     token_types: int = 2
-    """Kinds of token, as first and second sentence."""
+    """Segments, such as first and second sentence."""
     width: int = 768
     heads: int = 12
     layers: int = 12
@@ -56,7 +56,7 @@ class BertConfig:
     tied: bool = True
     """The masked-token head uses the token embedding itself."""
     vocab_multiple: int = 64
-    """The vocabulary's matrix is padded to a multiple of it; 1 = not at all."""
+    """The embedding's rows are padded to a multiple of this; 1 = no padding."""
 
     def __post_init__(self) -> None:
         check_whole(self, "vocab_size", "max_tokens", "token_types", "width", "heads", "layers", "vocab_multiple")
@@ -108,7 +108,7 @@ class BertConfig:
 
 
 class BertOutput(NamedTuple):
-    """What Bert gives, both in the weights' dtype."""
+    """What Bert returns, both in the weights' dtype."""
 
     hidden: Tensor
     """[batch, tokens, width]"""
@@ -117,7 +117,7 @@ class BertOutput(NamedTuple):
 
 
 class BertBlock(nn.Module):
-    """Attention, then feed-forward; each sum is normalised after it is made, as in the paper."""
+    """Attention, then feed-forward; each sum is normalised (post-norm), as in the paper."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class BertBlock(nn.Module):
 
 
 class Bert(nn.Module):
-    """The encoder and, unless `pooler` is False, its pooler (a part without use should not stand in an optimizer)."""
+    """The encoder and, unless `pooler` is False, its pooler (an unused part should not be in an optimizer)."""
 
     def __init__(self, config: BertConfig | None = None, *, pooler: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a model's config must hold, said once: each check names the field, its value, the limit and a remedy.
+"""Checks of model configs; each error names the field, its value, the limit and a remedy.
 
 >>> check_heads("BertConfig", width=100, heads=12)
 Traceback (most recent call last):
@@ -68,7 +68,7 @@ def check_word(config: object, name: str, words: object) -> None:
 
 
 def check_heads(owner: str, *, width: int, heads: int) -> None:
-    """The heads share the width evenly."""
+    """The width is divisible by the number of heads."""
     if width % heads:
         fitting = max(count for count in range(1, min(heads, width) + 1) if width % count == 0)
         limit = f"each head needs the same whole share, and {width} / {heads} is {width / heads:.2f}"
@@ -88,7 +88,7 @@ def read_foreign(
     required: Mapping[str, Collection[object]],
     names: Mapping[str, str],
 ) -> dict[str, object]:
-    """Keywords for a config of ours from a transformers config as a dict; a field that it lacks keeps our default.
+    """Keywords for our config from a transformers config as a dict; a field that it lacks keeps our default.
 
     `required` holds what changes the computation: name -> the values that are supported. `names` is theirs -> ours.
     """
@@ -98,6 +98,6 @@ def read_foreign(
     for name, allowed in {"model_type": (model_type,), **required}.items():
         if name in values and values[name] not in allowed:
             limit = f"supported: {', '.join(map(repr, allowed))}"
-            remedy = "use a model that was trained so, or transformers itself for this one"
+            remedy = "use a model that was trained that way, or transformers itself for this one"
             raise UsageError(f"the {model_type} config has {name} = {values[name]!r}", limit=limit, remedy=remedy)
     return {ours: values[theirs] for theirs, ours in names.items() if values.get(theirs) is not None}

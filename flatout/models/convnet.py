@@ -1,4 +1,4 @@
-"""A small convolutional classifier, as the guides draw it: convolution, ReLU, pooling, twice; then two linear layers.
+"""A small convolutional classifier, as in the guides: convolution, ReLU, pooling, twice; then two linear layers.
 
 >>> import torch
 >>> ConvNet(ConvNetConfig(channels=3, height=28, width=28))(torch.zeros(8, 3, 28, 28)).shape

@@ -1,4 +1,4 @@
-"""What each token does alone: up to a wider layer, through an activation, down again.
+"""The part of a Transformer that treats each token by itself: up to a wider layer, an activation, down again.
 
 >>> import torch
 >>> FeedForward(8, 32, activation="gelu", dropout=0.0)(torch.zeros(1, 2, 8)).shape
@@ -27,14 +27,14 @@ HUGGING_FACE_ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_module(name: Activation) -> nn.Module:
-    """The activation of this name, element by element on any shape and dtype."""
+    """The elementwise activation of this name, for any shape and dtype."""
     if name == "relu":
         return nn.ReLU()
     return nn.GELU(approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def activation_from_hugging_face(name: object) -> Activation:
-    """Our word for an activation of transformers."""
+    """Our name of an activation of transformers."""
     if not isinstance(name, str) or name not in HUGGING_FACE_ACTIVATIONS:
         limit = f"supported: {', '.join(map(repr, HUGGING_FACE_ACTIVATIONS))}"
         raise UsageError(f"the config's activation is {name!r}", limit=limit, remedy="use transformers for this model")

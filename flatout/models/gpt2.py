@@ -51,7 +51,7 @@ class GPT2Config:
 
     vocab_size: int = 50257
     max_tokens: int = 1024
-    """Positions that are learnt, so the longest sequence."""
+    """Learnt positions: the longest sequence."""
     width: int = 768
     heads: int = 12
     layers: int = 12
@@ -59,7 +59,7 @@ class GPT2Config:
     """Width in the middle of the feed-forward; None = four times the width."""
     activation: Activation = "gelu_tanh"
     dropout: float = 0.1
-    """On what each half of a block adds."""
+    """On the output of each half of a block."""
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
     norm_epsilon: float = 1e-5
@@ -67,7 +67,7 @@ class GPT2Config:
     tied: bool = True
     """The head is the token embedding itself."""
     vocab_multiple: int = 64
-    """The vocabulary's matrix is padded to a multiple of it; 1 = not at all."""
+    """The embedding's rows are padded to a multiple of this; 1 = no padding."""
 
     def __post_init__(self) -> None:
         check_whole(self, "vocab_size", "max_tokens", "width", "heads", "layers", "vocab_multiple")
@@ -118,7 +118,7 @@ class GPT2Config:
 
 
 class GPT2(nn.Module):
-    """Tokens and positions, causal blocks, a last norm, the head."""
+    """Tokens and positions, causal blocks, a final norm, the head."""
 
     def __init__(self, config: GPT2Config | None = None) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """int64 or int32 [batch, tokens] -> logits, the weights' dtype [batch, tokens, vocabulary].
 
-        With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100. A batch padded on
-        the right needs no mask: no token looks to its right.
+        With targets, int64 [batch, tokens]: their mean cross-entropy instead, ignoring targets of -100. A batch padded
+        on the right needs no mask: no token attends to what follows it.
         """
         if targets is None:
             return self.logits(self.hidden(tokens))
@@ -175,7 +175,7 @@ class GPT2(nn.Module):
             self.head.weight = self.tokens.weight
 
     def _initialise(self) -> None:
-        """As the paper: all layers add to one sum, so what each adds starts smaller by the root of their number."""
+        """As in the paper: every layer adds to one sum, so its output starts smaller by the root of their number."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 adds = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
@@ -201,7 +201,7 @@ def _block(config: GPT2Config) -> PreNormBlock:
 
 
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-"""Causal masks that older checkpoints hold as if they were weights."""
+"""Causal masks that older checkpoints store as if they were weights."""
 
 _BLOCK = {
     "norm1": "ln_1",
@@ -214,7 +214,7 @@ _BLOCK = {
 
 
 def _sources(config: GPT2Config) -> dict[str, Source]:
-    """Parameter of ours -> where a transformers state dict holds it."""
+    """Our parameter -> where a transformers state dict holds it."""
     head = ("lm_head.weight",)
     sources = {
         "tokens.weight": Source(parts=("wte.weight",), aliases=head if config.tied else (), rows=config.vocab_size),
@@ -227,7 +227,7 @@ def _sources(config: GPT2Config) -> dict[str, Source]:
     for layer in range(config.layers):
         for ours, theirs in _BLOCK.items():
             weight, bias = f"h.{layer}.{theirs}.weight", f"h.{layer}.{theirs}.bias"
-            # Their Conv1D keeps a matrix as [in, out].
+            # Their Conv1D stores a matrix as [in, out].
             sources[f"blocks.{layer}.{ours}.weight"] = Source(parts=(weight,), transposed="norm" not in ours)
             sources[f"blocks.{layer}.{ours}.bias"] = Source(parts=(bias,))
     return sources

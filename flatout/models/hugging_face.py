@@ -20,17 +20,17 @@ NAMES_LISTED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where one parameter of ours stands in a foreign state dict."""
+    """Where a state dict of transformers holds one of our parameters."""
 
     parts: tuple[str, ...]
-    """Its names there; several are joined along the rows, as query, key and value."""
+    """Its names there; several are concatenated along the rows, as query, key and value are."""
     aliases: tuple[str, ...] = ()
-    """Other names under which the same tensor (tied) may stand; any one suffices."""
+    """Other names under which the same tensor (tied) may be stored; any one suffices."""
     aliases_agree: bool = True
     """Two names with different tensors are an error; False: the first name counts."""
     transposed: bool = False
     rows: int | None = None
-    """Rows there, if ours has padding below them; None = as many as ours."""
+    """Rows there, if ours is padded; None = as many as ours."""
 
 
 def load_strictly(
@@ -42,7 +42,7 @@ def load_strictly(
     ignored: re.Pattern[str],
     rename: Callable[[str], str] = str,
 ) -> None:
-    """Give `model` (on the meta device) its parameters. `prefix` may stand before a name or not.
+    """Fill in the parameters of `model` (on the meta device). `prefix` may precede names.
 
     ignored: names (after the prefix) that hold nothing the model needs. rename: old name -> current name.
     Tied parameters of ours are named once in `sources`; the caller ties them again afterwards.
@@ -67,7 +67,7 @@ def load_strictly(
     if missing or unexpected or misfits:
         lists = (_listed("missing", missing), _listed("unexpected", unexpected), _listed("that do not match", misfits))
         what = f"the state dict does not fit {model.__class__.__name__}: {'; '.join(filter(None, lists))}"
-        raise UsageError(what, remedy="make the config with from_hugging_face from the config beside these weights")
+        raise UsageError(what, remedy="make the config with from_hugging_face from the config of these weights")
     for ours, source in sources.items():
         owner, _, leaf = ours.rpartition(".")
         joined = _joined(parts[ours], shapes[ours], transposed=source.transposed)
@@ -92,7 +92,7 @@ def _check_tied(names: list[str], given: Mapping[str, Tensor]) -> None:
         if not same:
             what = f"{first} and {other} differ"
             limit = "the config says that they are one tensor"
-            raise UsageError(what, limit=limit, remedy="set tied=False if they were trained apart")
+            raise UsageError(what, limit=limit, remedy="set tied=False if they were trained separately")
 
 
 def _foreign_shape(ours: tuple[int, ...], source: Source) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def _listed(kind: str, names: Iterable[str]) -> str:
 
 
 def _joined(parts: list[Tensor], shape: tuple[int, ...], *, transposed: bool) -> Tensor:
-    """The parts below one another in a tensor of their own; rows that no part fills are zero."""
+    """The parts concatenated along the rows into a new tensor; rows that are left over are zero."""
     joined = torch.zeros(shape, dtype=parts[0].dtype, device=parts[0].device)
     row = 0
     for part in parts:

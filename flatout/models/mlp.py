@@ -25,7 +25,7 @@ class MLPConfig:
     """Width of each hidden layer; () leaves one linear layer."""
     classes: int = 10
     dropout: float = 0.0
-    """Probability with which a hidden value is dropped in training."""
+    """Probability of dropping a hidden value in training."""
 
     def __post_init__(self) -> None:
         check_whole(self, "inputs", "classes")

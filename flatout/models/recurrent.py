@@ -1,8 +1,8 @@
 """Recurrent networks over tokens: a classifier of sequences and a generator of characters, of RNN or LSTM cells.
 
-A step needs the one before it, so a sequence is as many small products as it has tokens: on a GPU these models are
-bound by launches, not by arithmetic, unless cuDNN runs the whole sequence, which nn.RNN and nn.LSTM let it do.
-torch.compile does not trace them (it breaks the graph there), and would lose cuDNN if it did.
+Each step depends on the one before it, so a sequence is as many small products as it has tokens: on a GPU these models
+are bound by kernel launches, not by arithmetic, unless cuDNN runs the whole sequence, which nn.RNN and nn.LSTM let it
+do. torch.compile does not trace them (it breaks the graph there), and would lose cuDNN if it did.
 
 >>> import torch
 >>> model = RecurrentClassifier(RecurrentClassifierConfig(vocab_size=100, classes=3))
@@ -29,7 +29,7 @@ State = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """What both models have. Neither pads its vocabulary: an embedding is only read, and characters are few."""
+    """What both models share. Neither pads its vocabulary: an embedding is only looked up, and characters are few."""
 
     cell: Cell = "lstm"
     vocab_size: int
@@ -124,7 +124,7 @@ class CharacterGenerator(nn.Module):
         return self.advance(tokens)[0]
 
     def advance(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """As forward, from a state (None = the start of a text); also gives the state after the last token."""
+        """As forward, from a state (None = the start of a text); also returns the state after the last token."""
         output, after = self.body(tokens, state)
         return self.head(output), after
 
@@ -132,9 +132,10 @@ class CharacterGenerator(nn.Module):
     def generate(
         self, tokens: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """int64 [batch, tokens] -> int64 [batch, tokens + count]: the text goes on, each character drawn.
+        """int64 [batch, tokens] -> int64 [batch, tokens + count]: the text continued, each character sampled.
 
-        temperature: below 1 the likely become likelier; 0 takes the likeliest. Call eval() first if there is dropout.
+        temperature: below 1 likely characters become likelier; 0 always takes the likeliest. Call eval() first if there
+        is dropout.
         """
         if count < 0 or not temperature >= 0:
             what = f"count is {count} and temperature {temperature}"
@@ -155,7 +156,7 @@ def _drawn(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 def _initialise(layers: nn.RNN | nn.LSTM) -> None:
-    """Orthogonal steps neither swell nor shrink the state; an LSTM starts by remembering (forget gates open)."""
+    """Orthogonal recurrent weights keep the state's size; an LSTM starts with open forget gates, so it remembers."""
     gates = 4 if isinstance(layers, nn.LSTM) else 1
     for name, parameter in layers.named_parameters():
         for gate, part in enumerate(parameter.data.chunk(gates)):  # input, forget, cell, output

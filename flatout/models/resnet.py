@@ -1,7 +1,7 @@
 """Residual networks with bottleneck blocks (He et al., 2015); the default is ResNet-50.
 
-The stride stands in the 3 x 3 convolution (often called v1.5): a 1 x 1 convolution with a stride would throw three
-quarters of its input away. Give the model and its images `channels_last`: that is how tensor cores read convolutions.
+The stride is in the 3 x 3 convolution (often called v1.5): a 1 x 1 convolution with a stride would discard three
+quarters of its input. Give the model and its images `channels_last`: that is how tensor cores read convolutions.
 
 >>> import torch
 >>> ResNet(ResNetConfig(classes=10)).eval()(torch.zeros(1, 3, 64, 64)).shape
@@ -32,7 +32,8 @@ class ResNetConfig:
     width: int = 64
     """Channels after the first convolution."""
     zero_init_residual: bool = True
-    """Start each block as the identity (its last scale is 0): large batches train better so (Goyal et al., 2017)."""
+    """Start each block as the identity (its last scale is 0): large batches train better that way (Goyal et al.,
+    2017)."""
 
     def __post_init__(self) -> None:
         check_whole(self, "classes", "channels", "width")

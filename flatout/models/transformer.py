@@ -1,7 +1,7 @@
 """The Transformer (Vaswani et al., 2017) as a language model: the encoder alone, or encoder and decoder.
 
-Two departures that made training steadier: norms stand before each half of a block, not after; and one matrix is
-embedding and head. Positions are sines, so they need no training.
+Two departures make training more stable: norms come before each half of a block, not after, and embedding and head
+share a matrix. Positions are sinusoids, so they need no training.
 
 >>> import torch
 >>> tokens = torch.zeros(2, 7, dtype=torch.int64)
@@ -43,7 +43,7 @@ class TransformerConfig:
     """Width in the middle of the feed-forward; None = four times the width."""
     dropout: float = 0.1
     causal: bool = True
-    """True: a token sees itself and those before it (predicts the next). False: all (fills gaps)."""
+    """True: a token attends to itself and those before it (predicts the next). False: to all (fills gaps)."""
     vocab_multiple: int = 64
     """The vocabulary's matrix is padded to a multiple of it; 1 = not at all."""
 
@@ -83,7 +83,7 @@ class Seq2SeqConfig:
 
 
 class Positioned(nn.Module):
-    """Tokens as vectors with their positions added; its weight [padded vocabulary, width] also serves as the head."""
+    """Embedded tokens plus their positions; its weight [padded vocabulary, width] also serves as the head."""
 
     def __init__(self, config: TransformerConfig | Seq2SeqConfig) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Positioned(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Positioned tokens, blocks, a last norm, the head."""
+    """Embedded tokens and positions, blocks, a final norm, the head."""
 
     def __init__(self, config: TransformerConfig | None = None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class TransformerLM(nn.Module):
         """int64 or int32 [batch, tokens] -> logits, the weights' dtype [batch, tokens, vocabulary].
 
         valid: which tokens are real, as lengths or mask (see `attention`); a causal model with padding on the right
-        needs none. With targets, int64 [batch, tokens]: their mean cross-entropy instead, without those of -100.
+        needs none. With targets, int64 [batch, tokens]: their mean cross-entropy instead, ignoring targets of -100.
         """
         x = self.embedding(tokens)
         make_mask = causal_key_mask if self.config.causal else key_mask
@@ -163,9 +163,9 @@ class DecoderBlock(nn.Module):
         return out
 
     def advance(self, x: Tensor, seen: Seen, causal: Tensor, mask: Tensor) -> tuple[Tensor, Seen]:
-        """As forward, for tokens that follow those in `seen`; also gives `seen` with them.
+        """As forward, for tokens that follow those in `seen`; also returns `seen` with them.
 
-        causal: bool [tokens, tokens seen and new], mask: bool [batch, 1, 1, source tokens], True = may look.
+        causal: bool [tokens, tokens seen and new], mask: bool [batch, 1, 1, source tokens], True = may attend.
         """
         queries, keys, values = self.attention.queries_keys_values(self.norm1(x))
         seen = seen._replace(keys=torch.cat((seen.keys, keys), dim=2), values=torch.cat((seen.values, values), dim=2))
@@ -185,7 +185,7 @@ class Seen(NamedTuple):
 
 
 class Seq2SeqState(NamedTuple):
-    """A source that was read, and a target so far."""
+    """An encoded source, and the target so far."""
 
     mask: Tensor
     """bool [batch, 1, 1, source tokens], True = a real token of the source."""
@@ -193,7 +193,7 @@ class Seq2SeqState(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Blocks over the source and a last norm."""
+    """Blocks over the source and a final norm."""
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Blocks over the target, which also read the source, and a last norm."""
+    """Blocks over the target, which also read the source, and a final norm."""
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Seq2SeqTransformer(nn.Module):
         return out
 
     def begin(self, source: Tensor, source_valid: Tensor | None = None) -> Seq2SeqState:
-        """Read a source, for `advance`: int64 or int32 [batch, source tokens]; source_valid as in forward."""
+        """Encode a source, for `advance`: int64 or int32 [batch, source tokens]; source_valid as in forward."""
         memory = self.encode(source, source_valid)
         mask = key_mask(source_valid, *source.shape)
         if mask is None:

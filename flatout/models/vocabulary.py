@@ -1,8 +1,9 @@
 """Tokens in, logits out: a vocabulary padded so that its large matrix product runs on whole tiles.
 
 The product with the vocabulary is the largest of a small language model, and tensor cores read their operands in
-tiles: an odd number of rows (GPT-2's 50257) costs a slow kernel. So the matrix gets rows up to the next multiple,
-zeros which no token names and whose logits are cut off before anybody sees them: losses are exact, padding never wins.
+tiles: an odd number of rows (GPT-2's 50257) means a slow kernel. So the matrix gets rows up to the next multiple,
+zeros that no token uses and whose logits are cut off before anything reads them: losses are exact, and padding is never
+predicted.
 
 >>> padded_size(50257, 64)
 50304
@@ -39,7 +40,7 @@ class TokenEmbedding(nn.Embedding):
         return F.embedding(tokens, self.weight[: self.vocab_size] if padded else self.weight)
 
     def zero_padding(self) -> None:
-        """To be called after the weight is initialised."""
+        """Call it after initialising the weight."""
         zero_rows(self.weight, self.vocab_size)
 
 
@@ -50,9 +51,9 @@ def zero_rows(parameter: Tensor, vocab_size: int) -> None:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of [batch, tokens, vocabulary], a scalar in fp32; targets of -100 count as none.
+    """Mean cross-entropy of [batch, tokens, vocabulary], a scalar in fp32; targets of -100 are ignored.
 
-    Under a plan with `loss = "chunked"` the logits are never held.
+    Under a plan with `loss = "chunked"` the logits are never held whole.
     """
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 

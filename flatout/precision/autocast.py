@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from flatout.parameters import all_parameters
 from flatout.precision.outputs import outputs_changed
 
 if TYPE_CHECKING:
@@ -93,9 +94,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _leaves(roots: Sequence[Tensor], optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[Tensor]:
     """Whatever this backward pass may leave a gradient in, each once."""
-    found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    for module in modules:
-        found |= {id(p): p for p in module.parameters()}
+    found = {id(one): one for one in all_parameters(modules, optimizers)}
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
     while waiting:

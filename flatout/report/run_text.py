@@ -1,4 +1,4 @@
-"""A run, as one line while it goes on, as a screen when it has ended, and as a document."""
+"""A run that has ended, as a screen and as a document."""
 
 from __future__ import annotations
 
@@ -6,37 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from flatout.diagnose.run_summary import RunSummary
-from flatout.machine.ceilings import Ceilings
 from flatout.private_details import without_private
 from flatout.report.document import document
 from flatout.report.step_text import breakdown_text, counted_by, percent, share_of_ceiling
 from flatout.script.memory_death import MemoryDeath
-from flatout.script.run_record import RunRecord
 from flatout.script.step_memory import MemorySample
 from flatout.timing import contention, measurement
 from flatout.units import format_bytes, format_seconds
 
 KIND = "run"
-
-
-def live_text(
-    record: RunRecord, flops: float | None, ceilings: Ceilings | None, findings: Sequence[str], device: str
-) -> str:
-    """'flatout  step 1,234 · 12.3 ms · 81 steps/s · data 12 % · 34 % of the bf16 ceiling · 1.2 GiB'."""
-    if not record.recent_seconds:
-        return " flatout · waiting for the first step"
-    parts = [f" flatout · step {record.steps:,}", format_seconds(record.recent_seconds)]
-    parts.append(f"{1 / record.recent_seconds:,.1f} steps/s")
-    if record.rows:
-        total = sum(row.seconds for row in record.rows)
-        data = sum(row.parts.get("data", 0.0) for row in record.rows)
-        parts.append(f"data {data / total:.0%}")
-    share, of_what = share_of_ceiling(flops or record.flops_per_step, record.recent_seconds, ceilings, device)
-    if share is not None:
-        parts.append(f"{percent(share)} of the {of_what.partition(' (')[0]}")
-    if record.resident:
-        parts.append(format_bytes(record.resident[-1][2]))
-    return " · ".join([*parts, *findings])
 
 
 def run_text(summary: RunSummary, report_path: str | None) -> str:
@@ -67,7 +45,7 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
         rows.append(("", _tensors_text(record.memory)))
     if (others := contention(summary.load)) is not None:
         rows.append(("", others))
-    rows.append(("plan", ", ".join(summary.applied) if summary.applied else "none: the script ran as it is"))
+    rows.append(("plan", ", ".join(summary.applied) or f"{_why_nothing_applied(summary)}: the script ran as it is"))
     rows += [("", note) for note in summary.plan_notes]
     if summary.death is not None:
         rows += _death_rows(summary.death)
@@ -77,6 +55,12 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
     if report_path is not None:
         rows.append(("report", report_path))
     return "\n".join(f"{label:<10}{text}" for label, text in rows)
+
+
+def _why_nothing_applied(summary: RunSummary) -> str:
+    if summary.plan is None:
+        return "none"
+    return "nothing of it was applied" if summary.plan.choices() else "it keeps nothing"
 
 
 def _outside_text(summary: RunSummary) -> str:

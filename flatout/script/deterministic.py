@@ -16,6 +16,7 @@ from collections import Counter
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from flatout.parameters import parameters_of
 from flatout.script.patches import ImportWatch
 
 if TYPE_CHECKING:
@@ -48,10 +49,9 @@ def weights_digests(subject: Subject) -> list[tuple[str, str]]:
     ]
     seen = {id(tensor) for _, tensor in named}
     for optimizer in subject.optimizers:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
         named += [
             (f"parameter {index} of {type(optimizer).__name__}", one)
-            for index, one in enumerate(parameters)
+            for index, one in enumerate(parameters_of(optimizer))
             if id(one) not in seen
         ]
     times: Counter[str] = Counter()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from flatout.levers.subject import Subject
 from flatout.machine.device import CpuDevice, CudaDevice, Device, device_index
+from flatout.parameters import parameters_of
 from flatout.script.patches import Patches
 from flatout.script.spans import Span
 from flatout.tracebacks import leave_no_frame
@@ -90,9 +91,8 @@ def device_name(subject: Subject) -> str:
             for parameter in module.parameters():
                 return str(parameter.device)
         for optimizer in subject.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    return str(parameter.device)
+            for moved in parameters_of(optimizer):
+                return str(moved.device)
     return "cpu"
 
 

@@ -26,6 +26,12 @@ class EpochStarts:
         self._lengths: list[float] = []
         self._steps: list[int] = []
         self._typical_seconds = 0.0
+        self.begun = 0
+        """Iterators of training loaders in which a step was seen; the first one is made before its loader is known."""
+        self.began_at: tuple[float, int] | None = None
+        """Clock, and steps in the run until then, of the latest of them."""
+        self.steps_in_last: int | None = None
+        """Steps of the one before."""
 
     def iterator_made(self, loader: DataLoader[object], began: float, steps: int = 0) -> None:
         """began: clock before the loader was asked for it, in seconds; steps: in the run until then."""
@@ -38,10 +44,18 @@ class EpochStarts:
     def step_ended(self, now: float, typical_seconds: float | None) -> None:
         if self._began is None:
             return
+        self._epoch_begun()
         if typical_seconds is not None:
             self._typical_seconds = typical_seconds
             self._costs = [*self._costs, max(0.0, now - self._began - typical_seconds)][-MOST_KEPT:]
         self._began = None
+
+    def _epoch_begun(self) -> None:
+        """An iterator in which nothing was trained (an evaluation on the training set) is no epoch."""
+        assert self._previous is not None
+        began_at = self._previous
+        self.steps_in_last = began_at[1] - (self.began_at[1] if self.began_at is not None else 0)
+        self.begun, self.began_at = self.begun + 1, began_at
 
     @property
     def cost_seconds(self) -> float | None:

@@ -2,6 +2,7 @@
 
     FLATOUT_CACHE_DIR, else ~/.cache/flatout   ceilings/, native/, inductor/, tunes.json
     /var/tmp and TMPDIR                        flatout-trials-*: the folders of tunes that were killed
+    FLATOUT_RUNS_DIR, else XDG_RUNTIME_DIR     run-*: the last state of runs that have ended
 
 Only names that Flatout creates are considered, and only what this user owns is removed. Links are not followed: the
 link is removed, its target stays. The folder of a running tune is left alone, and so are all plans and reports: those
@@ -22,6 +23,7 @@ from pathlib import Path
 from flatout import environment
 from flatout.errors import FlatoutError
 from flatout.script.isolation import cleanup
+from flatout.script.run_folders import old_folders
 from flatout.script.work_folder import leftover_folders, remove_leftover
 
 KEPT = {
@@ -82,6 +84,8 @@ def find_leftovers(cache: Path | None = None, temporary: Sequence[Path] | None =
         for path in leftover_folders(parent):
             what = "a tune that was killed"
             found.append(Leftover(path=str(path), what=what, size_bytes=_size(path), is_trial=True))
+    for path in old_folders(environment.runs_dir(), kept_seconds=0.0):
+        found.append(Leftover(path=str(path), what="the last state of a run that has ended", size_bytes=_size(path)))
     return found
 
 

@@ -18,6 +18,7 @@ from flatout.data.nested import tensors_in
 from flatout.levers.subject import Subject
 from flatout.machine.process_memory import resident_bytes
 from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.parameters import parameters_of
 from flatout.units import format_bytes
 
 if TYPE_CHECKING:
@@ -166,8 +167,7 @@ def _weights(subject: Subject) -> Iterator[Tensor]:
     for module in subject.modules:
         yield from (*module.parameters(), *module.buffers())
     for optimizer in subject.optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from parameters_of(optimizer)
 
 
 def _gradients(subject: Subject) -> Iterator[Tensor]:

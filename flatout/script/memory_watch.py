@@ -14,6 +14,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from flatout.machine.process_memory import peak_resident_bytes, resident_bytes
+from flatout.parameters import parameters_of
 from flatout.script.compile_seen import compile_was_asked_for
 from flatout.script.growth_trace import GrowthTrace
 from flatout.script.patches import Patches
@@ -160,7 +161,7 @@ class MemoryWatch:
 
     def _name_optimizers(self) -> None:
         for optimizer in self.watch.subject.optimizers:
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            parameters = parameters_of(optimizer)
             self._tracker.hold(parameters, "weights")
             self._tracker.name([one.grad for one in parameters if one.grad is not None], "gradients")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from flatout.levers.low_bit import is_in_codes
 from flatout.levers.subject import Subject
+from flatout.parameters import parameters_of
 from flatout.script.reference import (
     CheckFound,
     Reference,
@@ -173,7 +174,7 @@ class NumericsRecorder:
             self._reference.backward(self._watch.inside_optimizer)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         self._gradient_noise.add_to(parameters)
         self._take_gradients(parameters)
         if self._reference is not None:

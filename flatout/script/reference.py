@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypedDict
 from flatout.generators import generator_states
 from flatout.levers.low_bit import is_in_codes, write_codes
 from flatout.levers.subject import Subject
+from flatout.parameters import all_parameters, parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +58,8 @@ def named_weights(subject: Subject) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters():
             found.setdefault(id(parameter), (prefix + name, parameter))
     for number, optimizer in enumerate(subject.optimizers):
-        for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            found.setdefault(id(parameter), (f"optimizer {number}, parameter {index}", parameter))
+        for index, moved in enumerate(parameters_of(optimizer)):
+            found.setdefault(id(moved), (f"optimizer {number}, parameter {index}", moved))
     return {name: parameter.detach() for name, parameter in found.values()}
 
 
@@ -76,8 +77,7 @@ def optimizer_state(subject: Subject) -> dict[str, Tensor]:
     """Every tensor in the state of an optimizer."""
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(subject.optimizers):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters_of(optimizer)):
             for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
                 if hasattr(value, "copy_"):
                     found[f"{number}.{index}.{key}"] = value
@@ -181,7 +181,7 @@ class ReferenceWriter:
             return
         weights = named_weights(self._subject)
         if self._closure or not self._calls:  # gradients are computed inside the step, or there is no optimizer
-            self._calls = [[_gradient(p, self._whole, i) for i, p in enumerate(_live(self._subject))]]
+            self._calls = [[_gradient(p, self._whole, i) for i, p in enumerate(_trained(self._subject))]]
             self._closure = True
         self._entry["losses"], self._entry["gradients"], self._entry["closure"] = losses, self._calls, self._closure
         self._entry["after"] = _kept(weights, self._whole)
@@ -285,7 +285,7 @@ class ReferenceReader:
         if entry is None:
             return
         if entry["closure"]:
-            self._compare_gradients(_live(self._subject), entry["gradients"][0], entry["whole"])
+            self._compare_gradients(_trained(self._subject), entry["gradients"][0], entry["whole"])
         elif self._call != len(entry["gradients"]) and not self.found[-1]["unlike"]:
             self.found[-1]["unlike"] = (
                 f"{self._call} optimizer steps in step {entry['step'] + 1}, {len(entry['gradients'])} in the plain run"
@@ -323,14 +323,9 @@ def thinned(checks: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tuple(checks[round(i * (len(checks) - 1) / most)] for i in range(most))
 
 
-def _live(subject: Subject) -> list[Tensor]:
+def _trained(subject: Subject) -> list[Tensor]:
     """The parameters themselves (detached ones have no gradient)."""
-    found: dict[int, Tensor] = {}
-    for module in subject.modules:
-        found |= {id(p): p for p in module.parameters()}
-    for optimizer in subject.optimizers:
-        found |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    return list(found.values())
+    return all_parameters(subject.modules, subject.optimizers)
 
 
 def _kept(tensors: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:

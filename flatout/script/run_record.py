@@ -25,7 +25,7 @@ LITTLE_LEFT_SHARE = 0.03
 
 @dataclass
 class RunRecord:
-    """Filled step by step; read by the live line and by the summary."""
+    """Filled step by step; read for its states while it runs, and for the summary."""
 
     steps: int = 0
     """Training steps, corrected in hindsight; the first is not timed."""

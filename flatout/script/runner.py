@@ -63,6 +63,8 @@ class Runner:
         self._look = StepLook(self.watch.subject)
         self.at_alarm: list[Callable[[], None]] = []
         """Called once when hardly any of the host's memory is left: whatever is to survive must be written now."""
+        self.at_second: list[Callable[[float], None]] = []
+        """Called with the clock about once a second, at the end of a step, in the script's thread."""
         self.applied = Applied(self.watch.subject)
         self.left_off: list[tuple[str, str]] = []
         """(lever, why it does not apply to this run)"""
@@ -146,6 +148,8 @@ class Runner:
         if now >= self._next_resident:
             self._next_resident = now + RESIDENT_EVERY_SECONDS
             self._note_memory(now)
+            for callback in self.at_second:
+                callback(now)
         self._mark_boundary()
 
     def _note_memory(self, now: float) -> None:

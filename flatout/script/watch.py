@@ -229,6 +229,16 @@ class Watch:
         if self.suspended:
             self._passing.grant(self.finder.leader, self.boundary_every - 1)
 
+    def batches_yielded(self, loader: DataLoader[object]) -> int | None:
+        """By the newest iterator of this loader that is in use; None: there is none."""
+        from flatout.torch_private.loading import BaseIterator, yielded_by
+
+        found = None
+        for iterator, (reference, _) in list(self._loader_of.items()):
+            if reference() is loader and isinstance(iterator, BaseIterator):
+                found = yielded_by(iterator)
+        return found
+
     def disable(self) -> None:
         self.enabled = False
 

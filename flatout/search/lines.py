@@ -83,7 +83,14 @@ def reach_lines(state: Record[C], option: BudgetOption) -> list[str]:
 
 
 def _enough(state: Record[C], option: BudgetOption) -> str:
-    return "" if state.enough_seconds is None else f": try {option(state.enough_seconds)} (about)"
+    if state.enough_seconds is None:
+        return ""
+    budget = f"try {option(state.enough_seconds)} (about)"
+    if state.short_run_steps is None:
+        return f": {budget}"
+    return (
+        f": let it run for more than {state.short_run_steps} steps (starting it takes longer than these), or {budget}"
+    )
 
 
 def _stopped(state: Record[C]) -> str:

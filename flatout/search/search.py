@@ -333,7 +333,7 @@ class Search(ABC, Generic[C]):
             self._progress(f"is {choice.label} still needed?")
             found = self.without(choice, others)
             if found is not None and found.verdict == "faster":
-                reason = f"no longer helps beside those kept after it: x{found.ratio:.2f} without it"
+                reason = f"no longer helps with those kept after it: x{found.ratio:.2f} without it"
                 self.state.take_back([choice], "dropped", reason)
                 self.state.kept = others
                 self.on_dropped(choice, others)

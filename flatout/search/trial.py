@@ -118,6 +118,10 @@ class Record(Generic[C]):
     enough_seconds: float | None = None
     """Approximate budget in which everything would have been tried; None: everything was."""
 
+    short_run_steps: int | None = None
+    """Steps of a whole run that is so short that starting it takes longer; None: runs are longer, or their length is
+    unknown. More steps per start save more of the search's time than a larger budget adds."""
+
     @property
     def late(self) -> int:
         """How many changes were not reached in time."""

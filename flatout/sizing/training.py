@@ -18,6 +18,7 @@ from flatout.arguments import as_instance, as_whole_number
 from flatout.data.nested import batch_length, tensors_in
 from flatout.errors import UsageError
 from flatout.generators import generators_kept
+from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.plan_choices import declared
 from flatout.torch_private.attributes import CAPTURE_WAS_WARNED_OF, COMPILED_CALL
@@ -167,8 +168,7 @@ def _over_same_memory(training: Training) -> tuple[nn.Module, Optimizer, LossFn]
     memo: dict[int, object] = {id(one): one.clone_state() for one in generators_in((model, loss_fn))}
     memo |= {id(one): one.detach() for one in model.buffers()}
     memo |= {id(one): one for one in _state_tensors(optimizer)}
-    moved: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
-    for one in (*model.parameters(), *moved):
+    for one in (*model.parameters(), *parameters_of(optimizer)):
         if isinstance(one, torch.nn.Parameter):
             memo[id(one)] = type(one)(one.detach(), one.requires_grad)  # without the hooks of the step in use
         else:

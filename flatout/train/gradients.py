@@ -16,7 +16,6 @@ from flatout.torch_private.attributes import TAKES_SCALE_IN_STEP
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.nn import Parameter
     from torch.optim import Optimizer
 
 
@@ -38,7 +37,7 @@ class GradientStep:
 
     def __init__(
         self,
-        parameters: list[Parameter],
+        parameters: list[Tensor],
         optimizer: Optimizer,
         *,
         clip_norm: float | None,

@@ -35,6 +35,7 @@ from flatout.levers.low_bit import LowBitOptimizer
 from flatout.levers.model_call import calls_wrapped
 from flatout.levers.subject import Subject
 from flatout.memory.out_of_memory import is_out_of_memory
+from flatout.parameters import parameters_of
 from flatout.plan import Plan
 from flatout.precision.autocast import autocast_call
 from flatout.train.gradients import GradientStep, check_clip_norm
@@ -48,7 +49,7 @@ from flatout.train.split import Attempt, batch_coupled_layers, release
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -424,11 +425,11 @@ class TrainStep:
         )
 
 
-def _trained(model: Module, optimizer: Optimizer) -> list[Parameter]:
+def _trained(model: Module, optimizer: Optimizer) -> list[Tensor]:
     """The parameters that the optimizer updates, each once; UsageError if they are not the model's."""
     _check_optimizer(optimizer)
     check_optimizer_of(optimizer, model)
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameters_of(optimizer)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ from flatout.levers.lever import Choice, Lever, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import ChoiceValue, Exactness, allowed, contradiction, worst
-from flatout.script.trial.answers import TrialEnded
+from flatout.script.trial.answers import MORE_STEPS, TrialEnded
 from flatout.search.trial import Trial
 from flatout.statistics import median
 from flatout.tuning.short_budget import MORE_TIME
@@ -209,7 +209,7 @@ def too_few_to_fit(name: str, steps: int) -> ScriptError:
     return ScriptError(
         f"{name} has {steps} steps",
         limit="a memory limit (fit) needs several steps of one run to measure",
-        remedy="let it run more steps while it is tuned, by its own options, or tune it without a limit",
+        remedy=f"{MORE_STEPS}, or tune it without a limit",
     )
 
 

@@ -55,9 +55,8 @@ def judge_gain(gain: MemoryGain, choice: Choice, machine: Machine, device: str, 
 def _shortage(plain: Peak, machine: Machine, device: str) -> str:
     """Why memory counts as short; '' where it does not, or that is unknown."""
     if device.startswith("cuda"):
-        index = int(device.partition(":")[2] or 0)
-        total = next((gpu.memory_total_bytes for gpu in machine.devices if gpu.index == index), None)
-        held = plain.peak_bytes
+        gpu = machine.gpu(device)
+        total, held = gpu.memory_total_bytes if gpu is not None else None, plain.peak_bytes
     else:
         total, held = machine.memory_total_bytes, plain.resident_bytes
     if not total or held is None or held < SHORT_SHARE * total:

@@ -68,7 +68,7 @@ class Proposals:
     def proposal(self, name: str) -> Proposal[Choice]:
         lever, asked = self._levers[name], self._only is not None
         seen, few = self._state.observed, self._state.few_steps
-        found = worth_trying(lever, self._machine, seen, self._exactness, asked=asked, few=few)
+        found = worth_trying(lever, self._machine, seen, self._exactness, asked=asked, few=few, kind=self._kind)
         values, reason = found.values, found.reason
         if self._only is not None and values:
             wanted = self._only[lever.plan_field]

@@ -452,6 +452,8 @@ class TrainingSearch(Search[Choice]):
         self.state.few_steps = self.few or few_steps(end, step_seconds)
         if self.state.total_steps is None:
             self.state.total_steps = end.steps if self.few is None else self.few.steps
+        if step_seconds is not None and end.steps * step_seconds < self.state.restart_seconds:
+            self.state.short_run_steps = end.script_steps
 
     def _judge(self, pairing: Pairing) -> Measured:
         seconds = (pairing.baseline_seconds, pairing.candidate_seconds)
@@ -473,7 +475,8 @@ class TrainingSearch(Search[Choice]):
         if error.status == 0:
             steps = f"{error.steps} step{'s' * (error.steps != 1)}"
             return Measured(
-                outcome="dropped", reason=f"not measured: the script ended after {steps}, too few to compare"
+                outcome="dropped",
+                reason=f"not measured: the script ended after {steps}, too few to compare; let it run longer",
             )
         reason = f"the {self.trials.kind} failed under it: {error.headline or f'code {error.status}'}"
         return Measured(outcome="failed", reason=reason)

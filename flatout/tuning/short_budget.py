@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from flatout.errors import ScriptError
+from flatout.script.trial.answers import MORE_STEPS
 from flatout.search.deadline import Deadline
 from flatout.search.search import SEARCH_SHARE
 from flatout.tuning.few_steps import FewSteps
@@ -61,13 +62,13 @@ def too_slow_for_whole_runs(
     return ScriptError(
         f"{name} has {few.steps} steps: starting it takes {start} including the first, and each of the others {step}",
         limit=f"trying one lever takes {runs} whole runs, about {long}, and {_left(deadline)}",
-        remedy=f"try {_budget(max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds))}",
+        remedy=f"{MORE_STEPS}, or try {_budget(max(wanted_seconds, LEAST_INCREASE * deadline.budget_seconds))}",
     )
 
 
 def _left(deadline: Deadline) -> str:
     left = format_seconds(deadline.seconds_left) if deadline.seconds_left else "nothing"
-    return f"{left} of the budget of {format_seconds(deadline.budget_seconds)} is left for that beside the proof"
+    return f"{left} of the budget of {format_seconds(deadline.budget_seconds)} is left for that, apart from the proof"
 
 
 def budget_option(seconds: float) -> str:

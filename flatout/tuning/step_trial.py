@@ -72,7 +72,7 @@ class StepTrials:
     work_folder: Path
     name: str = "the step"
     kind: str = "step"
-    afresh: str = "on fresh copies"
+    afresh: str = "on new copies"
     starts_overlap: bool = False
     """Copies are made one at a time."""
 

@@ -86,7 +86,7 @@ class Trials(Protocol):
 
     @property
     def afresh(self) -> str:
-        """How a trial starts, in words: 'in fresh processes'."""
+        """How a trial starts, in words: 'in new processes'."""
 
     @property
     def work_folder(self) -> Path: ...

@@ -137,11 +137,9 @@ class Verifier:
         reason = f"faster in the search, but the plan could not be measured {self.trials.afresh}"
         if final is not None:
             found = final.comparison
-            between = f", {found.low:.2f} to {found.high:.2f}" if found.has_interval else ""
-            reason = (
-                f"faster in the search, but the plan was not {self.trials.afresh} "
-                f"(x{found.ratio:.2f}{between}, {found.verdict})"
-            )
+            between = f" ({found.low:.2f} to {found.high:.2f})" if found.has_interval else ""
+            verdict = "slower" if found.verdict == "slower" else "not confirmed"
+            reason = f"faster in the search, {verdict} {self.trials.afresh}: x{found.ratio:.2f}{between}"
         self._proved = len(self.state.kept)
         given_back = [choice for choice in self.state.kept if choice not in self.state.for_memory]
         self.state.kept = [choice for choice in self.state.kept if choice in self.state.for_memory]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.levers.first_compilation import usual_compile_seconds
-from flatout.levers.lever import Lever, Verdict, refuse
+from flatout.levers.lever import COSTS_TIME, Lever, Verdict, refuse
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.plan_choices import Exactness, allowed
@@ -24,9 +24,10 @@ def worth_trying(
     *,
     asked: bool = False,
     few: FewSteps | None = None,
+    kind: str = "script",
 ) -> Verdict:
     """The values to try, or why none. asked: the user asked for it, whatever it is predicted to save. few: the script's
-    length, where whole runs are compared."""
+    length, where whole runs are compared. kind: of the trials, 'script' or 'step'."""
     if not allowed(lever.exactness, exactness):
         return refuse(f"it is {lever.exactness}, and exactness is limited to {exactness}")
     if few is not None and lever.exactness == "reduced" and few.compared < LEAST_LOSSES:
@@ -42,6 +43,9 @@ def worth_trying(
     saving = lever.saving(machine, observed)
     if saving.most >= LEAST_GAIN:
         return verdict
+    if saving == COSTS_TIME:
+        use = "flatout tune --fit" if kind == "script" else "flatout.fit_to_memory"
+        return refuse(f"saves memory, costs time: use {use}")
     why = f": {saving.why}" if saving.why else ""
     return refuse(f"predicted to save at most {max(0.0, saving.most):.1%} of a step{why}")
 

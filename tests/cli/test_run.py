@@ -9,18 +9,22 @@ import pty
 import re
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import textwrap
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flatout.plan import Plan
+from flatout.serve.run_folder import all_runs
 from tests.processes import Python
 
 TRAIN = """
@@ -409,8 +413,10 @@ class Terminal:
 class Session:
     """`flatout run OPTIONS train.py` on a pseudo terminal."""
 
-    def __init__(self, python: Python, folder: Path, *options: str, size: tuple[int, int] = (24, 100)) -> None:
-        (folder / "train.py").write_text(textwrap.dedent(TICKING))
+    def __init__(
+        self, python: Python, folder: Path, *options: str, size: tuple[int, int] = (24, 100), source: str = TICKING
+    ) -> None:
+        (folder / "train.py").write_text(textwrap.dedent(source))
         self.folder, self.output = folder, ""
         self.master, slave = pty.openpty()
         self.resize(*size)
@@ -418,7 +424,13 @@ class Session:
             ["-m", "flatout", "run", *options, "train.py"],
             streams=[slave] * 3,
             folder=folder,
-            environment={**os.environ, "FLATOUT_CACHE_DIR": str(folder / ".cache"), "OMP_NUM_THREADS": "1"},
+            environment={
+                **os.environ,
+                "FLATOUT_CACHE_DIR": str(folder / ".cache"),
+                "FLATOUT_RUNS_DIR": str(folder / ".runs"),
+                "OMP_NUM_THREADS": "1",
+                "TERM": "dumb",
+            },
         )
         os.close(slave)
 
@@ -450,8 +462,8 @@ class Session:
 def session(tmp_path: Path, python: Python) -> Iterator[Callable[..., Session]]:
     started: list[Session] = []
 
-    def start(*options: str, size: tuple[int, int] = (24, 100)) -> Session:
-        started.append(Session(python, tmp_path, *options, size=size))
+    def start(*options: str, size: tuple[int, int] = (24, 100), source: str = TICKING) -> Session:
+        started.append(Session(python, tmp_path, *options, size=size, source=source))
         return started[-1]
 
     yield start
@@ -460,12 +472,15 @@ def session(tmp_path: Path, python: Python) -> Iterator[Callable[..., Session]]:
         one.process.wait()
 
 
-def test_a_terminal_shows_the_line_and_then_the_summary(session: Callable[..., Session]) -> None:
+def test_a_terminal_shows_the_panel_and_then_the_summary(session: Callable[..., Session]) -> None:
     on = session(size=(24, 200))
-    on.read_until(" steps/s")
+    on.read_until("other ")
     during = Terminal(24, 200).feed(on.output)
     assert during[:2] == ["first line", "no line end"]
-    assert re.match(r" flatout · step [\d,]+ · [\d.]+ ms · ", during[-1])
+    (first,) = [row for row, text in enumerate(during) if text.startswith(" flatout · ")]
+    assert first in (21, 22)
+    assert re.match(r" flatout · step [\d,]+ · [\d.]+ ms · [\d.]+ steps/s", during[first])
+    assert "CPU " in during[first + 1]
     assert on.finish() == 3
     after = Terminal(24, 200).feed(on.output)
     assert after[:5] == ["first line", "no line end and its rest", "progress 2", "last line", ""]
@@ -495,6 +510,130 @@ def test_quiet_is_quiet_on_a_terminal_too(session: Callable[..., Session], tmp_p
     assert "\x1b" not in on.output
     assert on.output.endswith("last line\r\n")
     assert document(tmp_path)["script"]["status"] == 3
+
+
+ASKING = """
+    import os, sys, time, torch
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], 0.1)
+    def steps(count):
+        for _ in range(count):
+            w.sum().backward()
+            optimizer.step()
+            time.sleep(0.01)
+    steps(60)
+    while not os.path.exists("shown"):
+        steps(10)
+    name = input("your name? ")
+    for number in range(40):
+        print("hello", name, number, flush=True)
+        sys.stdout.write(f"\\r{number:4d}%|####|")
+        sys.stdout.flush()
+        steps(2)
+    breakpoint()
+    print("after the debugger")
+    while not os.path.exists("enough"):
+        steps(10)
+"""
+CLEARED, TAKEN = r"\x1b7(?:\x1b\[\d+;1H\x1b\[2K)+\x1b8", r"(?:\x1bD)+\x1b\[\d+A\x1b7\x1b\[1;\d+r\x1b8"
+DRAWN = re.compile(rf"(?:{CLEARED})?(?:{TAKEN})?\x1b7\x1b\[\d+;1H.*?\x1b8")
+"""One drawing of the status lines, as it is written."""
+
+
+def test_prompts_bars_and_the_debugger_stay_the_scripts_own(session: Callable[..., Session], tmp_path: Path) -> None:
+    on = session("--no-report", source=ASKING)
+    on.read_until("CPU ")
+    (tmp_path / "shown").touch()
+    on.read_until("your name? ")
+    os.write(on.master, b"Ada\n")
+    on.read_until("(Pdb) ")
+    os.write(on.master, b"continue\n")
+    on.read_until("after the debugger")
+    assert on.finish() == 0
+    itself = DRAWN.sub("", on.output).partition("after the debugger")[0]
+    assert "\x1b" not in itself
+    hello = "".join(f"hello Ada {number}\r\n\r{number:4d}%|####|" for number in range(40))
+    assert itself.startswith(f"your name? Ada\r\n{hello}")
+
+
+def test_a_run_that_is_killed_gives_the_terminal_back_and_is_seen_as_killed(
+    session: Callable[..., Session], tmp_path: Path
+) -> None:
+    on = session("--no-report")
+    on.read_until("CPU ")
+    (running,) = all_runs(tmp_path / ".runs")
+    assert (running.condition, running.state.script) == ("running", "train.py")
+    os.kill(running.state.pid, signal.SIGKILL)
+    on.read_until("\x1b[r")
+    on.process.wait()
+    (killed,) = all_runs(tmp_path / ".runs")
+    assert (killed.condition, killed.state.steps > 0) == ("killed", True)
+    on.read_until(None)
+    assert on.output.rpartition("\x1b[r")[2].count("\x1b[2K") in (2, 3)
+    os.close(on.master)
+
+
+# its state and its page
+
+
+SECONDS = """
+    import time, torch
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], 0.1)
+    began = time.monotonic()
+    while time.monotonic() < began + 1.3:
+        w.sum().backward()
+        optimizer.step()
+    raise SystemExit(3)
+"""
+
+
+def test_a_run_without_a_terminal_can_be_watched_and_prints_nothing(run: Run, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    done = run(SECONDS, "--no-report", "--quiet", env={"FLATOUT_RUNS_DIR": str(runs)})
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    (seen,) = all_runs(runs)
+    assert (seen.condition, seen.state.status, seen.state.device) == ("ended", 3, "cpu")
+    assert seen.state.steps > 20
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == ["runs", "train.py"]
+
+
+def test_of_several_ranks_the_first_keeps_a_state(run: Run, tmp_path: Path) -> None:
+    for rank, kept in (("1", False), ("0", True)):
+        runs = tmp_path / f"runs-{rank}"
+        assert run("print(1)", "--no-report", env={"FLATOUT_RUNS_DIR": str(runs), "RANK": rank}).returncode == 0
+        assert bool(all_runs(runs)) is kept
+
+
+def test_a_folder_of_states_that_cannot_be_had_harms_nothing(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    env = {"FLATOUT_RUNS_DIR": str(tmp_path / "file")}
+    done = run("import sys; print(1); sys.exit(4)", "--no-report", env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (4, "1\n", "")
+    served = run("print(1)", "--no-report", "--serve", env=env)
+    assert (served.returncode, served.stdout) == (0, "1\n")
+    assert served.stderr.startswith("flatout: no page: PermissionError: ")
+
+
+def test_the_page_of_a_run(run: Run, tmp_path: Path) -> None:
+    script = """
+        import json, os, re, sys, urllib.request
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            print("no child")
+    """
+    done = run(script, "--no-report", "--serve", forked=False, env={"FLATOUT_RUNS_DIR": str(tmp_path / "runs")})
+    assert (done.returncode, done.stdout) == (0, "no child\n")
+    url = re.fullmatch(r"flatout: this run's page is (http://127\.0\.0\.1:\d+/[\w-]{32}/)\n", done.stderr)
+    assert url is not None
+    with urllib.request.urlopen(f"{url[1]}state", timeout=20) as answer:
+        found = json.load(answer)
+    assert (found["script"], found["condition"]) == ("train.py", "ended")
+    (folder,) = (tmp_path / "runs").iterdir()
+    for process in psutil.process_iter(["cmdline"]):
+        if str(folder) in (process.info["cmdline"] or ()):
+            process.terminate()
 
 
 def test_a_choice_that_no_script_can_be_given_is_refused_before_the_script_runs(run: Run, tmp_path: Path) -> None:

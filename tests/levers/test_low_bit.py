@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import flatout
 from flatout.errors import MachineError, UsageError
@@ -18,6 +17,7 @@ from flatout.levers import low_bit
 from flatout.levers.low_bit import LowBitOptimizer, is_in_codes, low_bit_obstacle
 from flatout.plan import Plan
 from flatout.train.step import TrainStep
+from tests.allocator_record import allocator_recorded, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
@@ -131,20 +131,14 @@ def test_the_forecast_is_what_torch_then_records(plan: Plan) -> None:
     found = flatout.forecast(TrainStep(*make()[:2], LOSS, plan), make()[2])
     warm = make()
     TrainStep(*warm[:2], LOSS, plan)(warm[2])  # compiled
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with allocator_recorded() as peak_in_window:
         net, optimizer, data = make()
         step = TrainStep(net, optimizer, LOSS, plan)
-        with record_function("mark"):
+        with window():
             step(data)
             step(data)
-    events = profiler.profiler.kineto_results.events()
-    began = next(one.start_ns() for one in events if one.name() == "mark")
-    held = peak = 0
-    for when, size in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
-        held += size
-        peak = max(peak, held) if when >= began else peak
     assert found.method == "fake run"
-    assert found.peak_bytes == pytest.approx(peak, rel=0.03)
+    assert found.peak_bytes == pytest.approx(peak_in_window(), rel=0.03)
     full = flatout.forecast(TrainStep(net, torch.optim.AdamW(net.parameters()), LOSS, Plan()), data)
     assert found.categories["optimizer"] < 0.3 * full.categories["optimizer"]
 

@@ -240,7 +240,7 @@ KEPT_OFF = {
         "post-accumulate-grad hooks",
     ),
     "hooks of modules": (after("net[1].register_full_backward_hook(lambda *a: None)"), "Linear has a backward hook"),
-    "its own step": (after("optimizer.step = optimizer.step"), "replaced the optimizer's step"),
+    "its own step": (after("optimizer.step = optimizer.step"), "the optimizer's step was replaced"),
     "its own optimizer": (after("class Mine(torch.optim.SGD): pass\noptimizer = Mine(groups, lr=0.1)"), "Mine is not"),
     "shared by optimizers": (
         loop(ZERO, BACKWARD, STEP, "other.step()", head="other = torch.optim.SGD(net.parameters(), lr=0.1)"),
@@ -281,9 +281,9 @@ READ_LATER = loop(ZERO, BACKWARD, STEP, "seen.append(net[1].weight.grad)")
 
 
 def test_who_reads_a_gradient_after_its_update_gets_an_error(script: Script) -> None:
-    with pytest.raises(ScriptError, match=r"reads a gradient; it was freed .*; run it without optimizer_in_backward"):
+    with pytest.raises(ScriptError, match=r"a gradient is read; it was freed .*; run it without optimizer_in_backward"):
         script.run(READ_LATER, seen=[])
-    with pytest.raises(ScriptError, match="reads a gradient"):
+    with pytest.raises(ScriptError, match="a gradient is read"):
         script.run(loop(ZERO, BACKWARD, STEP, "nn.utils.clip_grad_norm_(net.parameters(), 1.0)"))
     torch.optim.SGD(script.run(LOOP)["net"].parameters(), lr=0.1).zero_grad()
 
@@ -392,7 +392,7 @@ OPEN = replace(SEEN, gradients_zeroed=False, reads_gradients="", update_obstacle
         (replace(OPEN, optimizers=()), "no optimizer"),
         (replace(OPEN, differentiates_twice="train.py mentions create_graph"), "create_graph"),
         (replace(OPEN, captures_graphs="train.py mentions CUDAGraph"), "CUDAGraph"),
-        (replace(OPEN, compiled_in_script=True), "compiles"),
+        (replace(OPEN, compiled_in_script=True), "torch.compile is already used"),
         (replace(OPEN, scaler_in_script=True), "fp16"),
         (replace(OPEN, gradients_zeroed=True), "fills gradients with zeros"),
         (replace(OPEN, reads_gradients="train.py mentions .grad"), ".grad"),

@@ -222,7 +222,7 @@ CLOSED = replace(OPEN.optimizers[0], low_bit_obstacle="the optimizer is SGD, not
     ("seen", "why"),
     [
         (replace(OPEN, optimizers=()), "no optimizer"),
-        (replace(OPEN, compiled_in_script=True), "compiles"),
+        (replace(OPEN, compiled_in_script=True), "torch.compile is already used"),
         (replace(OPEN, captures_graphs="train.py mentions CUDAGraph"), "CUDAGraph"),
         (replace(OPEN, optimizers=(CLOSED,)), "the optimizer is SGD"),
         (replace(OPEN, optimizers=SEEN.optimizers), "was not examined"),

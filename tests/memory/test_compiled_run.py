@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import flatout
 from flatout.memory import compiled_run
 from flatout.plan import Plan
 from flatout.sizing.forecasting import LARGE_SEGMENT_BYTES
 from flatout.train.step import TrainStep
+from tests.allocator_record import allocator_recorded, window
 
 LOSS = flatout.supervised(nn.CrossEntropyLoss())
 MISS = 0.05 if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13) else 0.08
@@ -58,19 +58,13 @@ def measured(plan: Plan) -> int:
         first = TrainStep(model, optimizer, LOSS, plan)
         first(batch)
         first.close()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with allocator_recorded() as peak_in_window:
             model, optimizer, batch = training()
             step = TrainStep(model, optimizer, LOSS, plan)
-            with record_function("mark"):
+            with window():
                 step(batch)
                 step(batch)
-    events = profiler.profiler.kineto_results.events()
-    began = next(one.start_ns() for one in events if one.name() == "mark")
-    held = peak = 0
-    for when, size in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
-        held += size
-        peak = max(peak, held) if when >= began else peak
-    return peak
+    return peak_in_window()
 
 
 @pytest.mark.parametrize(("plan", "miss"), [(COMPILED, MISS), (Plan(compile="regional", precision="bf16"), 0.15)])

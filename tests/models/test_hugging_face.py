@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_listed() -> None:
         "the state dict does not fit GPT2: 1 missing (h.1.ln_1.bias); 1 unexpected (h.7.ln_1.bias); "
         "3 that do not match (wpe.weight is [9, 12] and not [16, 12], h.0.mlp.c_fc.weight is [20, 12] and not "
         "[12, 20], h.0.mlp.c_fc.bias is torch.int8 and not floating point); "
-        "make the config with from_hugging_face from the config beside these weights"
+        "make the config with from_hugging_face from the config of these weights"
     )
 
 

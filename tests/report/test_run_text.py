@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flatout.diagnose.run_summary import RunSummary
 from flatout.machine.description import Machine
+from flatout.plan import Plan
 from flatout.report.compare import compare_documents, comparison_text
 from flatout.report.run_text import run_document, run_text
 from flatout.script.run_record import RunRecord
@@ -52,6 +54,16 @@ def test_a_run_beside_others_is_called_contended_by_the_screen_and_by_compare() 
     assert "others competed for the processor in the second" in comparison_text(found)
     alone = compare_documents(first, run_document(summary(ALONE, seconds=0.02)))
     assert alone.comparison.verdict == "slower"
+
+
+def test_a_plan_that_keeps_nothing_is_not_called_no_plan() -> None:
+    def plan_row(**changes: Any) -> str:
+        rows = run_text(replace(summary(None), applied=(), plan_notes=(), **changes), None).splitlines()
+        return next(row for row in rows if row.startswith("plan "))
+
+    assert plan_row(plan=None) == "plan      none: the script ran as it is"
+    assert plan_row(plan=Plan()) == "plan      it keeps nothing: the script ran as it is"
+    assert plan_row(plan=Plan(threads=1)) == "plan      nothing of it was applied: the script ran as it is"
 
 
 def test_a_run_too_short_to_tell_says_nothing_of_others() -> None:

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from flatout.script.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,18 @@ class Pair:
         assert self.watched.stdout == self.plain.stdout
         assert self.watched.stderr == self.plain.stderr
         assert self.watched.returncode == self.plain.returncode
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    """Watches this process's torch, until the test ends."""
+    import torch
+
+    runner = Runner()
+    runner._torch_imported(torch)
+    yield runner
+    assert runner.fault is None
+    runner.watch.uninstall()
 
 
 @pytest.fixture

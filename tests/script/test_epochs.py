@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.script.describe import observe
 from flatout.script.runner import Runner
-
-
-@pytest.fixture
-def runner() -> Iterator[Runner]:
-    runner = Runner()
-    runner._torch_imported(torch)
-    yield runner
-    assert runner.fault is None
-    runner.watch.uninstall()
 
 
 def test_the_training_loader_s_iterators_are_told_also_while_suspended(runner: Runner) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flatout.script.leftovers import find_leftovers, remove_leftovers
+from flatout.script.run_folders import STATE, make_folder, make_private
 from flatout.script.work_folder import MARK, PREFIX, work_folder
 
 KERNEL = f"decoder-{'a' * 16}-{'0' * 16}.so"
@@ -19,6 +20,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (folder / "tunes.json").write_text("{}")
     (folder / ".tunes-abc").write_text("half")
     monkeypatch.setenv("FLATOUT_CACHE_DIR", str(folder))
+    monkeypatch.setenv("FLATOUT_RUNS_DIR", str(tmp_path / "runs"))
     return folder
 
 
@@ -106,3 +108,19 @@ def test_what_belongs_to_another_user_stays(cache: Path, temporary: Path, monkey
     assert find_leftovers(temporary=[temporary]) == []
     assert remove_leftovers(found).removed == ()
     assert (cache / "tunes.json").exists()
+
+
+def test_the_state_of_a_run_that_has_ended_is_found_and_that_of_one_that_runs_is_not(
+    cache: Path, temporary: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    make_private(runs)
+    running = make_folder(runs)
+    ended = runs / "run-4194305-7"
+    ended.mkdir(mode=0o700)
+    (ended / STATE).write_text("{}")
+    (runs / "notes").mkdir()
+    found = [one for one in find_leftovers(temporary=[temporary]) if one.path.startswith(str(runs))]
+    assert names(found) == ["run-4194305-7"]
+    remove_leftovers(found)
+    assert sorted(path.name for path in runs.iterdir()) == sorted(["notes", running.name])

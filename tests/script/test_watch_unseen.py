@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import traceback
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +18,6 @@ from flatout.script.runner import Runner
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-@pytest.fixture
-def runner() -> Iterator[Runner]:
-    runner = Runner()
-    runner._torch_imported(torch)
-    yield runner
-    assert runner.fault is None
-    runner.watch.uninstall()
 
 
 def test_a_scripts_own_counters_count_every_call(runner: Runner) -> None:

@@ -27,6 +27,11 @@ def test_what_was_not_tried_is_not_said_to_be_of_no_help() -> None:
     assert reach_lines(state, budget_option) == []  # said above
     state.kept = [Choice(FlushDenormals(), True)]
     assert reach_lines(state, budget_option) == ["1 not reached: try --budget 2m (about)"]
+    state.short_run_steps = 87
+    assert reach_lines(state, budget_option) == [
+        "1 not reached: let it run for more than 87 steps (starting it takes longer than these), "
+        "or try --budget 2m (about)"
+    ]
     state.enough_seconds, state.stopped_after_seconds = None, 31.0
     assert reach_lines(state, budget_option) == ["1 not reached: the search was stopped after 31 s"]
     state.kept = []

@@ -226,7 +226,7 @@ def test_what_a_later_one_made_useless_goes() -> None:
     search = Scripted(seconds, THREADS, COMPILE)
     search.run()
     assert [one.label for one in search.state.kept] == ["compile default"]
-    assert search.state.trials[0].reason == "no longer helps beside those kept after it: x1.25 without it"
+    assert search.state.trials[0].reason == "no longer helps with those kept after it: x1.25 without it"
 
 
 def test_where_time_is_short_all_that_is_predicted_to_help_is_tried_at_once() -> None:

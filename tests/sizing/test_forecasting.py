@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout import Plan, TrainStep, forecast, supervised
 from flatout.errors import UsageError
@@ -15,6 +14,7 @@ from flatout.memory.cuda_workspaces import keeps_blas_workspace
 from flatout.memory.forecast import Target, forecast_of
 from flatout.memory.timeline import Allocation, Timeline
 from flatout.sizing.target import find_target
+from tests.allocator_record import allocator_recorded, window
 
 LOSS = supervised(nn.CrossEntropyLoss())
 
@@ -69,21 +69,15 @@ class Positive(nn.Module):
 
 def measured(make: Any, optimizer_of: Any, plan: Plan, data: Any) -> int:
     """Peak of torch's allocator during two steps: weights, state and inputs included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with allocator_recorded() as peak_in_window:
         model = make()
         optimizer = optimizer_of(model.parameters())
         data = copy.deepcopy(data)
         step = TrainStep(model, optimizer, LOSS, plan)
-        with record_function("mark"):
+        with window():
             step(data)
             step(data)
-    events = profiler.profiler.kineto_results.events()
-    began = next(one.start_ns() for one in events if one.name() == "mark")
-    held = peak = 0
-    for when, size in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
-        held += size
-        peak = max(peak, held) if when >= began else peak
-    return peak
+    return peak_in_window()
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class Run:
 class Pretended:
     """Trials of a script. `runs` has what each was asked for, and how many steps that took."""
 
-    name, kind, afresh, starts_overlap = "train.py", "script", "in fresh processes", False
+    name, kind, afresh, starts_overlap = "train.py", "script", "in new processes", False
     loading_seconds = 0.0
 
     def __init__(self, folder: Path, steps: int, step_seconds: float = 0.01) -> None:
@@ -251,6 +251,7 @@ def test_a_search_over_whole_runs_keeps_what_is_faster(tmp_path: Path) -> None:
     state = searched(script, Faster(), Slower(), Useless(), FromStart())
     assert state.few_steps == FEW
     assert state.total_steps == 5
+    assert state.short_run_steps == 5  # 0.05 s, and starting takes 0.2 s
     assert [choice.label for choice in state.kept] == ["faster", "from start"]
     trials = {trial.label: trial for trial in state.trials}
     assert trials["slower"].reason == "slower"
@@ -304,7 +305,7 @@ def test_a_budget_too_short_for_whole_runs_is_refused_with_one_that_would_do(tmp
     said = (
         r"train.py has 3 steps: starting it takes 200 ms including the first, and each of the others 3 s; "
         r"trying one lever takes 6 whole runs, about 37\.2 s, and .* of the budget of 1 min 20 s is left .*; "
-        r"try --budget 4m \(in Python: seconds=240\)$"
+        r"let it run more steps .*, or try --budget 4m \(in Python: seconds=240\)$"
     )
     with pytest.raises(ScriptError, match=said):
         searched(Pretended(tmp_path, 3, 3.0), Faster(), budget_seconds=80.0)
@@ -348,7 +349,7 @@ def test_a_length_that_shows_in_a_comparison_makes_it_one_of_whole_runs(tmp_path
 def test_long_steps_of_which_windows_fit_are_compared_in_one_run(tmp_path: Path) -> None:
     script = Pretended(tmp_path, 9, 1.0)
     state = searched(script, Faster(), budget_seconds=1000.0)
-    assert (state.few_steps, state.total_steps) == (None, 9)
+    assert (state.few_steps, state.total_steps, state.short_run_steps) == (None, 9, None)
     assert [choice.label for choice in state.kept] == ["faster"]
     assert any(("faster", 2) in run and ("plain", 2) in run for run in script.runs)
 

@@ -48,8 +48,8 @@ def test_a_slow_start_is_blamed_and_not_the_steps(tmp_path: Path) -> None:
     with pytest.raises(ScriptError) as refused:
         asked._affordable_steps(0.02)
     assert str(refused.value) == (
-        "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 79 steps, "
-        "and nothing of the budget of 10 s is left for that beside the proof; try --budget 40 (in Python: seconds=40)"
+        "train.py: starting it takes 9 s, and a step 20 ms; trying one lever takes about 79 steps, and nothing of the "
+        "budget of 10 s is left for that, apart from the proof; try --budget 40 (in Python: seconds=40)"
     )
 
 
@@ -140,6 +140,7 @@ for step in range(10_000):
 """
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_a_silent_trial_ends_soon_after_the_search_was_stopped(tmp_path: Path) -> None:
     deadline = Deadline(1000.0)
     (tmp_path / "train.py").write_text(STEPS)
@@ -151,6 +152,7 @@ def test_a_silent_trial_ends_soon_after_the_search_was_stopped(tmp_path: Path) -
             trial.window([], settle=0, steps=100)
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_steps_are_interrupted_soon_after_the_time_is_over(tmp_path: Path) -> None:
     clock = Clock()
     deadline = Deadline(10.0, clock=clock)

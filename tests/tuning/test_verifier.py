@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,9 @@ def verified(
     folder: Path,
     results: dict[tuple[str, ...], Any],
     exactness: Exactness = "reduced",
+    final: Pairing = FASTER,
 ) -> tuple[SearchState, Any]:
-    """BITS and ROUNDS were kept; `results` are the numbers of their runs."""
+    """BITS and ROUNDS were kept; `results` are the numbers of their runs, and `final` the last comparison."""
     setup = TrialSetup(target=Target(path="train.py"), work_folder=folder)
     kept = [BITS, ROUNDS]
     trials = [
@@ -61,7 +63,7 @@ def verified(
     state = SearchState(kept=kept, trials=trials, startup_seconds=1.0)
     monkeypatch.setattr(verifier_module, "Prover", lambda *_: Recorded(folder, results))
     verifier = Verifier(setup, state, Deadline(100.0), lambda text: None, exactness)
-    monkeypatch.setattr(verifier, "_final_comparison", lambda: FASTER)
+    monkeypatch.setattr(verifier, "_final_comparison", lambda: final)
     return state, verifier.run()[0]
 
 
@@ -86,6 +88,26 @@ def test_what_is_wrong_is_not_relaxed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert state.kept == [BITS]
     assert proof.verdict == "bit-identical"
     assert state.trials[-1].outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "said"),
+    [
+        (1.08, 0.92, 1.27, "not confirmed in new processes: x1.08 (0.92 to 1.27)"),
+        (0.9, 0.88, 0.93, "slower in new processes: x0.90 (0.88 to 0.93)"),
+        (1.2, 0.0, math.inf, "not confirmed in new processes: x1.20"),
+    ],
+)
+def test_a_gain_that_new_processes_do_not_show_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ratio: float, low: float, high: float, said: str
+) -> None:
+    found = replace(FASTER.comparison, ratio=ratio).with_interval(low, high, 0.01)
+    results = {("bits",): PLAIN, ("bits", "rounds"): PLAIN}
+    state, _ = verified(monkeypatch, tmp_path, results, final=replace(FASTER, comparison=found))
+    assert state.kept == []
+    assert [(trial.outcome, trial.reason) for trial in state.trials] == [
+        ("dropped", f"faster in the search, {said}")
+    ] * 2
 
 
 def test_where_numbers_do_not_hold_the_next_that_fits_takes_the_place(

@@ -53,6 +53,15 @@ def test_what_cannot_pay_is_left_out_and_says_what_bounds_it() -> None:
         assert worth_trying(lever(name), CPU, STEP, "reduced")
 
 
+def test_levers_that_only_save_memory_name_the_command_or_the_function_that_uses_them() -> None:
+    checkpointing = lever("activation checkpointing")
+    seen = replace(STEP, modules=(replace(STEP.modules[0], repeated_block="Block", repeated_blocks=4),))
+    of_step = worth_trying(checkpointing, CPU, seen, "reduced", kind="step")
+    assert of_step.reason == "saves memory, costs time: use flatout.fit_to_memory"
+    of_script = worth_trying(checkpointing, CPU, seen, "reduced")
+    assert of_script.reason == "saves memory, costs time: use flatout tune --fit"
+
+
 def test_what_is_asked_for_is_tried_whatever_is_predicted() -> None:
     assert not worth_trying(lever("flush denormals"), CPU, STEP, "reduced")
     assert worth_trying(lever("flush denormals"), CPU, STEP, "reduced", asked=True)

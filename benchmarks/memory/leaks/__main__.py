@@ -81,7 +81,7 @@ def _outcome(script: Path, leaks: list[Any], bounded: list[Any], seconds: float,
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code 0: all leaks found at their lines and none invented; 1: not so."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory.leaks", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write what was found there, as JSON")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="such as leaking/closure")
     parser.add_argument("--steps", type=int, default=8, help="steps to watch (default: %(default)s)")
     arguments = parser.parse_args(words)
@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
     clean = [one for one in outcomes if one.marked_line is None]
     found, quiet = sum(one.right for one in leaking), sum(one.right for one in clean)
     print(
-        f"leaks found at their lines: {found} of {len(leaking)}; clean scripts left in peace: {quiet} of {len(clean)}"
+        f"leaks found at their lines: {found} of {len(leaking)}; no finding in clean scripts: {quiet} of {len(clean)}"
     )
     if arguments.out is not None:
         _save(arguments.out, outcomes, {"found": found, "leaking": len(leaking), "quiet": quiet, "clean": len(clean)})

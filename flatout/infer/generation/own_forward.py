@@ -64,7 +64,7 @@ class OwnForward:
     @property
     def model(self) -> nn.Module:
         found = self._model()
-        assert found is not None, "whoever generates holds the model"
+        assert found is not None, "the generator holds the model"
         return found
 
     def __call__(self, *given: object, **named: object) -> Any:  # outputs of a model unknown here
@@ -81,7 +81,7 @@ class OwnForward:
                 return call(*given, **named)
             except (FlatoutError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # a model of anybody's raises of any kind
+            except Exception as error:  # a user's model may raise anything
                 shape = next((list(one.shape) for one in (*given, *named.values()) if isinstance(one, Tensor)), [])
                 what = f"the model fails on tokens {shape}: {type(error).__name__}: {error}"
                 limit = "it is called with token ids, int64 [batch, tokens]"

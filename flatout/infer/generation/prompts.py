@@ -136,7 +136,7 @@ def _kept(index: int, ids: list[int], mask: Sequence[int]) -> list[int]:
 
 
 def _may_be_padded(prompts: object, ids: list[list[int]], pad_token: int | None) -> bool:
-    """Ids of equal lengths: ragged ones, and texts, were not padded by anybody."""
+    """Ids of equal lengths: ragged ones, and texts, are not padded."""
     if pad_token is None or len({len(one) for one in ids}) != 1 or isinstance(prompts, str):
         return False
     if isinstance(prompts, torch.Tensor):

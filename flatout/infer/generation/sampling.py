@@ -80,7 +80,7 @@ class Sampling:
         given = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
         if self.greedy and given:
             what = f"{given[0]} is {getattr(self, given[0])!r} with temperature 0"
-            limit = "greedy takes the most probable token, whatever is kept beside it"
+            limit = "greedy takes the most probable token, whatever else is kept"
             raise UsageError(what, limit=limit, remedy=f"pass temperature=1.0 to sample, or leave {given[0]} out")
 
 

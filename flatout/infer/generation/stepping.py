@@ -312,4 +312,4 @@ def recurrent_steps(run: OwnForward) -> tuple[ModelSteps | None, str]:
     try:
         return ModelSteps(run, method="forward"), ""
     except UsageError as error:
-        return None, f"what it gives beside its logits is no state: {error.what}"
+        return None, f"what it returns besides its logits is not a state: {error.what}"

@@ -1,10 +1,10 @@
-"""Where a generated text ends: an end-of-text token, a stop of the user's, or the limit on its length.
+"""Where a generated text ends: an end-of-text token, a stop given by the user, or the limit on its length.
 
 Stops are token ids, sequences of ids and texts. A text may begin in the middle of one token and end in the middle of
-another, so it is looked for among characters. The stop that is complete first wins; of several that the same character
-(or token) completes, the longest. All of a kind are looked for at once, by the automaton of Aho and Corasick
-("Efficient string matching", 1975): a step a token or character, however many stops there are. Its depth is also the
-length of what a stop may yet swallow, which a stream must hold back.
+another, so texts are matched by character. The stop that is completed first wins; of several completed by the same
+character (or token), the longest. All stops of a kind are matched at once by an Aho-Corasick automaton ("Efficient
+string matching", 1975), one step per token or character. Its depth is also the length of what may turn out to be part
+of a stop, which a stream must hold back.
 
 >>> stops = stops_from([[1, 1, 2]], eos=0)
 >>> watch = Watch(stops, limit=10)
@@ -167,8 +167,8 @@ class Ending:
 class Watch:
     """One prompt's text as it grows. Feed its generated tokens until one ends it.
 
-    With `decode` (or stop texts) the text is made too, and `take` gives what of it is certain: no half character, and
-    nothing that a stop begun might still swallow. `before` as for Detokeniser. `limit`: the most tokens generated.
+    With `decode` (or stop texts) the text is made too, and `take` returns what of it is final: no partial character,
+    and nothing that may turn out to be part of a stop. `before` as for Detokeniser. `limit`: the most tokens generated.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Watch:
 
     @property
     def certain_tokens(self) -> int:
-        """Of the tokens fed, how many first ones no stop can take back any more."""
+        """How many of the first tokens can no longer become part of a stop."""
         if self.ending is not None:
             return self.ending.tokens
         by_tokens = self._generated - self._stops.in_tokens.depth[self._node]
@@ -198,7 +198,7 @@ class Watch:
         return min(by_tokens, self._text.tokens_within(self._text.certain))
 
     def feed(self, token: int) -> bool:
-        """Whether the text ends here; the ending then says why and where. Not to be fed after that."""
+        """Whether the text ends here; the ending then says why and where. Feed it nothing after that."""
         assert self.ending is None, "the text has ended"
         stops = self._stops
         self._generated += 1
@@ -221,7 +221,7 @@ class Watch:
             self._end("length", self._generated, self._text.flush() if self._text is not None else None)
 
     def take(self) -> str:
-        """The text that became certain since the last call; after the end, the rest. Joined it is the text kept."""
+        """The text that became final since the last call; after the end, the rest. Together they are the text kept."""
         return "" if self._text is None else self._text.take()
 
     def _swallowed_by_sequence(self, token: int) -> int:
@@ -258,7 +258,7 @@ class Watch:
 
 
 class _GrowingText:
-    """The text so far, where its tokens end, and how much of it is certain."""
+    """The text so far, where its tokens end, and how much of it is final."""
 
     def __init__(self, pieces: Detokeniser, stops: Automaton) -> None:
         self._pieces, self._stops = pieces, stops
@@ -267,7 +267,7 @@ class _GrowingText:
         self._untaken = ""
         self._taken = 0
         self.certain = 0
-        """Characters that no stop can take back any more."""
+        """Characters that can no longer become part of a stop."""
         # After n tokens: the length of the text that no later token changes, and whether it holds all n of them.
         self._lengths, self._whole = [0], [True]
         self.stop_at: int | None = None
@@ -287,7 +287,7 @@ class _GrowingText:
         self._whole.append(self._pieces.whole)
 
     def characters_of(self, tokens: int) -> int:
-        """The length of the text of so many tokens, without a last character that is only begun."""
+        """The length of the text of so many tokens, without an incomplete last character."""
         return self._lengths[tokens]
 
     def tokens_within(self, characters: int) -> int:
@@ -298,14 +298,14 @@ class _GrowingText:
         return tokens
 
     def release(self, tokens: int) -> None:
-        """Text is certain as far as neither these many first tokens nor the stop texts begun allow doubt."""
+        """Text is final where neither later tokens nor a stop text that has begun can change it."""
         self.release_to(min(self.characters_of(tokens), self._length - self._stops.depth[self._node]))
 
     def release_to(self, characters: int) -> None:
         self.certain = max(self.certain, characters)
 
     def flush(self) -> int:
-        """Take what waits for the rest of a character as it is; the length of the whole text."""
+        """Accept an incomplete last character as it is; returns the length of the whole text."""
         rest = self._pieces.flush()
         self._untaken += rest
         self._length += len(rest)

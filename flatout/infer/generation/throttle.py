@@ -1,7 +1,7 @@
 """How many tokens to guess, from the measured cost and acceptance.
 
 A pass over k guesses and one token takes T(k) and yields E(k) = 1 + the expected number of guesses accepted; the best
-k has the greatest E(k) / T(k), and k = 0 is a plain pass. T is a running median, since a shared machine now and then
+k has the greatest E(k) / T(k), and k = 0 is a plain pass. T is a running median, since a shared machine occasionally
 stalls a pass tenfold; E comes from the share accepted at each position, recent passes counting most.
 
 Where guessing does not pay it is switched off and tried again after 4, 8, 16 ... passes. Each try costs time on a text
@@ -176,7 +176,7 @@ class Throttle:
         if above is not None:
             slope = (known[above] - start) / (above - below)
         elif below:
-            slope = (start - plain) / below / 2  # hopeful: a size never tried is never known
+            slope = (start - plain) / below / 2  # optimistic: a size that is never tried stays unknown
         else:
             slope = plain * ASSUMED_SLOPE
         return start + max(slope, 0.0) * (size - below)
@@ -236,9 +236,9 @@ class Throttle:
         self._hits, self._trials = [0.0] * self.sizes[-1], [0.0] * self.sizes[-1]
 
     def _count_acceptances(self, proposed: int, rows: Sequence[int]) -> None:
-        """A row that accepts n guesses has tried the first n + 1: behind a refused one nothing is known.
+        """A row that accepts n guesses has tried the first n + 1: after a rejected one nothing is known.
 
-        A row without a guess where others have one has paid for it all the same, and counts as refusing.
+        A row without a guess where others have one has paid for it all the same, and counts as rejecting.
         """
         for position in range(proposed):
             trials = sum(count >= position for count in rows)

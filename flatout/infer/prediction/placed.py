@@ -82,9 +82,7 @@ def check_bits(plan: Plan, device: torch.device) -> None:
         limit = (
             "only the CPU holds weights alone in few bits; elsewhere each product would widen the whole matrix first"
         )
-        remedy = (
-            "set activations = 'int8' beside weights = 'int8', which multiplies whole numbers, or precision = 'bf16'"
-        )
+        remedy = "set activations = 'int8' with weights = 'int8', which multiplies whole numbers, or precision = 'bf16'"
         raise PlanError(f"the plan's weights is {plan.weights!r} on {device}", limit=limit, remedy=remedy)
 
 

@@ -1,4 +1,4 @@
-"""One window of samples through a model: batches formed, run, split where the memory ends or a sample is bad.
+"""One window of samples through a model: batches formed, run, split where memory runs out or a sample fails.
 
 Failures are found by bisection: the batch is run again in two halves, and so on, until a single sample fails. It
 becomes a `Failed` in place of its result; the others are not lost.
@@ -38,7 +38,7 @@ from flatout.memory.out_of_memory import is_out_of_memory
 from flatout.plan import Plan
 
 HOPELESS = 16
-"""After this many failures and no success, the samples are not to blame."""
+"""After this many failures and no success, the model is at fault, not the samples."""
 FEW = 4
 """Fewer samples of a kind are run one by one: trying what the model allows would take longer."""
 
@@ -61,7 +61,7 @@ _Counts = tuple[Counter[str], int, int, float | None]
 
 
 class WindowRun:
-    """Runs windows of one model, and remembers what it learnt about it on the way."""
+    """Runs windows of one model, and remembers what it learns about it."""
 
     def __init__(self, placed: Placed, plan: Plan, bounds: Bounds, *, check_finite: bool) -> None:
         self.plan, self.bounds, self.check_finite = plan, bounds, check_finite
@@ -145,7 +145,8 @@ class WindowRun:
     # learning about the model
 
     def _prepare(self, samples: Sequence[Sample]) -> None:
-        """Does the model keep to its input? Once enough samples are there. At first: fold, round, pack."""
+        """Once there are enough samples: do results depend on their own input alone? The first time: fold, round,
+        pack."""
         if self._in_order is None and (len(samples) >= FEW or (self.plan.fold_batch_norm and not self._prepared)):
             self._in_order = why_depends_on_more(self.runner, samples)
             if self._in_order:
@@ -163,7 +164,7 @@ class WindowRun:
             self.runner.call = self.compiled
 
     def _choose(self, kind: Kind, samples: Sequence[Sample]) -> Batching:
-        """What the plan wants and the model allows. Tried uncompiled, and again where lengths leave what was tried."""
+        """What the plan asks for and the model allows; tried uncompiled, and again for lengths outside those tried."""
         kind.seen += len(samples)
         if kind.allowed is None and (kind.seen < FEW or self._one_by_one(samples[0])):
             return "alone"
@@ -200,7 +201,7 @@ class WindowRun:
             kind.allowed = trial.ragged(kind.allowed, samples, packing=self.plan.compile is None)
 
     def _learn_layout(self, sample: Sample) -> bool:
-        """Of a model whose output for one sample does not begin with a dimension of 1; was anything learnt?"""
+        """For a model whose output for one sample has no leading dimension of 1; True if anything was learnt."""
         kind = self._kind(sample)
         if kind.layout_tried or kind.allowed is not None:
             return False
@@ -217,7 +218,7 @@ class WindowRun:
     def _learn_operations(self, samples: Sequence[Sample]) -> None:
         try:
             self._operations.learn(samples, lambda sample: self.runner.run([sample], "alone"))
-        except Exception:  # a bad sample: its batch will say so
+        except Exception:  # a bad sample: its batch will report it
             return
 
     # batches
@@ -258,7 +259,7 @@ class WindowRun:
 
     def _run_batch(self, batch: list[Sample], how: Batching, results: dict[int, object]) -> None:
         half = len(batch) // 2
-        if half and self._exceeds(batch):  # memory ended at such a size before
+        if half and self._exceeds(batch):  # memory ran out at such a size before
             self._run_batch(batch[:half], how, results)
             self._run_batch(batch[half:], how, results)
             return
@@ -311,7 +312,7 @@ class WindowRun:
         return found
 
     def _after(self, error: Exception, batch: list[Sample], how: Batching, results: dict[int, object]) -> None:
-        """Two halves again; a single sample is given up."""
+        """Retry in two halves; give up a single sample."""
         no_memory = is_out_of_memory(error)
         if no_memory:
             self.splits += 1

@@ -59,7 +59,7 @@ def finish_shared_proc() -> None:
 def lay_own_proc(next_process: int) -> None:
     """To be called in the first process of a PID namespace, after the new root is in place.
 
-    The process that it starts next gets that number if it can: no two trials shall have the same, because files in
+    The process that it starts next gets that number if it can: no two trials must have the same, because files in
     shared caches are named after it. OSError where the kernel refuses a new /proc.
     """
     kernel.mount("proc", "/proc", "proc", _QUIET | kernel.MS_NODEV)

@@ -11,6 +11,9 @@ from flatout.errors import ScriptError, TrialError
 FEWEST_TO_PROVE = 2
 """Steps with levers on: an error of a lever in its first step (a stale copy, a lost update) shows in a second."""
 
+MORE_STEPS = "let it run more steps while it is tuned, by its own options (more epochs, smaller batches)"
+"""The remedy for a script that is too short."""
+
 PEAK_STEPS = 2
 """Followed for a peak: more than one, as the last step of an epoch may have a smaller batch."""
 
@@ -140,5 +143,5 @@ def explain_end(end: TrialEnded, name: str) -> ScriptError:
     return ScriptError(
         f"{name} ended after {end.script_steps} step{'s' * (end.script_steps != 1)}",
         limit=limit,
-        remedy="let it run more steps while it is tuned, by its own options (more epochs, smaller batches)",
+        remedy=MORE_STEPS,
     )

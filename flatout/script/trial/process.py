@@ -130,7 +130,7 @@ class TrialSetup:
 
     @property
     def afresh(self) -> str:
-        return "in fresh processes"
+        return "in new processes"
 
     def trial(self, choices: Sequence[Choice] = (), *, label: str = "trial") -> TrialProcess:
         """A process; `choices` are on from its start, windows add to them."""
@@ -362,13 +362,6 @@ class TrialProcess:
                 os.close(descriptor)
         cleanup(self._folder / "scratch")
         self._process = self._terminal = None
-
-    def log_tail(self, lines: int = 12) -> str:
-        try:
-            text = self.log_path.read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
 
     def _config(self, read_fd: int, write_fd: int, command: Command | None) -> TrialConfig:
         (self._folder / "scratch").mkdir()

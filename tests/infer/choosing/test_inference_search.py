@@ -215,7 +215,7 @@ def test_what_a_later_choice_made_useless_goes() -> None:
 
     search = searched(Fake(seconds), ONE_THREAD, BF16)
     assert outcomes(search) == [("1 threads", "dropped"), ("bf16", "kept")]
-    assert search.state.trials[0].reason.startswith("no longer helps beside those kept after it: x1.6")
+    assert search.state.trials[0].reason.startswith("no longer helps with those kept after it: x1.6")
     assert search.current.plan.choices() == {"precision": "bf16"}
 
 

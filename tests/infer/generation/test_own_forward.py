@@ -98,7 +98,7 @@ def test_ragged_prompts_have_each_its_own_text(kind: Any, slots: int | None) -> 
 
 def test_what_stands_beside_the_logits_is_said() -> None:
     reason = TokenGenerator(Scored().eval()).engine_reason
-    assert "what it gives beside its logits is no state: the model fails on tokens" in reason
+    assert "what it returns besides its logits is not a state: the model fails on tokens" in reason
 
 
 def test_large_logits_go_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
