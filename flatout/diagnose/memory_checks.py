@@ -178,7 +178,7 @@ def costly_checkpointing(facts: Facts) -> Seen | None:
     if seen is None or share is None or share < RECOMPUTED_SHARE or machine is None:
         return None
     peak = seen.allocated_bytes if facts.on_gpu else (profile.peak_resident_bytes if profile is not None else None)
-    gpu = facts.observed.gpu(machine) if facts.observed is not None else None
+    gpu = machine.gpu(facts.device) if facts.on_gpu else None
     total = (gpu.memory_total_bytes if gpu is not None else None) if facts.on_gpu else machine.memory_total_bytes
     if peak is None or total is None or ROOMY * peak > total:
         return None
