@@ -23,7 +23,13 @@ HELP_COLUMNS = 100
 
 def pages() -> dict[str, str]:
     """File name -> text."""
-    return {"levers.md": levers_page(), "plan.md": plan_page(), "cli.md": cli_page(), "api.md": api_page()}
+    return {
+        "levers.md": levers_page(),
+        "plan.md": plan_page(),
+        "checks.md": checks_page(),
+        "cli.md": cli_page(),
+        "api.md": api_page(),
+    }
 
 
 # levers and plan
@@ -69,6 +75,27 @@ def plan_page() -> str:
             lines.append(f"Constrained by `{requirement.other}`: {requirement.why}.")
         if one.replaces:
             lines.append(f"Makes {', '.join(f'`{other}`' for other in one.replaces)} redundant.")
+    return "\n".join(lines) + "\n"
+
+
+def checks_page() -> str:
+    from flatout.diagnose.checks import CHECKS
+
+    lines = [
+        "# Checks",
+        "",
+        "What `flatout profile` and `flatout run` look for, in the order in which findings are printed. Each "
+        "finding has "
+        "its evidence with lines of the script, its cost where it was measured, and what to do. A check says nothing "
+        "without the evidence named here. Checks of the machine, which `flatout check` runs, are not in this list.",
+        "",
+        "| check | what it means |",
+        "|--|--|",
+        *(f"| [{one.name}](#{anchor(one.name)}) | {one.means} |" for one in CHECKS),
+    ]
+    for one in CHECKS:
+        lines += ["", f"## {one.name}", "", one.means, "", f"- Evidence: {_sentence(one.needs)}"]
+        lines.append(f"- If it is a false alarm: {_sentence(one.if_wrong)}")
     return "\n".join(lines) + "\n"
 
 

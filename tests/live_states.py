@@ -16,7 +16,7 @@ from flatout.script.epoch_progress import Epoch
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b]0;owned\x07.py"
 """The name of a script."""
 FINDING = Finding(
-    name="starved",
+    name="starved-loader",
     severity="note",
     title="the model waits for data: 34% of a step",
     evidence="4 ms of 12 ms a step",

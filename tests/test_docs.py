@@ -99,7 +99,7 @@ def test_the_site_has_every_page() -> None:
     assert listed == {str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs"}
 
 
-@pytest.mark.parametrize("name", ["levers.md", "plan.md", "cli.md", "api.md"])
+@pytest.mark.parametrize("name", ["levers.md", "plan.md", "checks.md", "cli.md", "api.md"])
 def test_reference_pages_are_generated(name: str) -> None:
     remedy = "python -m docs.generate"
     assert (ROOT / "docs" / "reference" / name).read_text() == _generated()[name], remedy

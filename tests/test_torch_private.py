@@ -34,7 +34,7 @@ SHARED = {
 
 NOT_TORCHS = {
     *("_asdict", "_fields"),  # of a named tuple
-    *("_getframe", "_exit", "_inst", "_run_module_as_main", "_Error"),  # Python's own
+    *("_getframe", "_current_frames", "_exit", "_inst", "_run_module_as_main", "_Error"),  # Python's own
     *("_new_buffer", "_subclass_zeros"),  # torchao's
 }
 

@@ -8,12 +8,16 @@ flatout.measure(lambda: train_step(batch)).median_seconds
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from flatout.arguments import as_whole_number, wrong
+from flatout.diagnose.checks import check_facts
+from flatout.diagnose.facts import Facts, RunFacts
+from flatout.diagnose.finding import Finding
 from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
@@ -23,7 +27,8 @@ from flatout.profiling.exports import check_trace, write_trace
 from flatout.profiling.profile import GroupBy, Profile, SortBy
 from flatout.profiling.roofline import matrix_units, roofline
 from flatout.report.profile_text import profile_text
-from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, watch_profile
+from flatout.script.profile_trial import TRACE_NAME, ProfileRequest, ProfileWatched, watch_profile
+from flatout.script.source_facts import read_source
 from flatout.timing import Load, LoadWatch, Measurement, contention
 from flatout.timing import measure as timed
 
@@ -125,8 +130,24 @@ def profile_script(request: ProfileRequest, progress: Callable[[str], None]) -> 
         found = _with_load(found, load)
         ceilings = load_ceilings(machine, found.device) or machine.ceilings
         found = against_ceilings(found, machine.with_ceilings(ceilings), tf32=watched.tf32)
-    # The checks of `diagnose/` are called here, with watched.observed, found and watched.behaviour.
-    return ScriptProfile(watched=watched, profile=found, machine=machine)
+    return ScriptProfile(watched=watched, profile=found, machine=machine, findings=findings_of(watched, found, machine))
+
+
+def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machine) -> tuple[Finding, ...]:
+    """What the checks find. profile: with ceilings."""
+    behaviour = watched.behaviour
+    files = behaviour.files if behaviour is not None else ()
+    facts = Facts(
+        command=shlex.join(watched.target.command),
+        observed=watched.observed,
+        profile=profile,
+        behaviour=behaviour,
+        source=read_source(files, watched.target.folder) if files else None,
+        run=RunFacts(steps=watched.steps) if watched.status in (None, 0) else None,
+        machine=machine,
+        gpus=tuple(gpu.name for gpu in machine.usable_gpus),
+    )
+    return check_facts(facts)
 
 
 def against_ceilings(found: Profile, machine: Machine, *, tf32: bool) -> Profile:

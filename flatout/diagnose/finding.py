@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from flatout.decoding import decode
 
 Severity = Literal["note", "warning", "unusable"]
+Confidence = Literal["certain", "likely"]
+SourceLine = tuple[str, int, str]
+"""(file, line number, text of the line): ('train.py', 41, 'loss.backward()')."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,14 @@ class Finding:
     cost_seconds: float | None = None  # a step
     cost_bytes: int | None = None
     cost_share: float | None = None  # of the step, or of the memory
+    lines: tuple[SourceLine, ...] = ()
+    """Of the script: where to look, the most important first."""
+    confidence: Confidence = "certain"
+    """'likely' where the evidence has another explanation, which `if_wrong` then allows for."""
+    if_wrong: str = ""
+    """What happens to someone who acts on a false alarm."""
+    plan_change: Mapping[str, object] | None = None
+    """Fields of a Plan that make the change without editing the script."""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

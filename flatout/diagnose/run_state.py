@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from flatout import environment
 from flatout.decoding import decode
+from flatout.diagnose.checks import check_facts
+from flatout.diagnose.facts import Facts, RunFacts
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.run_checks import RunFacts, check_run
 from flatout.levers.observed import Observed
 from flatout.machine.processes import pid_namespace, process_started
 from flatout.plan import Plan
@@ -132,7 +133,7 @@ class RunStates:
             self._progress = self._progressed(record)
             if len(record.rows) != self._rows or clock >= self._next_findings:
                 self._rows, self._next_findings = len(record.rows), clock + FINDINGS_EVERY_SECONDS
-                self._findings = tuple(self._found(seen))[:MOST_FINDINGS]
+                self._findings = self._found(seen)[:MOST_FINDINGS]
         flops = self._plan.flops_per_step if self._plan is not None else None
         memory = record.memory[-1] if record.memory else None
         return RunState(
@@ -191,7 +192,7 @@ class RunStates:
         fault = [runner.fault] if runner.fault is not None else []
         return (*self._notes, *taken, *left, *fault)[:MOST_NOTES]
 
-    def _found(self, parts: Mapping[str, float]) -> list[Finding]:
+    def _found(self, parts: Mapping[str, float]) -> tuple[Finding, ...]:
         """By the checks of a run, from what costs nothing to know. Whether torch could use a GPU is not asked: that
         would initialize CUDA in a script that has not."""
         runner, record = self._runner, self._runner.record
@@ -201,17 +202,15 @@ class RunStates:
             breakdown_seconds=parts,
         )
         rolled_back = tuple((entry.choice.label, entry.reason) for entry in runner.applied.rolled_back)
-        facts = RunFacts(
-            observed=observed,
+        run = RunFacts(
             steps=record.steps,
-            planned=self._plan is not None,
             growth=record.growth(),
             nearly_out=record.nearly_out,
-            command=self._command,
             rolled_back=rolled_back + tuple(runner.watch.subject.incidents),
             epochs=runner.epochs,
         )
-        return check_run(facts)
+        planned = self._plan is not None
+        return check_facts(Facts(command=self._command, planned=planned, observed=observed, run=run))
 
 
 def _no_progress() -> Progress:

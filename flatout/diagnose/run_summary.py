@@ -9,8 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flatout.diagnose.checks import check_facts
+from flatout.diagnose.facts import Facts, RunFacts
 from flatout.diagnose.finding import Finding
-from flatout.diagnose.run_checks import RunFacts, check_run
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.machine.detect import detect
@@ -86,16 +87,19 @@ def summarise(
     rolled_back += tuple(watch.subject.incidents)
     said = [*notes, *([runner.fault] if runner.fault is not None else [])]
     said += [f"left off: {label} ({why})" for label, why in runner.left_off]
-    facts = RunFacts(
+    facts = Facts(
         observed=observed,
-        steps=record.steps,
         planned=plan is not None,
-        growth=record.growth(),
-        nearly_out=record.nearly_out,
         command=shlex.join(target.command),
-        rolled_back=rolled_back,
-        epochs=runner.epochs,
+        machine=machine,
         gpus=_usable_gpus(machine),
+        run=RunFacts(
+            steps=record.steps,
+            growth=record.growth(),
+            nearly_out=record.nearly_out,
+            rolled_back=rolled_back,
+            epochs=runner.epochs,
+        ),
     )
     return RunSummary(
         name=target.name,
@@ -113,7 +117,7 @@ def summarise(
         rolled_back=rolled_back,
         left_off=tuple(runner.left_off),
         plan_notes=tuple(said),
-        findings=tuple(check_run(facts)),
+        findings=check_facts(facts),
         load=runner.load(),
         samples_per_step=runner.batches.samples_per_step,
         tokens_per_step=runner.batches.tokens_per_step,

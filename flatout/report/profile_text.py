@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
+from flatout.diagnose.finding import Finding
 from flatout.diagnose.profile_summary import ScriptProfile
 from flatout.private_details import without_private
 from flatout.profiling.operator_classes import PRODUCTS
@@ -53,7 +55,7 @@ def profile_document(found: ScriptProfile, *, include_private: bool = False) -> 
         "step_kind": watched.step_kind,
         "profile": found.profile.to_json() if found.profile is not None else None,
         "observed": watched.observed.to_json() if watched.observed is not None else None,
-        "behaviour": watched.behaviour,
+        "behaviour": watched.behaviour.to_json() if watched.behaviour is not None else None,
         "findings": [one.to_json() for one in found.findings] if found.findings is not None else None,
         "machine": found.machine.to_json(),
     }
@@ -72,9 +74,23 @@ def script_text(
         rows.append(("note", "if training happens in processes that it starts, Flatout does not follow it there"))
         rows.append(("", "a function can be profiled by itself: flatout.profile(lambda: step(batch))"))
     rows += labelled("written", [f"{what}: {path} ({_size(path)})" for what, path in files])
+    for one in found.findings or ():
+        rows += labelled(one.severity, _finding(one))
     if found.profile is not None:
         rows += labelled("next", _next(found.profile, shlex.join(watched.target.command), files))
     return _text(rows)
+
+
+def _finding(one: Finding) -> list[str]:
+    cost = f" [{format_seconds(one.cost_seconds)} a step]" if one.cost_seconds is not None else ""
+    texts = [f"{one.title}{cost} ({one.name}, {one.confidence})", *_wrapped(one.evidence)]
+    texts += [f"  {file}:{number}  {text}" for file, number, text in one.lines[:3]]
+    texts += _wrapped(f"do: {one.remedy}")
+    return [*texts, f"next: {one.next_command}"] if one.next_command else texts
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, LINE_WIDTH - 2)
 
 
 def profile_text(profile: Profile, *, by: GroupBy = "name", sort: SortBy = "time") -> str:

@@ -196,7 +196,7 @@ def _match_of(pattern: re.Pattern[bytes]) -> str:
 
 
 def _found(look: Callable[[bytes], bytes | None]) -> str:
-    for file in _own_files():
+    for file in own_source_files():
         try:
             source = Path(file).read_bytes()
         except OSError:
@@ -207,7 +207,7 @@ def _found(look: Callable[[bytes], bytes | None]) -> str:
     return ""
 
 
-def _own_files() -> list[str]:
+def own_source_files() -> list[str]:
     """Source files of the script and of the modules in its folder that it has imported."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:

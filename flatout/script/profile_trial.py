@@ -13,6 +13,7 @@ from typing import Literal
 from flatout.errors import TrialError
 from flatout.levers.observed import Observed
 from flatout.profiling.profile import Profile
+from flatout.script.behaviour_seen import Behaviour
 from flatout.script.entry import Target
 from flatout.script.trial.answers import TrialDied, TrialEnded, TrialFault, TrialHangs
 from flatout.script.trial.messages import Command, ProfileAnswer
@@ -57,8 +58,8 @@ class ProfileWatched:
     profile: Profile | None
     """Without ceilings; None: there was no step to profile."""
     observed: Observed | None
-    behaviour: object
-    """As the trial answered; None: not watched."""
+    behaviour: Behaviour | None
+    """None: the script ended before it was watched."""
     tf32: bool
     trace: Path | None
     errors: str
@@ -89,6 +90,11 @@ def full(steps: int) -> Schedule:
     )
 
 
+BEHAVIOUR_ALONE = Schedule(warm_up=1, timed=0, timed_seconds=0.0, follow=False, settle=0, profiled=0)
+LEAST_FOLLOWED_STEPS = 40
+"""With fewer, a script that ends by itself is run again, to be followed from its first steps on."""
+
+
 def fitting(seen: int, steps: int) -> Schedule | None:
     """For a script that has so many steps from the first recognized one, which no window can hold. None: too few."""
     left = seen - 1
@@ -104,12 +110,20 @@ def fitting(seen: int, steps: int) -> Schedule | None:
 
 
 def watch_profile(request: ProfileRequest) -> ProfileWatched:
-    """Run the script as a trial; a second time, with fewer steps, where it ends before the profile does.
+    """Run the script as a trial; a second time, with fewer steps, where it ends before the profile does, and once more
+    where it ends before enough was seen of what it does.
 
     Raises TrialError where it could not be watched.
     """
     request.target.check()
-    watched = _watch_once(request, full(request.steps))
+    watched = _with_fewer_steps(request, _watch_once(request, full(request.steps)))
+    seen = watched.behaviour.steps if watched.behaviour is not None else 0
+    if watched.status != 0 or seen >= LEAST_FOLLOWED_STEPS or watched.steps - 2 <= seen:
+        return watched
+    return replace(watched, behaviour=_watch_once(request, BEHAVIOUR_ALONE).behaviour)
+
+
+def _with_fewer_steps(request: ProfileRequest, watched: ProfileWatched) -> ProfileWatched:
     ended_well = watched.status == 0 and not (watched.profile is not None and watched.profile.steps)
     if not ended_well or (fewer := fitting(watched.steps, request.steps)) is None:
         return watched
@@ -159,7 +173,7 @@ def _watched(
     request: ProfileRequest, answer: ProfileAnswer, end: TrialEnded | None, errors: str, trace: Path | None
 ) -> ProfileWatched:
     note = f"{end.note}\n" if end is not None and end.note else ""
-    profile, observed = answer.get("profile"), answer.get("observed")
+    profile, observed, behaviour = answer.get("profile"), answer.get("observed"), answer.get("behaviour")
     return ProfileWatched(
         target=request.target,
         status=end.status if end is not None else None,
@@ -167,7 +181,7 @@ def _watched(
         steps=answer["steps"],
         profile=Profile.from_json(profile) if profile is not None else None,
         observed=Observed.from_json(observed) if observed is not None else None,
-        behaviour=answer.get("behaviour"),
+        behaviour=Behaviour.from_json(behaviour) if behaviour is not None else None,
         tf32=answer.get("tf32", False),
         trace=trace if answer.get("has_trace") else None,
         errors=_of_the_script(errors) + note if end is not None and end.status else "",

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from flatout.profiling.following import OperatorFollower
     from flatout.profiling.recorded_events import Recording
     from flatout.profiling.window import ProfilerWindow, Windows
+    from flatout.script.behaviour import BehaviourWatch
 
+HELD_STEPS = 8
 MOST_TIMED_STEPS = 50
 OTHER_MODE = "unknown, because the script has a dispatch mode of its own"
 TOO_MANY = "unknown, because one step has more than {most:,} operators: a profile of it would not fit in memory"
@@ -65,6 +67,10 @@ class ProfileWatch:
         self._label = contextlib.ExitStack()
         self._recording: Recording | None = None
         self._has_trace = False
+        self._behaviour: BehaviourWatch | None = None
+        self._held: list[object] = []
+        """Models, optimizers and loaders, so that they can be described after a script that ended."""
+        self._peak_bytes: int | None = None
         self.watch.at_boundary.append(child.guarded(self._boundary))
         self.watch.at_batch.append(self._batches.batch)
 
@@ -73,8 +79,10 @@ class ProfileWatch:
 
     def _torch_imported(self, torch: ModuleType) -> None:
         import flatout.profiling.window  # noqa: F401  # now, while no module of the script can be in its way
+        from flatout.script.behaviour import BehaviourWatch
 
         self._has_torch = True
+        self._behaviour = BehaviourWatch(self._child.target.folder)
         by_variable = thread_variables() != self._thread_variables
         self._threads_at_start = NOT_AS_NOW if by_variable else torch.get_num_threads()
         self.watch.install(torch)
@@ -98,6 +106,9 @@ class ProfileWatch:
         if self.watch.finder.kind is None:
             return
         self._boundaries += 1
+        if self._boundaries <= HELD_STEPS:
+            subject = self.watch.subject
+            self._held = [*subject.modules, *subject.optimizers, *subject.loaders]
         self._batches.step_ended()
         self._stage()
 
@@ -151,14 +162,15 @@ class ProfileWatch:
         self._to_profile = steps_to_profile(self._asked, self._follower.count if self._follower is not None else None)
         if not self._to_profile:
             self._obstacle = TOO_MANY.format(most=MOST_OPERATORS)
-            self._finish()
+            self._begin_behaving()
+            return
         self._stage, self._window = self._profiling, ProfilerWindow(on_gpu=self._device.kind == "cuda")
         self._device.synchronize()
         self._window.start()
         self._obstacle = self._window.obstacle
         if self._obstacle:
-            self._finish()
-        if not self._settle:
+            self._begin_behaving()
+        elif not self._settle:
             self._begin_step()
 
     def _begin_step(self) -> None:
@@ -182,7 +194,7 @@ class ProfileWatch:
             return
         self._marks.append(self._device.mark())
         self._stop_profiler()
-        self._finish()
+        self._begin_behaving()
 
     def _stop_profiler(self) -> None:
         if self._window is None:
@@ -195,14 +207,29 @@ class ProfileWatch:
             self._window.export(Path(self._trace))
             self._has_trace = True
 
+    def _begin_behaving(self) -> None:
+        """The last window, in which the script itself is followed: its calls have more to tell than its times."""
+        assert self._behaviour is not None
+        self._peak_bytes, self._stage = peak_resident_bytes(), self._behaving
+        self._behaviour.start(self.watch.subject)
+
+    def _behaving(self) -> None:
+        assert self._behaviour is not None
+        self._behaviour.step_ended()
+        if self._behaviour.done:
+            self._finish()
+
     # the answer
 
     def _finish(self) -> NoReturn:
         self._child.finish(self._answer(ended=False))
 
     def _answer(self, *, ended: bool) -> ProfileAnswer:
-        observed = None
+        observed = behaviour = None
         windows = None
+        if self._stage == self._behaving and self._behaviour is not None:
+            self._behaviour.stop()
+            behaviour = self._behaviour.result().to_json()
         if self._boundaries:
             found = observe(self.watch, threads_at_start=self._threads_at_start, rows=self._rows)
             counted = self._follower
@@ -217,8 +244,7 @@ class ProfileWatch:
             "step_kind": self.watch.finder.kind,
             "profile": windows.profile().to_json() if windows is not None else None,
             "observed": observed,
-            # What BehaviourWatch found goes here; it is installed beside self.watch in _torch_imported.
-            "behaviour": None,
+            "behaviour": behaviour,
             "tf32": _allows_tf32(),
             "has_trace": self._has_trace,
         }
@@ -250,7 +276,7 @@ class ProfileWatch:
             folder=self._child.target.folder,
             samples_per_step=self._batches.samples_per_step,
             tokens_per_step=self._batches.tokens_per_step,
-            peak_resident_bytes=peak_resident_bytes(),
+            peak_resident_bytes=self._peak_bytes or peak_resident_bytes(),
             reasons=reasons,
         )
 

@@ -27,11 +27,15 @@ TURNS = 20
 TINY = torch.finfo(torch.float32).tiny
 
 
-def follow_step() -> Callable[[], StepWork]:
-    """Start following; call the result at the end of the step."""
+def follow_step(*, counts_flops: bool = True) -> Callable[[], StepWork]:
+    """Start following; call the result at the end of the step.
+
+    counts_flops: torch's counter follows modules by hooks on their outputs and inputs, and a step that takes the
+    gradient of an input (`torch.autograd.grad(loss, x)`) fails under it.
+    """
     entered = contextlib.ExitStack()
     mode = entered.enter_context(_WorkMode())
-    finish_counting = count_step()
+    finish_counting = count_step() if counts_flops else lambda: 0.0
 
     def finish() -> StepWork:
         flops = finish_counting()

@@ -49,3 +49,6 @@ name_in_schema = attrgetter("_schema.name")
 
 packet_of = attrgetter("_overloadpacket")
 """Operator overload: its operator. The public `overloadpacket` adds a Python call for every operation."""
+
+TOTAL_NORM = "_get_total_norm"
+"""torch.nn.utils.clip_grad: what `clip_grad_norm_` calls, also where a script imported that by name."""

@@ -45,6 +45,37 @@ def versions_compiled() -> int:
     return 0 if known is None else int(known.counters["stats"]["unique_graphs"])
 
 
+def compilations() -> int:
+    """Attempts to compile a frame so far; no public equivalent."""
+    return sum(_frame_compilations().values())
+
+
+def compiled_versions() -> int:
+    """The most versions that one frame was compiled to; no public equivalent."""
+    return max(_frame_compilations().values(), default=0)
+
+
+def _frame_compilations() -> dict[object, int]:
+    return dict(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {}))
+
+
+def compiling_seconds() -> float | None:
+    """Spent in compiling frames so far; None where this torch does not keep it. No public equivalent."""
+    known = sys.modules.get("torch._dynamo.utils")
+    kept = getattr(known, "compilation_time_metrics", None)
+    if kept is None:
+        return None if known is not None else 0.0
+    times = kept.get("_compile.compile_inner") or kept.get("entire_frame_compile") or ()
+    return float(sum(times))
+
+
+def graph_breaks() -> list[tuple[str, list[tuple[str, int]]]]:
+    """(reason, the source lines that led to it from the outermost on) of every graph break so far; no public
+    equivalent."""
+    kept = getattr(sys.modules.get("torch._dynamo.utils"), "graph_break_reasons", ())
+    return [(str(one.reason), [(at.filename, int(at.lineno or 0)) for at in one.user_stack]) for one in kept]
+
+
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
     """Excludes what is compiled in this context from `frames_traced`. Imports the compiler."""

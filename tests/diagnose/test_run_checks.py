@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from flatout.diagnose.run_checks import RunFacts, check_run
+from flatout.diagnose.checks import check_facts
+from flatout.diagnose.facts import Facts, RunFacts
 from flatout.levers.observed import ModuleSeen, Observed
 from flatout.script.epochs import EpochStarts
 from flatout.script.growth import Growth
@@ -15,15 +17,17 @@ from flatout.script.growth import Growth
 SEEN = Observed(step_seconds=0.01, breakdown_seconds={"forward": 0.01}, modules=(ModuleSeen(kind="Net", parameters=1),))
 
 
-def names(**facts: object) -> list[str]:
-    given = {
-        "observed": SEEN,
-        "steps": 9,
-        "planned": True,
-        "growth": None,
-        "command": "train.py",
-    } | facts
-    return [finding.name for finding in check_run(RunFacts(**given))]  # type: ignore[arg-type]
+OF_RUN = ("steps", "growth", "nearly_out", "rolled_back", "epochs")
+
+
+def facts(**given: Any) -> Facts:
+    given = {"observed": SEEN, "steps": 9, "planned": True, "command": "train.py"} | given
+    run = RunFacts(**{name: given.pop(name) for name in OF_RUN if name in given})
+    return Facts(run=run, **given)
+
+
+def names(**given: Any) -> list[str]:
+    return [finding.name for finding in check_facts(facts(**given))]
 
 
 def epochs(
@@ -40,25 +44,23 @@ def epochs(
 
 
 def test_dear_starts_of_epochs_are_told_where_workers_could_live_on() -> None:
-    assert names(epochs=epochs(1.0)) == ["epoch-starts"]
+    assert names(epochs=epochs(1.0)) == ["worker-restart"]
     assert names(epochs=epochs(0.05)) == []
     assert names(epochs=epochs(1.0, workers=0)) == []
     assert names(epochs=epochs(1.0, persistent=True)) == []
     assert names(epochs=EpochStarts()) == []
-    (finding,) = check_run(
-        RunFacts(observed=SEEN, steps=9, planned=True, growth=None, command="t.py", epochs=epochs(1.0))
-    )
+    (finding,) = check_facts(facts(epochs=epochs(1.0)))
     assert finding.cost_share is not None
     assert abs(finding.cost_share - 0.1) < 1e-9
     assert "persistent_workers=True" in finding.remedy
 
 
 def test_a_gpu_that_idles_is_told_once_the_weights_are_on_the_cpu() -> None:
-    assert names(gpus=("NVIDIA H200",)) == ["idle-gpu"]
-    facts = RunFacts(observed=SEEN, steps=9, planned=False, growth=None, command="t.py", gpus=("NVIDIA H200",))
-    (finding,) = check_run(facts)
+    assert names(gpus=("NVIDIA H200",)) == ["model-on-cpu"]
+    known = facts(planned=False, command="t.py", gpus=("NVIDIA H200",))
+    (finding,) = check_facts(known)
     assert finding.next_command == "flatout tune t.py"
-    (finding,) = check_run(replace(facts, observed=replace(SEEN, names_device=True)))
+    (finding,) = check_facts(replace(known, observed=replace(SEEN, names_device=True)))
     assert finding.next_command is None
     assert names(gpus=("NVIDIA H200",), observed=Observed(device="cuda:0", modules=SEEN.modules)) == []
     assert names() == []
@@ -73,8 +75,8 @@ def test_growth_is_told_by_the_clock_and_only_from_a_gibibyte_an_hour() -> None:
         return Growth(first_bytes=1 << 30, last_bytes=(1 << 30) + size_bytes, seconds=100.0, steps=steps)
 
     assert names(growth=grown(20 << 20)) == []
-    assert names(growth=grown(40 << 20)) == ["memory-growth"]
-    assert names(growth=grown(40 << 20, steps=0)) == ["memory-growth"]
+    assert names(growth=grown(40 << 20)) == ["memory-leak"]
+    assert names(growth=grown(40 << 20, steps=0)) == ["memory-leak"]
 
 
 def test_the_start_of_workers_never_takes_more_than_the_steps_leave() -> None:

@@ -52,7 +52,7 @@ def test_a_state_is_small_however_long_the_run() -> None:
     assert MOST_POINTS / 2 < len(found.step_curve) <= MOST_POINTS
     assert found.step_curve[-1] == record.samples[-1]
     assert found.parts_seconds["data"] == pytest.approx(0.01 * 5 / 9)
-    assert [one.name for one in found.findings] == ["starved"]
+    assert [one.name for one in found.findings] == ["starved-loader"]
     assert found.findings[0].next_command == "flatout tune train.py"
 
 

@@ -1,0 +1,177 @@
+"""Where weights and data are, how they get there, and what makes the host or the device wait."""
+
+from __future__ import annotations
+
+from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.facts import Facts
+from flatout.units import format_seconds
+
+COPY_SHARE, SYNC_SHARE, REPEATED_SHARE = 0.02, 0.02, 0.02
+LEAST_REPEATED = 3
+READING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
+IDLE_SHARE = 0.5
+CLEARLY_FASTER = 2.0
+
+
+@check(
+    means="Batches are copied to the GPU from pageable memory, which the driver first copies to pinned memory.",
+    needs="such copies take at least 2 % of a step",
+    if_wrong="pinned memory is taken from the host's other uses",
+)
+def pageable_copies(facts: Facts) -> Seen | None:
+    if facts.profile is None or not facts.on_gpu:
+        return None
+    copies = [
+        one for one in facts.profile.kernels if one.kind == "copy" and "HtoD" in one.name and "Pageable" in one.name
+    ]
+    seconds = sum(one.seconds for one in copies)
+    share = facts.share(seconds)
+    if share is None or share < COPY_SHARE:
+        return None
+    return Seen(
+        title=f"copies from pageable memory take {share:.0%} of a step",
+        evidence=f"{sum(one.calls for one in copies):,.0f} copies of {format_seconds(seconds)} a step",
+        remedy="DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)",
+        cost_seconds=seconds,
+        cost_share=share,
+        lines=where(facts.lines_calling("to", "cuda", in_training_loop=True), facts.lines_calling("DataLoader")),
+        command=facts.tune,
+        plan={"pin_memory": True, "non_blocking": True},
+    )
+
+
+@check(
+    means="The same tensor is converted or moved in the same way again and again.",
+    needs="an unchanged tensor is converted in at least 3 steps at one line, at 2 % of a step or more",
+    if_wrong="a variable more",
+)
+def repeated_to(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None or not seen.steps:
+        return None
+    repeated = [one for one in seen.calls if one.repeated >= LEAST_REPEATED and 2 * one.repeated >= seen.steps]
+    cost = sum(one.seconds * one.repeated / one.calls for one in repeated) / seen.steps
+    share = facts.share(cost)
+    if not repeated or share is None or share < REPEATED_SHARE:
+        return None
+    repeated.sort(key=lambda one: -one.seconds)
+    return Seen(
+        title=f"the same tensor is converted in every step: {share:.0%} of a step",
+        evidence="; ".join(
+            f"{one.line[0]}:{one.line[1]} .{one.method}(): {one.repeated} of {one.calls} calls converted a tensor "
+            "that had not changed"
+            for one in repeated[:3]
+        ),
+        remedy="convert it once before the loop, and keep the result",
+        cost_seconds=cost,
+        cost_share=share,
+        lines=where([one.line for one in repeated]),
+    )
+
+
+@check(
+    means="The script reads values from the GPU, and waits for everything that is queued before.",
+    needs="reads at these lines wait for at least 2 % of a step; on a CPU there is nothing to wait for",
+    if_wrong="a value is printed later than it was computed",
+)
+def hidden_sync(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None or not facts.on_gpu or not seen.steps:
+        return None
+    reads = sorted((one for one in seen.calls if one.method in READING), key=lambda one: -one.seconds)
+    waited = sum(one.seconds for one in reads) / seen.steps
+    causes = facts.profile.idle_causes if facts.profile is not None else ()
+    idle = sum(one.seconds for one in causes if one.cause == "sync")
+    cost = min(waited, idle) if causes else None
+    share = facts.share(waited)
+    if share is None or share < SYNC_SHARE or (causes and (facts.share(idle) or 0.0) < SYNC_SHARE):
+        return None
+    return Seen(
+        title=f"reading values makes the host wait for {share:.0%} of a step",
+        evidence="; ".join(
+            f"{one.line[0]}:{one.line[1]} {one.method}: {one.calls / seen.steps:.3g} a step, "
+            f"{format_seconds(one.seconds / seen.steps)}"
+            for one in reads[:4]
+        ),
+        remedy="keep values on the device, and read them once in many steps",
+        cost_seconds=cost,
+        cost_share=facts.share(cost),
+        lines=where([one.line for one in reads]),
+        unknown="" if cost is not None else "the idle time of the GPU was not measured",
+    )
+
+
+@check(
+    means="The script trains on the CPU although this machine has a GPU that torch can use.",
+    needs="the weights are on the CPU",
+    if_wrong="small models may be slower on a GPU",
+)
+def model_on_cpu(facts: Facts) -> Seen | None:
+    seen = facts.observed
+    if seen is None or seen.device != "cpu" or not facts.gpus or not seen.modules:
+        return None
+    return Seen(
+        title="the script trains on the CPU although there is a GPU",
+        evidence=f"the weights are on the CPU; torch can use {', '.join(facts.gpus)}",
+        remedy="model.to('cuda') before the optimizer is made, and for each batch flatout.to_device(batch, "
+        "flatout.device()); or let a plan move it"
+        + (", once the script no longer chooses its device itself" if seen.names_device else ""),
+        fault=True,
+        lines=where(facts.lines_calling("device")),
+        command=None if facts.planned or seen.names_device else f"flatout tune {facts.command}",
+        unknown="the script was not timed on the GPU",
+    )
+
+
+@check(
+    means="A part of the model is on another device than the rest.",
+    needs="parameters or buffers of a model that trains are both on the CPU and on a GPU",
+    if_wrong="a part that was meant to save GPU memory takes some of it",
+)
+def mixed_devices(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    devices = seen.devices if seen is not None else {}
+    if seen is None or len(devices) < 2 or "cpu" not in devices or seen.devices.get("meta"):
+        return None
+    counts = ", ".join(f"{count:,} on {device}" for device, count in sorted(devices.items(), key=lambda one: -one[1]))
+    return Seen(
+        title="a part of the model is on another device",
+        evidence=f"numbers in parameters and buffers: {counts}; for example {seen.device_example}",
+        remedy="move the whole model: model.to(device) moves what is registered; use register_buffer for constants",
+        fault=True,
+        certain=False,
+        lines=where(facts.lines_calling("cpu"), facts.lines_calling("to", "cuda")),
+        unknown="it was not timed in one place",
+    )
+
+
+@check(
+    means="The model is so small that this machine's CPU would train it faster than its GPU.",
+    needs="the GPU idles for half of a step or more, and the products of a step at the CPU's measured rate, with "
+    "what calling its operators takes, need less than half of the step",
+    if_wrong="the script is slower on the CPU, and moves back",
+)
+def slower_on_gpu(facts: Facts) -> Seen | None:
+    profile, machine = facts.profile, facts.machine
+    if profile is None or not facts.on_gpu or profile.parts is None or machine is None or machine.ceilings is None:
+        return None
+    peak = machine.ceilings.gemm_flops_per_second.get("fp32") if machine.ceilings.device == "cpu" else None
+    step = facts.step_seconds
+    if peak is None or step is None or profile.flops is None or not profile.operator_calls:
+        return None
+    idle = profile.parts.idle / step
+    host = sum(one.host_seconds for one in profile.operators)
+    on_cpu = profile.flops / (0.25 * peak.value) + 0.5 * host
+    if idle < IDLE_SHARE or CLEARLY_FASTER * on_cpu > step:
+        return None
+    return Seen(
+        title="this model would train faster on the CPU",
+        evidence=f"the GPU is idle for {idle:.0%} of a step; its products need "
+        f"{format_seconds(profile.flops / peak.value)} at the CPU's measured rate, a step takes "
+        f"{format_seconds(step)}",
+        remedy="a larger batch, CUDA graphs (torch.compile(mode='reduce-overhead')), or the CPU",
+        certain=False,
+        fault=True,
+        cost_seconds=None,
+        unknown="the script was not timed on the CPU",
+    )

@@ -1,0 +1,190 @@
+"""Layers and operators: what torch has a faster form of."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.facts import Facts
+from flatout.profiling.profile import OperatorRow
+from flatout.script.behaviour_seen import SourceLine
+from flatout.units import format_bytes, format_seconds
+
+CONVOLUTION_SHARE, LEAST_GAIN = 0.4, 0.2
+CHANGING_SHAPES = 4
+WIDE, WIDE_BYTES, SOFTMAX_SHARE = 8192, 64 << 20, 0.1
+LAYER_SHARE = 0.05
+ATTENTION_SHARE = 0.1
+SCORES = ("softmax", "pointwise", "copy", "reduction")
+"""Classes of operators that a fused kernel does not need."""
+BYTES_OF_FP32 = 4
+
+
+@check(
+    means="Convolutions run in the default memory format where channels_last is faster here.",
+    needs="convolutions take at least 40 % of a step, and the slowest of them, timed alone in both formats, would "
+    "save 20 % of it, by the lower end of the confidence interval",
+    if_wrong="results differ by rounding; layers that know no such format convert their inputs",
+)
+def channels_last_missing(facts: Facts) -> Seen | None:
+    timed = facts.behaviour.channels_last if facts.behaviour is not None else None
+    seen, profile = facts.observed, facts.profile
+    if timed is None or seen is None or profile is None or any(one.channels_last for one in seen.modules):
+        return None
+    seconds = sum(one.seconds for one in profile.operators if one.operator_class == "convolution")
+    share = facts.share(seconds) or 0.0
+    if share < CONVOLUTION_SHARE or timed.low_ratio <= 1:
+        return None
+    ratio = timed.contiguous_seconds / timed.channels_last_seconds
+    saved, surely = seconds * (1 - 1 / ratio), seconds * (1 - 1 / timed.low_ratio)
+    if (facts.share(surely) or 0.0) < LEAST_GAIN:
+        return None
+    return Seen(
+        title=f"convolutions are x{ratio:.2f} as fast in channels_last",
+        evidence=f"{timed.layers} layers timed alone, forward and backward: "
+        f"{format_seconds(timed.contiguous_seconds)} and {format_seconds(timed.channels_last_seconds)}; convolutions "
+        f"take {share:.0%} of a step",
+        remedy="model.to(memory_format=torch.channels_last), and the same for the inputs",
+        certain=False,
+        cost_seconds=saved,
+        cost_share=facts.share(saved),
+        command=facts.tune,
+        plan={"memory_format": "channels_last"},
+    )
+
+
+@check(
+    means="cuDNN searches its algorithms anew for each of many input shapes.",
+    needs="on a GPU, cudnn.benchmark is on and inputs of the model had at least 4 shapes in the window",
+    if_wrong="the algorithms chosen by rule may be slower than those found by search",
+)
+def cudnn_benchmark_changing_shapes(facts: Facts) -> Seen | None:
+    seen, behaviour = facts.observed, facts.behaviour
+    if seen is None or behaviour is None or not facts.on_gpu or not seen.cudnn_benchmark:
+        return None
+    if behaviour.batch_shapes < CHANGING_SHAPES:
+        return None
+    return Seen(
+        title=f"cudnn.benchmark is on, and inputs had {behaviour.batch_shapes} shapes",
+        evidence=f"such as {', '.join(behaviour.example_shapes[:3])}, in {behaviour.steps} steps",
+        remedy="pad inputs to a few shapes, or leave torch.backends.cudnn.benchmark off",
+        fault=True,
+        unknown="it was not timed without",
+        command=facts.tune,
+    )
+
+
+@check(
+    means="Scores over a large vocabulary are held in memory several times.",
+    needs="a softmax over at least 8,192 values whose scores take 64 MiB or more in two copies, or 10 % of a step",
+    if_wrong="the chunked loss saves memory, and rarely time",
+)
+def huge_softmax(facts: Facts) -> Seen | None:
+    if facts.profile is None:
+        return None
+    rows = [
+        one for one in facts.profile.operators if one.operator_class == "softmax" and _last_size(one.shapes) >= WIDE
+    ]
+    if not rows:
+        return None
+    seconds = sum(one.seconds for one in rows)
+    size_bytes = 2 * BYTES_OF_FP32 * max(map(_numbers, (one.shapes for one in rows)))
+    share = facts.share(seconds) or 0.0
+    if size_bytes < WIDE_BYTES and share < SOFTMAX_SHARE:
+        return None
+    return Seen(
+        title=f"softmax over {_last_size(rows[0].shapes):,} values takes {share:.0%} of a step",
+        evidence=f"{rows[0].name} of {rows[0].shapes}; two copies of the scores are {format_bytes(size_bytes)}",
+        remedy="flatout.linear_cross_entropy, which never holds all scores; or an adaptive softmax",
+        certain=False,
+        cost_bytes=size_bytes,
+        cost_share=share,
+        lines=where(_lines_of(rows), facts.lines_calling("cross_entropy", "CrossEntropyLoss", "log_softmax")),
+        command=facts.tune,
+        plan={"loss": "chunked"},
+    )
+
+
+@check(
+    means="A module computes attention with a softmax between two products, and writes the scores to memory.",
+    needs="the module's code does that, the module takes at least 10 % of a step, and what a fused kernel does not "
+    "need (softmax, masks, copies) at least 5 %",
+    if_wrong="results differ by rounding; attention weights are no longer there to be read",
+)
+def unfused_attention(facts: Facts) -> Seen | None:
+    seen, profile = facts.observed, facts.profile
+    kinds = {one.attention_by_hand for one in seen.modules if one.attention_by_hand} if seen is not None else set()
+    if seen is None or profile is None or not kinds:
+        return None
+    modules = [one for one in profile.modules if one.kind in kinds]
+    whole = facts.share(sum(one.seconds for one in modules)) or 0.0
+    paths = tuple(one.path for one in modules)
+    rows = [
+        one
+        for one in profile.operators
+        if one.operator_class in SCORES
+        and any(one.module == path or one.module.startswith(f"{path}.") for path in paths)
+    ]
+    cost = sum(one.seconds for one in rows)
+    share = facts.share(cost) or 0.0
+    if whole < ATTENTION_SHARE or share < LAYER_SHARE:
+        return None
+    return Seen(
+        title=f"attention is computed by hand, in {whole:.0%} of a step",
+        evidence=f"{', '.join(sorted(kinds))}: softmax, masks and copies between its products take "
+        f"{format_seconds(cost)} a step",
+        remedy="torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
+        certain=False,
+        cost_seconds=cost,
+        cost_share=share,
+        lines=where(facts.lines_calling("softmax"), _lines_of(rows)),
+        command=facts.tune,
+        plan={"attention": "fused"},
+    )
+
+
+@check(
+    means="A module of the script computes a layer that torch.nn has.",
+    needs="its forward is recognised in the source, and it takes at least 5 % of a step",
+    if_wrong="results differ by rounding; names of weights in checkpoints may change",
+)
+def hand_written_layer(facts: Facts) -> Seen | None:
+    if facts.source is None or facts.profile is None:
+        return None
+    for layer in facts.source.layers:
+        rows = [one for one in facts.profile.modules if one.kind == layer.name]
+        share = facts.share(sum(one.seconds for one in rows))
+        if rows and share is not None and share >= LAYER_SHARE:
+            return Seen(
+                title=f"{layer.name} is torch.nn.{layer.torchs} written by hand",
+                evidence=f"{layer.line[0]}:{layer.line[1]}; it takes {share:.0%} of a step, as several operators",
+                remedy=f"torch.nn.{layer.torchs}, one operator",
+                certain=False,
+                fault=True,
+                lines=where(layer.line),
+                unknown="torch's layer was not timed in its place",
+            )
+    return None
+
+
+def _last_size(shapes: str) -> int:
+    """Of the first shape in '[64, 50257]'; 0 where there is none."""
+    found = re.match(r"\[([\d, ]+)\]", shapes)
+    return int(found[1].split(",")[-1]) if found else 0
+
+
+def _numbers(shapes: str) -> int:
+    found = re.match(r"\[([\d, ]+)\]", shapes)
+    count = 1
+    for size in found[1].split(",") if found else ():
+        count *= int(size)
+    return count
+
+
+def _lines_of(rows: list[OperatorRow]) -> list[SourceLine]:
+    found = []
+    for one in sorted(rows, key=lambda row: -row.seconds)[:3]:
+        file, _, number = one.line.rpartition(":")
+        if file and number.isdecimal():
+            found.append((file, int(number), ""))
+    return found

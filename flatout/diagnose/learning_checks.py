@@ -1,0 +1,165 @@
+"""Does the model learn: losses, and the sizes of gradients by layer?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.facts import Facts
+from flatout.script.behaviour_seen import GradientsSeen, LayerGradients
+
+LEAST_SAME, LEAST_NONFINITE = 8, 3
+LEAST_LOSSES = 120
+"""Fewer say nothing of a trend against the noise of batches."""
+LEAST_STEPS = 5
+VANISHED, LEAST_LAYERS = 1e-6, 4
+EXPLODED = 1e4
+ELASTIC = 1e4
+"""Relative change of the loss for a relative change of all weights: a few tens in deep nets that train."""
+CHANGES_LEARNING = "it changes what is learned, not the time"
+
+
+@check(
+    means="The loss does not fall, because nothing is learned.",
+    needs="in the steps that were watched: no weight changed at all; or the loss was exactly the same in 8 steps in "
+    "a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test at 1 in 1,000, to twice "
+    "their level",
+    if_wrong="a run is stopped that would have learned later",
+)
+def loss_not_falling(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None:
+        return None
+    why = _why_not_falling(seen.losses, moves=seen.weights_move)
+    if not why:
+        return None
+    return Seen(
+        title="the loss does not fall",
+        evidence=why,
+        remedy="check the learning rate, and that the optimizer has the parameters of the model that computes the loss",
+        fault=True,
+        certain=False,
+        lines=where([one.line for one in seen.backwards], seen.optimizer_lines),
+        unknown=CHANGES_LEARNING,
+    )
+
+
+def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None) -> str:
+    finite = [loss for loss in losses if loss is not None]
+    wrong = len(losses) - len(finite)
+    if wrong >= LEAST_NONFINITE and losses[-1] is None:
+        return f"{wrong} of {len(losses)} losses are NaN or infinite, the last one too"
+    if moves is False:
+        return f"no weight changed in {len(losses)} steps: the learning rate is 0, or updates are below the rounding"
+    if len(losses) >= LEAST_SAME and len(set(losses)) == 1 and losses[0] != 0.0:
+        return f"the loss was exactly {losses[0]:.6g} in all {len(losses)} steps"
+    if len(finite) >= LEAST_LOSSES:
+        third = len(finite) // 3
+        first, last = statistics.median(finite[:third]), statistics.median(finite[-third:])
+        if trend(finite) > 3.3 and first > 0 and last > 2 * first:
+            return f"the median of the loss rose from {first:.4g} to {last:.4g} in {len(finite)} steps"
+    return ""
+
+
+def trend(values: Sequence[float]) -> float:
+    """Mann and Kendall's statistic: above 3.3, so clear a rise is in noise once in 1,000; below, so clear a fall."""
+    if len(values) > 300:
+        size = -(-len(values) // 300)
+        values = [statistics.median(values[at : at + size]) for at in range(0, len(values), size)]
+    count = len(values)
+    score = sum((b > a) - (b < a) for index, a in enumerate(values) for b in values[index + 1 :])
+    spread = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    return score / spread if spread else 0.0
+
+
+@check(
+    means="Gradients of the first layers are so small that they learn nothing.",
+    needs="in at least 5 steps and every one of them, the mean gradient of a weight is below a millionth of the "
+    "largest layer's, is not exactly 0, and sizes fall towards the input",
+    if_wrong="normalisation or another activation changes a network that trained",
+)
+def vanishing_gradients(facts: Facts) -> Seen | None:
+    for one in facts.behaviour.gradients if facts.behaviour is not None else ():
+        found = _vanished(one)
+        if found:
+            first = found[0]
+            return Seen(
+                title=f"gradients vanish in {len(found)} layer{'s' if len(found) > 1 else ''} of {one.module}",
+                evidence=f"{first.name}: {_middle(first):.2g} (root mean square), the largest layer: "
+                f"{max(map(_middle, one.layers)):.2g}, medians of {len(first.rms)} steps",
+                remedy="residual connections, normalisation, ReLU-like activations, or another initialisation",
+                fault=True,
+                certain=False,
+                lines=where(facts.lines_calling("sigmoid", "Sigmoid", "tanh", "Tanh")),
+                unknown=CHANGES_LEARNING,
+            )
+    return None
+
+
+def _vanished(seen: GradientsSeen) -> list[LayerGradients]:
+    layers = [one for one in seen.layers if len(one.rms) >= LEAST_STEPS and any(one.rms)]
+    if len(layers) < LEAST_LAYERS:
+        return []
+    largest = [max(one.rms[step] for one in layers) for step in range(len(layers[0].rms))]
+    gone = [
+        one
+        for one in layers
+        if all(0 < rms < VANISHED * most for rms, most in zip(one.rms, largest, strict=True) if most)
+    ]
+    sizes = [math.log10(max(_middle(one), 1e-300)) for one in layers]
+    falls_to_input = trend(sizes) > 1.6
+    return gone if gone and falls_to_input and layers.index(gone[0]) < len(layers) / 2 else []
+
+
+@check(
+    means="Gradients are so large that steps destroy what was learned.",
+    needs="gradients are NaN or infinite in at least 3 steps without a gradient scaler; or their norm rises a "
+    "thousandfold, step after step; or a small relative change of the weights changes the loss ten thousand times "
+    "as much, and nothing clips",
+    if_wrong="clipping makes steps shorter that were right",
+)
+def exploding_gradients(facts: Facts) -> Seen | None:
+    behaviour = facts.behaviour
+    for one in behaviour.gradients if behaviour is not None else ():
+        assert behaviour is not None
+        why = _exploded(one, behaviour.losses, scaler=behaviour.scaler, clipped=bool(behaviour.clips))
+        if why:
+            return Seen(
+                title=f"gradients of {one.module} explode",
+                evidence=why,
+                remedy="a lower learning rate, torch.nn.utils.clip_grad_norm_ before the step, or another "
+                "initialisation",
+                fault=True,
+                certain=False,
+                lines=where([back.line for back in behaviour.backwards], behaviour.optimizer_lines),
+                unknown=CHANGES_LEARNING,
+            )
+    return None
+
+
+def _exploded(seen: GradientsSeen, losses: Sequence[float | None], *, scaler: bool, clipped: bool) -> str:
+    if seen.nonfinite_steps >= LEAST_NONFINITE and not scaler:
+        return f"gradients were NaN or infinite in {seen.nonfinite_steps} steps, first in {seen.first_nonfinite}"
+    norms = [norm for norm in seen.norms if norm > 0]
+    if clipped or len(norms) < LEAST_STEPS:
+        return ""
+    if len(norms) >= 8 and norms[-1] > 1000 * norms[0] and trend(norms) > 2.6:
+        return f"the norm of the gradients rose from {norms[0]:.3g} to {norms[-1]:.3g} in {len(norms)} steps"
+    sizes = [abs(loss) for loss in losses[: len(norms)] if loss]
+    if len(sizes) < LEAST_STEPS or seen.weight_norm == 0:
+        return ""
+    elasticity = statistics.median(norms) * seen.weight_norm / statistics.median(sizes)
+    middles = [_middle(one) for one in seen.layers if any(one.rms)]
+    if elasticity > ELASTIC and len(middles) >= LEAST_LAYERS and middles[0] > EXPLODED * min(middles):
+        return (
+            f"norm of the gradients {statistics.median(norms):.3g}, of the weights {seen.weight_norm:.3g}, loss "
+            f"{statistics.median(sizes):.3g}: a change of the weights by 1 in a million changes the loss by "
+            f"{elasticity / 1e4:.0f} %"
+        )
+    return ""
+
+
+def _middle(one: LayerGradients) -> float:
+    return statistics.median(one.rms) if one.rms else 0.0

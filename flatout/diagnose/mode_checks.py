@@ -1,0 +1,183 @@
+"""Modes: training or evaluation, gradients or none, debugging left on."""
+
+from __future__ import annotations
+
+from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.facts import Facts
+from flatout.script.behaviour_seen import ForwardSeen
+
+LEAST_CALLS = 3
+UNTIMED = "it was not timed without"
+
+
+def _forwards(facts: Facts) -> tuple[ForwardSeen, ...]:
+    return facts.behaviour.forwards if facts.behaviour is not None else ()
+
+
+def _trains(facts: Facts, module: str) -> list[ForwardSeen]:
+    """Calls of it whose graph a backward pass used."""
+    return [one for one in _forwards(facts) if one.module == module and one.used and one.updated]
+
+
+@check(
+    means="Evaluation builds graphs for a backward pass that never comes.",
+    needs="at least 3 calls of a model that trains, one after the other at one line, whose graphs were dropped "
+    "unused, while calls at another line, or in the other mode, train it",
+    if_wrong="a backward pass through a forward under no_grad raises an error at once",
+)
+def evaluation_with_grad(facts: Facts) -> Seen | None:
+    for one in _forwards(facts):
+        if not one.grad or one.used or one.unused < LEAST_CALLS or one.longest_run < LEAST_CALLS or not one.updated:
+            continue
+        if not any(
+            other.line[:2] != one.line[:2] or other.training != one.training for other in _trains(facts, one.module)
+        ):
+            continue
+        return Seen(
+            title=f"{one.module} is evaluated with gradients on",
+            evidence=f"{one.unused} calls, up to {one.longest_run} in a row, built graphs that no backward pass used",
+            remedy="with torch.no_grad(): (or inference_mode) around evaluation",
+            fault=True,
+            lines=where(one.line),
+            unknown=UNTIMED,
+        )
+    return None
+
+
+@check(
+    means="Evaluation runs in training mode: dropout drops, and batch normalisation uses, and updates, batch "
+    "statistics.",
+    needs="at least 3 calls in a row that no backward pass used, of a model in training mode with such layers, "
+    "which is trained elsewhere",
+    if_wrong="Monte Carlo dropout, or statistics that were to be recomputed, need training mode",
+)
+def evaluation_in_train_mode(facts: Facts) -> Seen | None:
+    for one in _forwards(facts):
+        if not one.training or not one.mode_layers or one.used or one.longest_run < LEAST_CALLS or one.recalibrates:
+            continue
+        if not one.updated or not any(other.line[:2] != one.line[:2] for other in _trains(facts, one.module)):
+            continue
+        return Seen(
+            title=f"{one.module} is evaluated in training mode",
+            evidence=f"{one.calls} calls without a backward pass, up to {one.longest_run} in a row, with "
+            f"{', '.join(one.mode_layers)} in training mode",
+            remedy="model.eval() before evaluation, model.train() after it",
+            fault=True,
+            lines=where(one.line),
+            unknown="it changes results, not the time",
+        )
+    return None
+
+
+@check(
+    means="Training runs in evaluation mode: dropout is off, and batch normalisation does not learn.",
+    needs="at least 3 calls of a model in evaluation mode, with such layers, whose graphs were used to update it; "
+    "no other line trains it in training mode",
+    if_wrong="statistics that were frozen on purpose change",
+)
+def training_in_eval_mode(facts: Facts) -> Seen | None:
+    for one in _forwards(facts):
+        if one.training or not one.grad or one.used < LEAST_CALLS or not one.mode_layers or not one.updated:
+            continue
+        if any(other.training and other.line[:2] != one.line[:2] for other in _trains(facts, one.module)):
+            continue  # such as adversarial examples, made in evaluation mode
+        before = any(other.training for other in _trains(facts, one.module))
+        return Seen(
+            title=f"{one.module} trains in evaluation mode",
+            evidence=f"{one.used} calls that were trained on ran with {', '.join(one.mode_layers)} in evaluation mode"
+            + (", after others in training mode" if before else ""),
+            remedy="model.train() at the start of each epoch, as model.eval() stays in force",
+            fault=True,
+            certain=before,
+            lines=where(one.line, facts.lines_calling("eval")),
+            unknown="it changes what is learned, not the time",
+        )
+    return None
+
+
+@check(
+    means="Layers with weights are made inside forward: they are new and untrained in every call.",
+    needs="modules with parameters were made inside a forward pass in at least 3 steps",
+    if_wrong="a layer is moved to __init__",
+)
+def modules_made_in_forward(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    made = [one for one in seen.made_in_forward if one.steps >= LEAST_CALLS] if seen is not None else []
+    if seen is None or not made:
+        return None
+    times = [one for one in seen.times if one.line[:2] in {other.line[:2] for other in made}]
+    seconds = sum(one.seconds for one in times)
+    return Seen(
+        title=f"{made[0].kind} is made anew in every forward pass",
+        evidence="; ".join(f"{one.line[0]}:{one.line[1]}: {one.made} in {one.steps} steps" for one in made[:3])
+        + "; no optimizer has their weights",
+        remedy="make it in __init__",
+        fault=True,
+        cost_seconds=seconds or None,
+        cost_share=facts.share(seconds or None),
+        lines=where([one.line for one in made]),
+        unknown="" if seconds else "samples of the stack did not meet the line",
+    )
+
+
+@check(
+    means="Autograd's anomaly detection is on: every operation records a traceback, every gradient is checked.",
+    needs="it was on during a backward pass",
+    if_wrong="the next NaN is reported without the line that made it",
+)
+def anomaly_mode(facts: Facts) -> Seen | None:
+    if facts.behaviour is None or not facts.behaviour.anomaly:
+        return None
+    return Seen(
+        title="anomaly detection is on",
+        evidence="torch.is_anomaly_enabled() during backward passes",
+        remedy="leave it out once the NaN is found",
+        fault=True,
+        lines=where(facts.lines_calling("set_detect_anomaly", "detect_anomaly")),
+        unknown=UNTIMED,
+    )
+
+
+@check(
+    means="A setting for debugging is on that makes each step slower.",
+    needs="the setting was in force in the steps that were watched",
+    if_wrong="what it was to find is not found",
+)
+def debug_mode(facts: Facts) -> Seen | None:
+    if facts.behaviour is None:
+        return None
+    settings = list(facts.behaviour.debug)
+    checked = facts.lines_calling("gradcheck", "gradgradcheck", in_training_loop=True)
+    if checked:
+        settings.append("gradients are checked numerically in the training loop")
+    if not settings:
+        return None
+    lines = facts.lines_calling("profile", "emit_nvtx", "set_sync_debug_mode", "settrace", "setprofile", "setdefault")
+    return Seen(
+        title="a debugging setting is on",
+        evidence="; ".join(settings),
+        remedy="switch it off for runs that should be fast",
+        fault=True,
+        lines=where(checked, lines),
+        unknown=UNTIMED,
+    )
+
+
+@check(
+    means="Nothing seeds the random generators, so no two runs are alike.",
+    needs="torch's generator has a seed that nobody chose, and no name in the script contains 'seed'",
+    if_wrong="a line more",
+    always_note=True,
+)
+def no_seed(facts: Facts) -> Seen | None:
+    seen, source = facts.behaviour, facts.source
+    if seen is None or source is None or seen.seeded is not False or source.mentions("seed") or not source.calls:
+        return None
+    return Seen(
+        title="no seed is set",
+        evidence="torch's generator has a random seed, and the script sets none",
+        remedy="torch.manual_seed(0) at the start, to compare runs; flatout check-deterministic finds what else "
+        "differs",
+        lines=where(facts.lines_calling("randn", "rand", "shuffle", "DataLoader")[:1]),
+        unknown="it costs repeatability, not time",
+    )

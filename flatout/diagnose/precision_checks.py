@@ -1,0 +1,174 @@
+"""Number formats: what they cost, and where they lose what is learned."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.facts import Facts
+from flatout.units import format_seconds
+
+PRODUCTS = ("matmul", "convolution")
+LEAST_PRODUCT_SHARE, LEAST_RATIO, LEAST_SAVING = 0.5, 1.5, 0.2
+UNALIGNED_SHARE = 0.1
+MULTIPLE = 8
+LOST_SHARE = 0.5
+DENORMAL_SHARE, DENORMAL_SLOWDOWN = 0.01, 1.5
+LEAST_DENORMAL_COST = 0.05
+
+
+@check(
+    means="Products run in full fp32 where this machine is much faster in a shorter format.",
+    needs="fp32 products take at least half of a step, and the measured ceilings say that bf16 or TF32 would save "
+    "20 % of it",
+    if_wrong="results differ by rounding: `flatout tune` compares losses and gradients before it keeps the change",
+)
+def fp32_matmul(facts: Facts) -> Seen | None:
+    seen, profile, machine = facts.observed, facts.profile, facts.machine
+    if seen is None or profile is None or machine is None or seen.autocast_in_script or facts.step_seconds is None:
+        return None
+    ceilings = seen.ceilings(machine)
+    if ceilings is None or (facts.on_gpu and seen.matmul_precision != "highest"):
+        return None
+    peaks = ceilings.gemm_flops_per_second
+    fast = "tf32" if facts.on_gpu and "tf32" in peaks else "bf16"
+    if "fp32" not in peaks or fast not in peaks or fast not in (*machine.fast_dtypes, *machine.cpu.fast_dtypes):
+        return None
+    rows = [one for one in profile.operators if one.operator_class in PRODUCTS and one.dtype == "float32"]
+    seconds, ratio = sum(one.seconds for one in rows), peaks[fast].value / peaks["fp32"].value
+    share = facts.share(seconds) or 0.0
+    saved = seconds * (1 - 1 / ratio) if ratio > 0 else 0.0
+    if share < LEAST_PRODUCT_SHARE or ratio < LEAST_RATIO or saved / facts.step_seconds < LEAST_SAVING:
+        return None
+    return Seen(
+        title=f"fp32 products take {share:.0%} of a step; {fast} is x{ratio:.1f} as fast here",
+        evidence=f"{format_seconds(seconds)} a step in fp32; measured ceilings: x{ratio:.2f} in {fast}",
+        remedy="torch.set_float32_matmul_precision('high')"
+        if fast == "tf32"
+        else "torch.autocast(..., dtype=bfloat16)",
+        certain=False,
+        cost_seconds=saved,
+        cost_share=saved / facts.step_seconds,
+        command=facts.tune,
+        plan={"matmul_precision": "high"} if fast == "tf32" else {"precision": "bf16"},
+    )
+
+
+@check(
+    means="Sizes of products keep the GPU from its matrix units, or from their full speed.",
+    needs="on a GPU, products in a short format with a size that is no multiple of 8 take at least 10 % of a step",
+    if_wrong="some rows of weights more",
+)
+def unaligned_shapes(facts: Facts) -> Seen | None:
+    if facts.profile is None or not facts.on_gpu:
+        return None
+    rows = [one for one in facts.profile.operators if one.operator_class == "matmul" and _is_unaligned(one.shapes)]
+    rows = [one for one in rows if one.dtype in ("float16", "bfloat16")]
+    seconds = sum(one.seconds for one in rows)
+    share = facts.share(seconds)
+    if share is None or share < UNALIGNED_SHARE:
+        return None
+    rows.sort(key=lambda one: -one.seconds)
+    return Seen(
+        title=f"products with unaligned sizes take {share:.0%} of a step",
+        evidence=f"{rows[0].name} of {rows[0].shapes}: sizes that are no multiples of {MULTIPLE}",
+        remedy=f"round vocabulary and widths up to a multiple of {MULTIPLE} (64 for a vocabulary)",
+        certain=False,
+        lines=where(
+            [(file, int(line), "") for one in rows[:3] for file, _, line in [one.line.rpartition(":")] if line]
+        ),
+        unknown="no aligned size was timed",
+        fault=True,
+    )
+
+
+def _is_unaligned(shapes: str) -> bool:
+    """Of '[64, 128] [128, 50257]': the last two sizes of each, without vectors."""
+    for shape in re.findall(r"\[([\d, ]+)\]", shapes):
+        sizes = [int(one) for one in shape.split(",")]
+        if len(sizes) >= 2 and any(size > MULTIPLE and size % MULTIPLE for size in sizes[-2:]):
+            return True
+    return False
+
+
+@check(
+    means="Training under fp16 autocast without a gradient scaler: small gradients become zero.",
+    needs="autocast to float16 is on in forwards with gradients, no enabled GradScaler was used, and the loss is "
+    "not multiplied",
+    if_wrong="a scaler more, which changes nothing where no gradient underflows",
+)
+def fp16_without_scaler(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None or seen.autocast_dtype != "float16" or seen.scaler or not seen.backwards:
+        return None
+    if any(one.scaled for one in seen.backwards) or (facts.source is not None and facts.source.mentions("loss_scale")):
+        return None
+    return Seen(
+        title="fp16 autocast without a gradient scaler",
+        evidence=f"forwards ran under autocast to float16, and {sum(one.calls for one in seen.backwards)} backward "
+        "passes started from an unscaled loss: gradients below 6e-8 become 0",
+        remedy="torch.amp.GradScaler, or autocast to bfloat16, which needs none",
+        fault=True,
+        lines=where(facts.lines_calling("autocast"), [one.line for one in seen.backwards]),
+        unknown="it costs accuracy, not time",
+    )
+
+
+@check(
+    means="The optimizer updates weights in a short format: updates smaller than its rounding are lost.",
+    needs="parameters in an optimizer are float16; or bfloat16 ones of which at least half of the numbers with a "
+    "gradient stay exactly the same in a step",
+    if_wrong="fp32 weights take twice the memory",
+)
+def half_weights(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None:
+        return None
+    lost = seen.unchanged_share
+    half = "float16" in seen.optimizer_dtypes
+    brain = (
+        "bfloat16" in seen.optimizer_dtypes and lost is not None and lost >= LOST_SHARE and seen.weights_move is True
+    )
+    if not half and not brain:
+        return None
+    dtype = "float16" if half else "bfloat16"
+    shown = f"; {lost:.0%} of the numbers with a gradient did not change in a step" if lost is not None else ""
+    return Seen(
+        title=f"the optimizer updates {dtype} weights without fp32 copies",
+        evidence=f"parameters in the optimizer are {dtype}{shown}",
+        remedy="keep the weights in fp32 and use autocast: model.float(), torch.autocast(...)",
+        fault=True,
+        certain=half,
+        lines=where(facts.lines_calling("half", "bfloat16"), facts.lines_calling("to"), seen.optimizer_lines),
+        unknown="it costs accuracy, not time",
+    )
+
+
+@check(
+    means="Values below 1.2e-38 slow the processor down.",
+    needs="at least 1 % of a step's values are such, this processor was measured to be slower with them, and that "
+    "adds 5 % to a step or more",
+    if_wrong="values that were nearly 0 become 0",
+)
+def denormals(facts: Facts) -> Seen | None:
+    seen = facts.observed
+    if seen is None or seen.device != "cpu" or seen.flush_denormals:
+        return None
+    known = facts.behaviour if facts.behaviour is not None and facts.behaviour.denormal_share is not None else seen
+    share, slowdown = known.denormal_share or 0.0, known.denormal_slowdown or 1.0
+    added = share * (slowdown - 1)
+    cost_share = added / (1 + added)
+    if share < DENORMAL_SHARE or slowdown < DENORMAL_SLOWDOWN or cost_share < LEAST_DENORMAL_COST:
+        return None
+    step = facts.step_seconds
+    return Seen(
+        title=f"{share:.1%} of the values are denormal numbers",
+        evidence=f"this processor takes x{slowdown:.1f} as long for them, as measured here",
+        remedy="torch.set_flush_denormal(True), before the first operation",
+        cost_seconds=cost_share * step if step is not None and math.isfinite(step) else None,
+        cost_share=cost_share,
+        certain=False,
+        command=facts.tune,
+        plan={"flush_denormals": True},
+    )

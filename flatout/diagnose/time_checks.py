@@ -1,0 +1,148 @@
+"""Where the time goes outside of the model, the loader and the optimizer."""
+
+from __future__ import annotations
+
+from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.facts import Facts
+from flatout.script.behaviour_seen import LineTime
+from flatout.script.source_facts import Kind
+from flatout.units import format_seconds
+
+EVALUATION_SHARE_LIMIT, OTHER_SHARE_LIMIT = 0.3, 0.3
+PROFILED_EVALUATION_LIMIT = 1.0
+"""Of a step: a profile sees few epochs, of a script that may be run for short ones to try it."""
+LEAST_SHARE = 0.05
+LEAST_SAMPLES = 12
+PYTHON_SHARE = 0.1
+OPERATOR_SHARE, MANY_CALLS = 0.1, 100
+"""Of a line's time, in operators: from here on the line computes with tensors, unless it calls that many in a step."""
+
+
+@check(
+    means="Evaluation takes much of the time.",
+    needs="at least 30 % of a step on average in a run, as much as training in a profile",
+    if_wrong="what would have been seen earlier is seen later",
+    always_note=True,
+)
+def evaluation(facts: Facts) -> Seen | None:
+    seen = facts.observed
+    share = seen.share("evaluation") if seen is not None else None
+    limit = EVALUATION_SHARE_LIMIT if facts.profile is None else PROFILED_EVALUATION_LIMIT
+    if seen is None or share is None or share < limit or seen.step_seconds is None:
+        return None
+    seconds = seen.breakdown_seconds["evaluation"]
+    return Seen(
+        title=f"evaluation takes much of the time: {share:.0%} of a step",
+        evidence=f"{format_seconds(seconds)} of {format_seconds(seen.step_seconds)} a step",
+        remedy="evaluate less often, or on fewer samples",
+        cost_seconds=seconds,
+        cost_share=share,
+        command=facts.tune,
+    )
+
+
+@check(
+    means="Drawing figures takes a part of the run.",
+    needs="at least 5 % of the time that was watched, by samples of the stack (lower end of their 95 % interval)",
+    if_wrong="fewer figures",
+)
+def plotting_time(facts: Facts) -> Seen | None:
+    return _spent(facts, "plotting", "drawing figures", "draw less often, or after training from what was recorded")
+
+
+@check(
+    means="Printing and logging take a part of the run.",
+    needs="at least 5 % of the time that was watched, by samples of the stack (lower end of their 95 % interval)",
+    if_wrong="fewer log lines",
+)
+def logging_time(facts: Facts) -> Seen | None:
+    return _spent(facts, "logging", "printing and logging", "log once in many steps, and without flushing each line")
+
+
+@check(
+    means="Reading and writing files takes a part of the run.",
+    needs="at least 5 % of the time that was watched, by samples of the stack (lower end of their 95 % interval)",
+    if_wrong="a checkpoint less to go back to",
+)
+def disk_time(facts: Facts) -> Seen | None:
+    return _spent(
+        facts, "disk", "reading and writing files", "write less often, or in the background (flatout.Checkpoints)"
+    )
+
+
+@check(
+    means="The script's own Python takes much of a step.",
+    needs="after a run, 30 % of a step outside of the model, the loader and the optimizer; after a profile, 10 % in "
+    "lines that neither compute with tensors nor plot, log or write",
+    if_wrong="a loop is rewritten that was not the slowest part",
+)
+def python_time(facts: Facts) -> Seen | None:
+    if facts.behaviour is not None and facts.profile is not None:
+        return _own_python(facts)
+    share, seconds, step = facts.part_share("other"), facts.part_seconds("other"), facts.step_seconds
+    if share is None or seconds is None or step is None or share < OTHER_SHARE_LIMIT:
+        return None
+    return Seen(
+        title=f"much of a step is spent outside the model, data loading and optimizer: {share:.0%} of a step",
+        evidence=f"{format_seconds(seconds)} of {format_seconds(step)} a step",
+        cost_seconds=seconds,
+        cost_share=share,
+        remedy="look at what the loop itself does every step",
+        command=facts.tune,
+    )
+
+
+def _own_python(facts: Facts) -> Seen | None:
+    """Lines of the script between the passes, less the operators that they call."""
+    assert facts.profile is not None
+    operators: dict[str, tuple[float, float]] = {}
+    for row in facts.profile.operators:
+        seconds, calls = operators.get(row.line, (0.0, 0.0))
+        operators[row.line] = seconds + row.host_seconds, calls + row.calls
+    lines: dict[tuple[str, int], tuple[LineTime, float]] = {}
+    for one in facts.behaviour.times if facts.behaviour is not None else ():
+        if one.activity != "script" or _kind(facts, one) != "script" or one.samples < LEAST_SAMPLES:
+            continue
+        seconds, calls = operators.get(f"{one.line[0]}:{one.line[1]}", (0.0, 0.0))
+        if seconds < OPERATOR_SHARE * one.seconds or calls >= MANY_CALLS:
+            lines[one.line[:2]] = one, max(0.0, one.seconds - seconds)
+    cost, whole = sum(left for _, left in lines.values()), facts.whole_step_seconds
+    low = sum(one.low_share * left / max(one.seconds, 1e-12) for one, left in lines.values())
+    if not lines or not whole or cost / whole < PYTHON_SHARE or low < LEAST_SHARE:
+        return None
+    ordered = sorted(lines.values(), key=lambda item: -item[1])
+    return Seen(
+        title=f"the script's own Python takes {cost / whole:.0%} of the time",
+        evidence=_said([one for one, _ in ordered]),
+        remedy="compute with tensors instead of loops over numbers, or do it less often",
+        cost_seconds=cost,
+        cost_share=cost / whole,
+        lines=where([one.line for one, _ in ordered]),
+    )
+
+
+def _spent(facts: Facts, kind: Kind, what: str, remedy: str) -> Seen | None:
+    seen, whole = facts.behaviour, facts.whole_step_seconds
+    times = [one for one in seen.times if _kind(facts, one) == kind] if seen is not None else []
+    cost, low = sum(one.seconds for one in times), sum(one.low_share for one in times)
+    if not times or not whole or low < LEAST_SHARE or sum(one.samples for one in times) < LEAST_SAMPLES:
+        return None
+    return Seen(
+        title=f"{what} takes {cost / whole:.0%} of the time",
+        evidence=_said(times) + "; on average, with what happens between steps",
+        remedy=remedy,
+        cost_seconds=cost,
+        cost_share=cost / whole,
+        lines=where([one.line for one in times]),
+    )
+
+
+def _kind(facts: Facts, one: LineTime) -> str:
+    """'plotting', 'logging', 'disk', or what else the thread did there."""
+    if one.activity != "script" or facts.source is None:
+        return one.activity
+    return facts.source.kind_of(one.line)
+
+
+def _said(times: list[LineTime]) -> str:
+    return ", ".join(f"{one.line[0]}:{one.line[1]} {format_seconds(one.seconds)} a step" for one in times[:3])

@@ -1,0 +1,207 @@
+"""From the loss to the weights: are gradients cleared, clipped, scaled and used in the right order?"""
+
+from __future__ import annotations
+
+from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.facts import Facts
+from flatout.script.behaviour_seen import SourceLine
+from flatout.units import format_seconds
+
+LEAST_STEPS = 3
+NEARLY_ALL = 0.9
+LEAST_BACKWARDS = 1.8
+"""A step, for accumulation: the last one of an epoch may have fewer micro-batches."""
+ZERO_SHARE = 0.01
+OPTIMIZERS = (
+    "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "LBFGS", "ASGD", "Rprop",
+    "Adafactor", "SparseAdam", "Muon",
+)  # fmt: skip
+
+
+@check(
+    means="Gradients are clipped while they are still multiplied by the gradient scaler.",
+    needs="in at least 3 steps the clip came after backward and before `scaler.unscale_`",
+    if_wrong="one call more",
+)
+def clip_before_unscale(facts: Facts) -> Seen | None:
+    for clip in facts.behaviour.clips if facts.behaviour is not None else ():
+        if clip.before_unscale >= LEAST_STEPS and clip.before_unscale >= NEARLY_ALL * clip.steps:
+            return Seen(
+                title="gradients are clipped before they are unscaled",
+                evidence=f"in {clip.before_unscale} of {clip.steps} steps: the limit is compared with gradients that "
+                "are multiplied by the scale, so that nearly every step is clipped",
+                remedy="scaler.unscale_(optimizer) before the clip",
+                fault=True,
+                lines=where(clip.line),
+                unknown="it changes what is learned, not the time",
+            )
+    return None
+
+
+@check(
+    means="Gradients are clipped before the backward pass that computes them, so nothing is clipped.",
+    needs="in at least 3 steps the clip came before every backward pass of the step, and none came after them",
+    if_wrong="one clip more per step",
+)
+def clip_before_backward(facts: Facts) -> Seen | None:
+    for clip in facts.behaviour.clips if facts.behaviour is not None else ():
+        if clip.before_backward >= LEAST_STEPS and clip.before_backward >= NEARLY_ALL * clip.steps:
+            return Seen(
+                title="gradients are clipped before the backward pass",
+                evidence=f"in {clip.before_backward} of {clip.steps} steps: the optimizer gets gradients that "
+                "nothing has clipped",
+                remedy="clip between backward() and the optimizer's step()",
+                fault=True,
+                lines=where(clip.line),
+                unknown="it changes what is learned, not the time",
+            )
+    return None
+
+
+@check(
+    means="Gradients of earlier steps are added to those of each step.",
+    needs="in at least 3 steps, and in none not, new gradients arrived at the ones that the optimizer's last step "
+    "had used",
+    if_wrong="gradients are cleared that were meant to be summed over optimizer steps",
+)
+def missing_zero_grad(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None or seen.accumulated_steps < LEAST_STEPS or seen.zeroed_steps:
+        return None
+    return Seen(
+        title="gradients are never cleared",
+        evidence=f"in {seen.accumulated_steps} of {seen.accumulated_steps} steps backward added to the gradients "
+        "that the step before had used",
+        remedy="optimizer.zero_grad() before each backward pass, or after each step",
+        fault=True,
+        lines=where(seen.optimizer_lines, [one.line for one in seen.backwards]),
+        unknown="it changes what is learned, not the time",
+    )
+
+
+@check(
+    means="The learning rate scheduler steps before the optimizer: the first rate of the schedule is skipped.",
+    needs="in at least 3 steps it came between backward and the optimizer's step; or it stands before the "
+    "optimizer's step in the same loop, and was called there",
+    if_wrong="the schedule begins one step later",
+)
+def scheduler_order(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None:
+        return None
+    before = {
+        scheduler[:2]: optimizer for scheduler, optimizer in (facts.source.scheduler_first if facts.source else ())
+    }
+    for one in seen.schedulers:
+        between = one.between >= LEAST_STEPS and one.between >= NEARLY_ALL * one.calls
+        optimizer = before.get(one.line[:2])
+        if between or (optimizer is not None and one.calls >= LEAST_STEPS):
+            return Seen(
+                title="the scheduler steps before the optimizer",
+                evidence=f"{one.calls} calls at {one.line[0]}:{one.line[1]}, "
+                + (f"{one.between} of them between backward and the optimizer's step" if between else "each before the "
+                   "optimizer's step of the same turn of the loop"),
+                remedy="optimizer.step() first, then scheduler.step()",
+                fault=True,
+                lines=where(one.line, optimizer),
+                unknown="it changes what is learned, not the time",
+            )  # fmt: skip
+    return None
+
+
+@check(
+    means="Gradients of several micro-batches are summed where their mean was meant: the step is that many times as "
+    "long.",
+    needs="two or more backward passes a step from one line, each from a loss that is a mean and is not divided; "
+    "the source divides neither a loss nor a gradient; and it steps the optimizer only in some turns of the loop",
+    if_wrong="the learning rate has to be multiplied by the number of micro-batches",
+)
+def accumulation_not_averaged(facts: Facts) -> Seen | None:
+    seen, source = facts.behaviour, facts.source
+    if seen is None or source is None or len(seen.backwards) != 1 or source.loss_divided:
+        return None
+    one = seen.backwards[0]
+    if one.per_step < LEAST_BACKWARDS or one.scaled or one.reduction != "mean":
+        return None
+    steps = [call for call in source.calling("step") if "opt" in call.owner.lower() or "scaler" in call.owner.lower()]
+    if not any(call.guarded for call in steps) and not source.mentions("accum"):
+        return None
+    return Seen(
+        title=f"gradients of {one.per_step:.2g} micro-batches are summed, not averaged",
+        evidence=f"{one.calls} backward passes in {seen.steps} steps, each from a mean that is not divided",
+        remedy=f"(loss / {round(one.per_step)}).backward()",
+        fault=True,
+        certain=False,
+        lines=where(one.line),
+        unknown="it changes what is learned, not the time",
+    )
+
+
+@check(
+    means="Parameters get gradients, but no optimizer has them.",
+    needs="at the end of the window they require gradients, have one, have not changed, and are in none of the "
+    "optimizers that exist; others of the same model are",
+    if_wrong="parameters that were to stay as they are get trained: say requires_grad_(False) for those",
+)
+def parameters_not_in_optimizer(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    found = seen.outside_optimizer if seen is not None else None
+    if seen is None or found is None or seen.steps < LEAST_STEPS:
+        return None
+    return Seen(
+        title=f"{found.count:,} numbers of {found.module} get gradients, but no optimizer updates them",
+        evidence=f"{', '.join(found.names)}: they require gradients, have them, and have not changed in {seen.steps} "
+        "steps; other parameters of the model have",
+        remedy="pass them to the optimizer; or, if they are to stay, requires_grad_(False) saves their gradients",
+        fault=True,
+        certain=False,
+        lines=where(_made_optimizers(facts), seen.optimizer_lines),
+        unknown="it changes what is learned, and no step was timed without these gradients",
+    )
+
+
+def _made_optimizers(facts: Facts) -> tuple[SourceLine, ...]:
+    return facts.lines_calling(*OPTIMIZERS)
+
+
+@check(
+    means="zero_grad fills gradients with zeros, to which backward then adds.",
+    needs="zero_grad was called with set_to_none=False, and filling takes at least 1 % of a step",
+    if_wrong="code that reads .grad between zero_grad and backward gets None",
+)
+def zero_grad_fills(facts: Facts) -> Seen | None:
+    seen = facts.behaviour
+    if seen is None or not seen.zero_grad_fills or seen.zero_grad_seconds is None:
+        return None
+    share = facts.share(seen.zero_grad_seconds)
+    if share is None or share < ZERO_SHARE:
+        return None
+    return Seen(
+        title="zero_grad fills gradients with zeros",
+        evidence=f"filling takes {format_seconds(seen.zero_grad_seconds)} a step, {share:.1%}; adding to zeros "
+        "instead of writing comes on top",
+        remedy="optimizer.zero_grad(), whose default frees the gradients",
+        cost_seconds=seen.zero_grad_seconds,
+        cost_share=share,
+        lines=where(seen.zero_grad_line),
+        command=facts.tune,
+        plan={"zero_grad": "none"},
+    )
+
+
+@check(
+    means="backward keeps a graph that nothing uses again.",
+    needs="at least 3 passes with retain_graph=True, none of whose graphs shares a node with a later pass",
+    if_wrong="a second backward pass through the same graph raises an error at once",
+)
+def needless_retain_graph(facts: Facts) -> Seen | None:
+    for one in facts.behaviour.backwards if facts.behaviour is not None else ():
+        if one.retained >= LEAST_STEPS and not one.retained_needed:
+            return Seen(
+                title="retain_graph=True is not needed",
+                evidence=f"{one.retained} backward passes kept their graph, and no later pass used it",
+                remedy="leave it out: the memory of the graph is free as soon as backward has used it",
+                lines=where(one.line),
+                unknown="the memory that is kept was not measured",
+            )
+    return None

@@ -1,0 +1,124 @@
+"""Would channels_last be faster? The largest convolutions of a step, timed alone in both memory formats.
+
+A rule cannot say it: on one processor the format halves the time, on the next it costs some. Forward and backward are
+timed in turns, so that a busy machine slows both down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from flatout.script.behaviour_seen import ChannelsLastSeen
+from flatout.statistics import compare_paired
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+MOST_LAYERS = 4
+PAIRS = 8
+BUDGET_SECONDS = 2.0
+
+
+class Convolution(NamedTuple):
+    """What a convolution computes."""
+
+    inputs: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def products(self) -> float:
+        """In proportion to its work."""
+        size = 1.0
+        for one in (*self.inputs, *self.weight[2:], self.weight[0]):
+            size *= one
+        return size / self.groups
+
+
+class ConvolutionTimer:
+    """`note` is a forward hook of convolutions; `timed` when the window is over."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[Convolution] = Counter()
+
+    def note(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        from torch import Tensor, nn
+
+        if not isinstance(module, nn.Conv2d) or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].ndim != 4:
+            return
+        given, weight = inputs[0], module.weight
+        if not weight.requires_grad:
+            return  # without a backward pass it is another computation
+        self._calls[
+            Convolution(
+                inputs=tuple(given.shape),
+                weight=tuple(weight.shape),
+                stride=tuple(module.stride),
+                padding=module.padding if isinstance(module.padding, str) else tuple(module.padding),
+                dilation=tuple(module.dilation),
+                groups=module.groups,
+                dtype=weight.dtype,
+                device=weight.device,
+            )
+        ] += 1
+
+    def timed(self, steps: int, autocast: str) -> ChannelsLastSeen | None:
+        """steps: those in which `note` was called. None: there were no convolutions, or no time for enough pairs."""
+        import torch
+
+        chosen = sorted(self._calls, key=lambda one: -one.products * self._calls[one])[:MOST_LAYERS]
+        if not chosen:
+            return None
+        dtype = getattr(torch, autocast) if autocast else None
+        formats = (torch.contiguous_format, torch.channels_last)
+        tensors = [[_tensors(one, dtype, memory_format) for one in chosen] for memory_format in formats]
+        seconds: list[list[float]] = [[], []]
+        began = time.perf_counter()
+        for pair in range(PAIRS + 1):
+            if time.perf_counter() - began > BUDGET_SECONDS:
+                break
+            for number, given in enumerate(tensors):
+                took = _seconds(chosen, given)
+                if pair:  # the first one warms up
+                    seconds[number].append(took)
+        if len(seconds[1]) < PAIRS:
+            return None
+        compared = compare_paired(seconds[0], seconds[1])
+        return ChannelsLastSeen(
+            layers=len(chosen),
+            contiguous_seconds=sorted(seconds[0])[PAIRS // 2],
+            channels_last_seconds=sorted(seconds[0])[PAIRS // 2] / compared.ratio,
+            low_ratio=compared.low,
+            calls_per_step=sum(self._calls.values()) / max(1, steps),
+        )
+
+
+def _tensors(one: Convolution, dtype: torch.dtype | None, memory_format: torch.memory_format) -> tuple[Tensor, Tensor]:
+    import torch
+
+    made = [
+        torch.full(shape, 0.1, dtype=dtype or one.dtype, device=one.device).to(memory_format=memory_format)
+        for shape in (one.inputs, one.weight)
+    ]
+    return made[0].requires_grad_(), made[1].requires_grad_()
+
+
+def _seconds(chosen: list[Convolution], tensors: list[tuple[Tensor, Tensor]]) -> float:
+    import torch
+
+    began = time.perf_counter()
+    with torch.enable_grad():
+        for one, (given, weight) in zip(chosen, tensors, strict=True):
+            out = torch.nn.functional.conv2d(given, weight, None, one.stride, one.padding, one.dilation, one.groups)
+            torch.autograd.grad(out, (given, weight), torch.ones_like(out))
+    if chosen[0].device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

@@ -1,0 +1,354 @@
+"""Calls of outermost modules: in which mode, with gradients or not, and whether a backward pass used their graph."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flatout.data.nested import tensors_in
+from flatout.script.behaviour_seen import ForwardSeen, MadeSeen, PaddingSeen
+from flatout.script.compile_seen import never_compiled
+from flatout.script.convolution_timing import ConvolutionTimer
+from flatout.script.patches import Patches
+from flatout.script.places import Places
+from flatout.tracebacks import leave_no_frame
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MOST_SHAPES = 64
+MOST_OUTPUTS = 8
+LEAST_TOKENS = 4
+"""Shorter rows are no sequences."""
+AVERAGED_STATISTICS = "/torch/optim/swa_utils.py"
+Call = Callable[..., object]
+
+
+@dataclass
+class _Calls:
+    module: str
+    identity: int
+    place: tuple[str, int]
+    training: bool
+    grad: bool
+    calls: int = 0
+    used: int = 0
+    unused: int = 0
+    longest: int = 0
+    seconds: float = 0.0
+    recalibrates: bool = False
+
+
+class _Use:
+    """Is held by the graph of one call alone: when the graph goes, it is known whether a backward pass came by."""
+
+    __slots__ = ("__weakref__", "calls", "fired")
+
+    def __init__(self, calls: _Calls) -> None:
+        self.calls, self.fired = calls, False
+
+    def fire(self, gradient: object) -> None:
+        if not self.fired:
+            self.fired = True
+            self.calls.used += 1
+
+    def __del__(self) -> None:
+        if not self.fired:
+            self.calls.unused += 1
+
+
+@dataclass
+class _Made:
+    module: weakref.ref[nn.Module]
+    kind: str
+    place: tuple[str, int]
+
+
+@dataclass
+class _MadeAt:
+    kind: str
+    made: int = 0
+    steps: set[int] = field(default_factory=set)
+
+
+class ForwardWatch:
+    """Between `start` and `stop`. `guard` runs a function of ours such that none of its errors reach the script."""
+
+    def __init__(self, places: Places, guard: Callable[[Callable[[], None]], None]) -> None:
+        self._places, self._guard = places, guard
+        self._patches = Patches()
+        self._calls: dict[tuple[int, tuple[str, int], bool, bool], _Calls] = {}
+        self._run: Counter[tuple[int, tuple[str, int], bool, bool]] = Counter()
+        self._layers: dict[int, tuple[str, ...]] = {}
+        self._made: list[_Made] = []
+        self._made_at: dict[tuple[str, int], _MadeAt] = {}
+        self._shapes: Counter[str] = Counter()
+        self._first_dimensions: list[int] = []
+        self._padding: list[tuple[int, int, int, bool]] = []
+        self._depth = 0
+        self._on = False
+        self._hooks: list[Callable[[], None]] = []
+        self._seen_embeddings: set[int] = set()
+        self.in_backward = False
+        self.convolutions = ConvolutionTimer()
+        self.recomputed_seconds = 0.0
+        self.steps = 0
+        self.autocast = ""
+        """The dtype of autocast in forwards with gradients; '' where it is off."""
+        self.training_began: float | None = None
+        """The time of the last outermost call with gradients."""
+
+    def start(self) -> None:
+        from torch import nn
+
+        self._on = True
+        self._patches.replace(nn.Module, "__call__", self._wrap_call)
+        self._patches.replace(nn.Module, "__init__", self._wrap_init)
+
+    def stop(self) -> None:
+        self._on = False
+        self._patches.undo()
+        for remove in self._hooks:
+            remove()
+        self._hooks.clear()
+
+    def interrupted(self) -> None:
+        """A backward pass or an optimizer step: calls before it and after it are not in a row."""
+        self._run.clear()
+
+    # what the script calls
+
+    def _wrap_call(self, original: Call) -> Call:
+        import torch
+
+        from flatout.torch_private.dispatch import transform_level
+
+        watch, compiling = self, torch.compiler.is_compiling
+
+        def __call__(self: nn.Module, *args: object, **kwargs: object) -> object:
+            if compiling() or not watch._on or watch._depth or transform_level() is not None:
+                return original(self, *args, **kwargs)
+            try:
+                return watch._outermost(original, self, args, kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+
+        never_compiled(__call__, self._outermost)
+        return __call__
+
+    def _outermost(
+        self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        place = self._places.here(3)
+        if not self.in_backward:
+            self._guard(lambda: self._before(module, args, kwargs))
+        began = time.perf_counter()
+        self._depth += 1
+        try:
+            result = original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            seconds = time.perf_counter() - began
+            if self.in_backward:  # recomputation stops by an exception as soon as it has what it needs
+                self.recomputed_seconds += seconds
+        if not self.in_backward:
+            self._guard(lambda: self._after(module, args, kwargs, result, place, seconds))
+        return result
+
+    def _wrap_init(self, original: Call) -> Call:
+        watch = self
+
+        def __init__(self: nn.Module, *args: object, **kwargs: object) -> None:
+            original(self, *args, **kwargs)
+            if watch._depth and watch._on and not watch.in_backward and len(watch._made) < 256:
+                watch._made.append(_Made(weakref.ref(self), type(self).__name__, watch._places.here(2)))
+
+        return __init__
+
+    # what is noted
+
+    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        import torch
+        from torch import nn
+
+        if torch.is_grad_enabled() and not self.autocast:
+            first = next(module.parameters(), None)
+            kind = first.device.type if first is not None else "cpu"
+            if torch.is_autocast_enabled(kind):
+                self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if self.steps > 3 or id(module) in self._seen_embeddings:
+            return
+        self._seen_embeddings.add(id(module))
+        embeddings = [one for one in module.modules() if isinstance(one, nn.Embedding)]
+        for one in embeddings[:2]:
+            self._hooks.append(one.register_forward_pre_hook(self._note_tokens).remove)
+        for each in module.modules():
+            if isinstance(each, nn.Conv2d):
+                self._hooks.append(each.register_forward_pre_hook(self._note_convolution).remove)
+
+    def _note_tokens(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        if self._on and args:
+            self._guard(lambda: self._add_padding(module, args[0]))
+
+    def _note_convolution(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        if self._on and self.steps <= 1 and not self.in_backward:
+            self._guard(lambda: self.convolutions.note(module, args))
+
+    def _add_padding(self, module: nn.Module, tokens: object) -> None:
+        from torch import Tensor, is_grad_enabled
+
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < LEAST_TOKENS:
+            return
+        if not is_grad_enabled() or len(self._padding) >= 64:
+            return
+        self._padding.append(padding_of(tokens.detach(), getattr(module, "padding_idx", None)))
+
+    def _after(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        result: object,
+        place: tuple[str, int],
+        seconds: float,
+    ) -> None:
+        import torch
+
+        outputs = [one for _, one in tensors_in(result) if isinstance(one, torch.Tensor)][:MOST_OUTPUTS]
+        with_graph = [one for one in outputs if one.requires_grad and one.grad_fn is not None]
+        grad = torch.is_grad_enabled() and bool(with_graph)
+        key = (id(module), place, module.training, grad)
+        calls = self._calls.get(key)
+        if calls is None:
+            calls = self._calls[key] = _Calls(type(module).__name__, id(module), place, module.training, grad)
+            self._layers.setdefault(id(module), mode_layers(module))
+            calls.recalibrates = self._places.passes_through(AVERAGED_STATISTICS, 4)
+        calls.calls += 1
+        calls.seconds += seconds
+        self._run[key] += 1
+        calls.longest = max(calls.longest, self._run[key])
+        if grad:
+            use = _Use(calls)
+            for tensor in with_graph:
+                tensor.register_hook(use.fire)
+            self.training_began = time.perf_counter()
+            self._note_shapes(args, kwargs)
+        self._note_made()
+
+    def _note_shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        from torch import Tensor
+
+        first = next((one for _, one in tensors_in((args, kwargs)) if isinstance(one, Tensor)), None)
+        if first is not None and first.ndim:
+            if len(self._shapes) < MOST_SHAPES:
+                self._shapes[str(list(first.shape))] += 1
+            if len(self._first_dimensions) < 1024:
+                self._first_dimensions.append(int(first.shape[0]))
+
+    def _note_made(self) -> None:
+        made, self._made = self._made, []
+        for one in made:
+            module = one.module()
+            if module is None or any(True for _ in module.parameters()):  # gone again: it was used and dropped
+                if module is None and not _has_weights_by_kind(one.kind):
+                    continue
+                at = self._made_at.setdefault(one.place, _MadeAt(one.kind))
+                at.made += 1
+                at.steps.add(self.steps)
+
+    # what was found
+
+    def forwards(self, updated: Callable[[int], bool]) -> tuple[ForwardSeen, ...]:
+        """updated: does an optimizer that has stepped hold parameters of the module with this id?"""
+        return tuple(
+            ForwardSeen(
+                module=one.module,
+                line=self._places.line(one.place),
+                calls=one.calls,
+                training=one.training,
+                grad=one.grad,
+                used=one.used,
+                unused=one.unused,
+                longest_run=one.longest,
+                mode_layers=self._layers.get(one.identity, ()),
+                updated=updated(one.identity),
+                seconds=one.seconds,
+                recalibrates=one.recalibrates,
+            )
+            for one in self._calls.values()
+        )
+
+    def made(self) -> tuple[MadeSeen, ...]:
+        return tuple(
+            MadeSeen(kind=one.kind, line=self._places.line(place), made=one.made, steps=len(one.steps))
+            for place, one in self._made_at.items()
+        )
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        return tuple(shape for shape, _ in self._shapes.most_common())
+
+    @property
+    def first_dimension(self) -> int | None:
+        ordered = sorted(self._first_dimensions)
+        return ordered[len(ordered) // 2] if ordered else None
+
+    @property
+    def padding(self) -> PaddingSeen | None:
+        positions = sum(one[1] for one in self._padding)
+        if not positions:
+            return None
+        values = Counter(one[2] for one in self._padding if one[0])
+        if len(values) != 1:
+            return None  # nothing, or another value in each batch: these are no paddings
+        padded = sum(one[0] for one in self._padding)
+        return PaddingSeen(
+            share=padded / positions,
+            value=next(iter(values)),
+            positions=positions,
+            from_padding_idx=all(one[3] for one in self._padding),
+        )
+
+
+def mode_layers(module: nn.Module) -> tuple[str, ...]:
+    """Kinds of layers that compute something else in training than in evaluation."""
+    from torch import nn
+
+    from flatout.torch_private.modules import BatchNorm
+
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    found: dict[str, None] = {}
+    for one in module.modules():
+        if (isinstance(one, dropouts) and one.p > 0) or isinstance(one, BatchNorm | nn.RReLU):
+            found[type(one).__name__] = None
+        elif isinstance(one, nn.RNNBase | nn.MultiheadAttention) and one.dropout > 0:
+            found[f"{type(one).__name__} with dropout"] = None
+    return tuple(found)
+
+
+def _has_weights_by_kind(kind: str) -> bool:
+    """Of a module that is gone already."""
+    weighty = ("Linear", "Conv", "Embedding", "LSTM", "GRU", "RNN", "Norm", "Attention", "Transformer", "Bilinear")
+    return any(part in kind for part in weighty)
+
+
+def padding_of(tokens: Tensor, padding_idx: int | None) -> tuple[int, int, int, bool]:
+    """(padded positions, positions, padding value, does the layer name it?) of a batch of token ids.
+
+    Without a named value, it is the value that ends (or begins) rows in runs of different lengths.
+    """
+    positions = tokens.numel()
+    if padding_idx is not None:
+        return int((tokens == padding_idx).sum()), positions, padding_idx, True
+    for flipped in (tokens, tokens.flip(1)):
+        value = int(flipped[:, -1].mode().values)
+        runs = (flipped.flip(1) == value).cumprod(1).sum(1)
+        padded = runs >= 2
+        if int(padded.sum()) >= max(2, tokens.shape[0] // 4) and len(set(runs.tolist())) >= 3:
+            return int(runs[padded].sum()), positions, value, False
+    return 0, positions, 0, False

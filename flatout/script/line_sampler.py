@@ -1,0 +1,167 @@
+"""Where the main thread spends its time, by samples of its stack from a second thread.
+
+A profiler of torch's operators does not show a plot, a log line or a file that is written. A sample costs some ten
+microseconds, two hundred times a second. The samples are weighted with the time since the one before: while the main
+thread holds the interpreter's lock for long, as in some C code, the sampler has to wait.
+
+    sampler = LineSampler(Places(folder), threading.get_ident())
+    sampler.start()
+    ...
+    sampler.stop()
+    sampler.times(steps=20)
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+from flatout.script.behaviour_seen import Activity, LineTime
+from flatout.script.places import Places
+
+INTERVAL_SECONDS = 0.004
+SWITCH_SECONDS = 0.001
+"""How long a thread may hold the interpreter's lock while others wait; Python's default would blur the samples."""
+MOST_LINES = 40
+LONGEST_WEIGHT_SECONDS = 5.0
+
+_TAGS: tuple[tuple[str, str], ...] = (
+    ("/torch/utils/data/", "loader"),
+    ("/torch/optim/", "optimizer"),
+    ("/torch/autograd/", "backward"),
+    ("/torch/nn/modules/module.py", "model"),
+    ("/torch/utils/tensorboard/", "logging"),
+    ("/tensorboard/", "logging"), ("/tensorboardX/", "logging"), ("/wandb/", "logging"), ("/mlflow/", "logging"),
+    ("/logging/", "logging"), ("/tqdm/", "logging"), ("/rich/", "logging"), ("/loguru/", "logging"),
+    ("/torch/_tensor_str.py", "logging"), ("/pprint.py", "logging"),
+    ("/matplotlib/", "plotting"), ("/seaborn/", "plotting"), ("/plotly/", "plotting"), ("/imageio/", "plotting"),
+    ("/torchvision/utils.py", "plotting"),
+    ("/torch/serialization.py", "disk"), ("/pickle.py", "disk"), ("/json/", "disk"), ("/csv.py", "disk"),
+    ("/numpy/lib/", "disk"), ("/shutil.py", "disk"), ("/pathlib", "disk"), ("/safetensors/", "disk"),
+    ("/h5py/", "disk"), ("/zipfile", "disk"), ("/tempfile.py", "disk"),
+    ("/torch/", "torch"),
+)  # fmt: skip
+_ORDER: tuple[Activity, ...] = ("plotting", "logging", "disk", "optimizer", "backward", "model", "torch")
+"""The first of these among the frames below the script's line says what the line was doing."""
+
+
+@dataclass
+class _Sums:
+    seconds: float = 0.0
+    samples: int = 0
+
+
+class LineSampler:
+    """Samples one thread from `start` to `stop`. `ours()`: is Flatout's own code running there? Then a sample is
+    dropped."""
+
+    def __init__(self, places: Places, thread: int) -> None:
+        self._places, self._watched = places, thread
+        self._sums: dict[tuple[str, int, Activity], _Sums] = {}
+        self._tags: dict[str, str] = {}
+        self._over = threading.Event()
+        self._sampler: threading.Thread | None = None
+        self._switch_seconds = 0.0
+        self.own = False
+        """Set by the collectors around what they do."""
+        self.paused = False
+
+    def start(self) -> None:
+        self._switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_seconds, SWITCH_SECONDS))
+        self._sampler = threading.Thread(target=self._run, name="flatout-lines", daemon=True)
+        self._sampler.start()
+
+    def stop(self) -> None:
+        if self._sampler is None:
+            return
+        self._over.set()
+        self._sampler.join(timeout=1.0)
+        self._sampler = None
+        if sys.getswitchinterval() == SWITCH_SECONDS:
+            sys.setswitchinterval(self._switch_seconds)
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self._sums.values())
+
+    def times(self, steps: int) -> tuple[LineTime, ...]:
+        """The lines with the most time. steps: training steps in the window."""
+        total = sum(one.samples for one in self._sums.values())
+        ordered = sorted(self._sums.items(), key=lambda item: -item[1].seconds)[:MOST_LINES]
+        return tuple(
+            LineTime(
+                line=self._places.line((file, number)),
+                activity=activity,
+                seconds=one.seconds / max(1, steps),
+                samples=one.samples,
+                low_share=lowest_share(one.samples, total),
+            )
+            for (file, number, activity), one in ordered
+        )
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while not self._over.wait(INTERVAL_SECONDS):
+            now = time.perf_counter()
+            weight, last = min(now - last, LONGEST_WEIGHT_SECONDS), now
+            if not self.own and not self.paused:
+                self._sample(weight)
+
+    def _sample(self, weight: float) -> None:
+        """In a function of its own, so that no frame is held while the thread waits: the frame of a call that has ended
+        keeps the call's tensors alive, and torch was seen to fail on tensors that were."""
+        frame = sys._current_frames().get(self._watched)
+        if frame is not None:
+            self.add(frame, weight)
+
+    def add(self, frame: FrameType, seconds: float) -> None:
+        """Count one sample of a stack whose innermost frame this is."""
+        below: set[str] = set()
+        at: FrameType | None = frame
+        while at is not None and not self._places.is_users(at.f_code.co_filename):
+            below.add(self._tag(at.f_code.co_filename))
+            at = at.f_back
+        if at is None:
+            return
+        place = (at.f_code.co_filename, at.f_lineno)
+        above: set[str] = set()
+        outer = at.f_back
+        while outer is not None:
+            above.add(self._tag(outer.f_code.co_filename))
+            outer = outer.f_back
+        sums = self._sums.setdefault((*place, _activity(below, above)), _Sums())
+        sums.seconds += seconds
+        sums.samples += 1
+
+    def _tag(self, file: str) -> str:
+        known = self._tags.get(file)
+        if known is None:
+            known = "" if self._places.is_users(file) else next((tag for part, tag in _TAGS if part in file), "")
+            self._tags[file] = known
+        return known
+
+
+def _activity(below: set[str], above: set[str]) -> Activity:
+    if "loader" in above:
+        return "transform"
+    if "loader" in below:
+        return "loader"
+    found = next((one for one in _ORDER if one in below), None)
+    if found is None or found == "torch":
+        return "model" if "model" in above else found or "script"
+    return found
+
+
+def lowest_share(count: int, total: int) -> float:
+    """The lower end of Wilson's 95 % interval of a share."""
+    if not total:
+        return 0.0
+    z, share = 1.96, count / total
+    middle = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, (middle - half) / (1 + z * z / total))

@@ -1,0 +1,54 @@
+"""Which line of the script is running: the innermost frame of its own files."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import FrameType
+
+from flatout.script.behaviour_seen import SourceLine
+from flatout.script.source_facts import short_name
+from flatout.tracebacks import is_users_file
+
+UNKNOWN: SourceLine = ("", 0, "")
+
+
+class Places:
+    """folder: the script's; files in there are named relative to it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._users: dict[str, bool] = {}
+
+    def here(self, depth: int = 1) -> tuple[str, int]:
+        """(file, line) of the innermost frame of the script, `depth` frames up from the caller; ('', 0) without one."""
+        frame = self.users_frame(sys._getframe(depth))
+        return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+
+    def users_frame(self, frame: FrameType | None) -> FrameType | None:
+        while frame is not None and not self.is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame
+
+    def is_users(self, file: str) -> bool:
+        known = self._users.get(file)
+        if known is None:
+            known = self._users[file] = is_users_file(file)
+        return known
+
+    def passes_through(self, ending: str, depth: int = 1) -> bool:
+        """Is a frame of a file with this ending among the callers?"""
+        frame: FrameType | None = sys._getframe(depth)
+        while frame is not None:
+            if frame.f_code.co_filename.endswith(ending):
+                return True
+            frame = frame.f_back
+        return False
+
+    def line(self, place: tuple[str, int]) -> SourceLine:
+        """With its text; UNKNOWN for ('', 0)."""
+        file, number = place
+        if not number:
+            return UNKNOWN
+        return (short_name(os.path.realpath(file), self.folder), number, linecache.getline(file, number).strip()[:200])

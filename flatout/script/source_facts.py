@@ -1,0 +1,514 @@
+"""What the source of a script says, from the syntax trees of its own files; nothing is run or imported.
+
+A run says what happens; the source names the line, and what a window of a few steps cannot show: whether a list is ever
+cleared, whether a loss is divided anywhere.
+
+    source = SourceFacts.of({"train.py": text})
+    source.lines_calling("clip_grad_norm_")        # (("train.py", 41, "..."),)
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from flatout.decoding import decode
+from flatout.script.behaviour_seen import SourceLine
+
+MOST_FILES = 64
+MOST_FILE_BYTES = 2 << 20
+LOGGING = ("print", "tqdm.write", "add_scalar", "add_scalars", "add_histogram", "add_image", "add_figure", "pprint")
+LOGGERS = ("logging", "logger", "log", "wandb", "writer", "mlflow", "console", "logs")
+PLOTTING = ("savefig", "imshow", "show", "subplots", "figure", "plot", "scatter", "hist", "tight_layout", "draw")
+PLOTTERS = ("plt", "pyplot", "matplotlib", "ax", "axes", "fig", "sns", "seaborn", "plotly", "axs")
+DISK = (
+    "open", "torch.save", "torch.load", "write", "flush", "fsync", "dump", "savez", "savez_compressed", "tofile",
+    "savetxt", "to_csv", "writerow", "write_text", "write_bytes", "read_text", "read_bytes", "save_file", "np.save",
+    "numpy.save", "np.load", "numpy.load", "save_checkpoint", "copyfile", "read", "readline",
+)  # fmt: skip
+NUMBERS = ("item", "tolist", "float", "int", "len", "round", "time", "perf_counter", "str", "format")
+"""Calls that return no tensor."""
+Kind = Literal["plotting", "logging", "disk", "script"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFact:
+    """One call in the source."""
+
+    name: str
+    """Dotted, as it is written: 'torch.nn.utils.clip_grad_norm_', 'self.optimizer.step', 'print'; a name that is the
+    result of a call or an index is '()' or '[]'."""
+    line: SourceLine
+    in_training_loop: bool = False
+    """Is it in the innermost loop around an optimizer's step or a backward pass, or in a function that such a loop
+    calls?"""
+    guarded: bool = False
+    """Is it under an `if` inside its loop, such as once in 50 steps?"""
+    options: Mapping[str, object] | None = None
+    """Keyword -> constant; None where there are none."""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> str:
+        """'clip_grad_norm_' of 'torch.nn.utils.clip_grad_norm_'."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def owner(self) -> str:
+        """'optimizer' of 'self.optimizer.step'; '' for a plain name."""
+        return self.name.rpartition(".")[0].rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptFact:
+    """A value that is added to something that outlives the step: `losses.append(loss)`, `total += loss`."""
+
+    line: SourceLine
+    container: str
+    value: str
+    bounded: bool
+    """Is the container cleared, cut or reassigned in a loop, or limited by its type?"""
+    is_sum: bool = False
+    detached: bool = False
+    """Does the value hold no graph, as after `.detach()`?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFact:
+    """A module class of the script whose forward computes what a layer of torch.nn computes."""
+
+    name: str
+    line: SourceLine
+    torchs: str
+    """'LayerNorm'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """Facts of all files together."""
+
+    files: tuple[str, ...] = ()
+    calls: tuple[CallFact, ...] = ()
+    kept: tuple[KeptFact, ...] = ()
+    layers: tuple[LayerFact, ...] = ()
+    scheduler_first: tuple[tuple[SourceLine, SourceLine], ...] = ()
+    """(scheduler's step, optimizer's step) where the first stands before the second in the same block."""
+    loss_divided: tuple[SourceLine, ...] = ()
+    """Divisions and products of something called a loss, or of gradients."""
+    names: tuple[str, ...] = ()
+    """All names in the files, lower case."""
+    unreadable: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> SourceFacts:
+        """texts: name of each file -> its source."""
+        readers, unreadable = [], []
+        for name, text in texts.items():
+            try:
+                readers.append(_Reader(name, text))
+            except (SyntaxError, ValueError, RecursionError):
+                unreadable.append(name)
+        return cls(
+            files=tuple(texts),
+            calls=tuple(one for reader in readers for one in reader.calls()),
+            kept=tuple(one for reader in readers for one in reader.kept()),
+            layers=tuple(one for reader in readers for one in reader.layers()),
+            scheduler_first=tuple(one for reader in readers for one in reader.scheduler_first()),
+            loss_divided=tuple(one for reader in readers for one in reader.loss_divided()),
+            names=tuple(sorted({name.lower() for reader in readers for name in reader.names()})),
+            unreadable=tuple(unreadable),
+        )
+
+    def calling(self, *names: str, in_training_loop: bool = False) -> tuple[CallFact, ...]:
+        """Calls whose name is one of these, or ends with '.' and one of them."""
+        return tuple(
+            one
+            for one in self.calls
+            if any(one.name == name or one.name.endswith("." + name) for name in names)
+            and (one.in_training_loop or not in_training_loop)
+        )
+
+    def lines_calling(self, *names: str, in_training_loop: bool = False) -> tuple[SourceLine, ...]:
+        return tuple(dict.fromkeys(one.line for one in self.calling(*names, in_training_loop=in_training_loop)))
+
+    def with_option(self, option: str, value: object) -> tuple[CallFact, ...]:
+        """Calls with this keyword and this constant."""
+        return tuple(one for one in self.calls if one.options is not None and one.options.get(option) == value)
+
+    def mentions(self, word: str) -> bool:
+        """Does any name in the files contain it?"""
+        return any(word in name for name in self.names)
+
+    def kind_of(self, line: SourceLine) -> Kind:
+        """What the calls of a line are for."""
+        here = [one for one in self.calls if one.line[:2] == line[:2]]
+        for one in here:
+            if one.owner in PLOTTERS or (one.last in PLOTTING and one.last != "show"):
+                return "plotting"
+        for one in here:
+            if one.last in LOGGING or one.name in LOGGING or one.owner in LOGGERS:
+                return "logging"
+        for one in here:
+            if one.name in DISK or one.last in DISK or one.name.endswith(DISK[1:3]):
+                return "disk"
+        return "script"
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> SourceFacts:
+        return decode(cls, data)
+
+
+def read_source(files: Iterable[str], folder: str) -> SourceFacts:
+    """Facts of these files; names are relative to `folder`. Files that cannot be read are left out."""
+    texts: dict[str, str] = {}
+    for file in list(files)[:MOST_FILES]:
+        path = Path(file)
+        try:
+            if path.stat().st_size <= MOST_FILE_BYTES:
+                texts[short_name(str(path), folder)] = path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+    return SourceFacts.of(texts)
+
+
+def short_name(file: str, folder: str) -> str:
+    """Relative to the folder where it is in there."""
+    start = folder.rstrip(os.sep) + os.sep
+    return file.removeprefix(start) if folder and file.startswith(start) else file
+
+
+_LOOPS = (ast.For, ast.While, ast.AsyncFor)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+class _Reader:
+    """One file."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._lines = name, text.splitlines()
+        self._tree = ast.parse(text)
+        self._parents: dict[ast.AST, ast.AST] = {}
+        self._order: list[ast.AST] = []
+        todo: list[ast.AST] = [self._tree]
+        while todo:
+            node = todo.pop()
+            self._order.append(node)
+            for child in ast.iter_child_nodes(node):
+                self._parents[child] = node
+                todo.append(child)
+        self._calls = [node for node in self._order if isinstance(node, ast.Call)]
+        self._loops = self._training_loops()
+        self._called = self._functions_called_in_loops()
+
+    def line(self, node: ast.AST) -> SourceLine:
+        number = getattr(node, "lineno", 0)
+        text = self._lines[number - 1].strip() if 0 < number <= len(self._lines) else ""
+        return (self._name, number, text[:200])
+
+    def names(self) -> Iterator[str]:
+        for node in self._order:
+            if isinstance(node, ast.Name):
+                yield node.id
+            elif isinstance(node, ast.Attribute):
+                yield node.attr
+            elif isinstance(node, ast.arg | ast.keyword) and node.arg:
+                yield node.arg
+            elif isinstance(node, ast.alias):
+                yield node.name
+
+    def calls(self) -> Iterator[CallFact]:
+        for node in sorted(self._calls, key=lambda one: (one.lineno, one.col_offset)):
+            loop = self._innermost(node, _LOOPS)
+            function = self._innermost(node, _FUNCTIONS)
+            options = {
+                one.arg: one.value.value
+                for one in node.keywords
+                if one.arg is not None and isinstance(one.value, ast.Constant)
+            }
+            yield CallFact(
+                name=_dotted(node.func),
+                line=self.line(node),
+                in_training_loop=self._is_in_training(node) or getattr(function, "name", None) in self._called,
+                guarded=self._is_guarded(node, loop),
+                options={key: _plain(value) for key, value in options.items()} or None,
+                arguments=tuple(ast.unparse(one)[:80] for one in node.args[:4]),
+            )
+
+    def kept(self) -> Iterator[KeptFact]:
+        """Values that hold a graph, as far as names tell, kept in the loop that trains."""
+        for node in self._order:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 1:
+                if node.func.attr not in ("append", "extend", "add", "appendleft") or not self._is_in_training(node):
+                    continue
+                container, value = _dotted(node.func.value), node.args[0]
+                if not _is_plain_value(value):
+                    yield KeptFact(
+                        line=self.line(node),
+                        container=container,
+                        value=ast.unparse(value)[:80],
+                        bounded=self._is_bounded(container),
+                        detached=_is_detached(value),
+                    )
+            elif isinstance(node, ast.AugAssign | ast.Assign) and self._is_in_training(node):
+                summed = self._summed(node)
+                if summed is not None and not _is_plain_value(summed[1]):
+                    yield KeptFact(
+                        line=self.line(node),
+                        container=summed[0],
+                        value=ast.unparse(summed[1])[:80],
+                        bounded=self._is_reset_in(node, summed[0]),
+                        is_sum=True,
+                        detached=_is_detached(summed[1]),
+                    )
+
+    def _summed(self, node: ast.AugAssign | ast.Assign) -> tuple[str, ast.expr] | None:
+        """(name, what is added) of `total += loss` and `total = total + loss`."""
+        if isinstance(node, ast.AugAssign):
+            return (_dotted(node.target), node.value) if isinstance(node.op, ast.Add) else None
+        if len(node.targets) != 1 or not isinstance(node.value, ast.BinOp) or not isinstance(node.value.op, ast.Add):
+            return None
+        name = _dotted(node.targets[0])
+        if isinstance(node.value.left, ast.Name | ast.Attribute) and _dotted(node.value.left) == name:
+            return name, node.value.right
+        return None
+
+    def layers(self) -> Iterator[LayerFact]:
+        for node in self._order:
+            if isinstance(node, ast.ClassDef):
+                forward = next(
+                    (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "forward"), None
+                )
+                torchs = "" if forward is None else _layer_of_torch(node, forward)
+                if torchs:
+                    yield LayerFact(name=node.name, line=self.line(node), torchs=torchs)
+
+    def scheduler_first(self) -> Iterator[tuple[SourceLine, SourceLine]]:
+        for node in self._order:
+            for name in ("body", "orelse"):
+                block = getattr(node, name, None)
+                if isinstance(node, _LOOPS) and isinstance(block, list):
+                    yield from self._scheduler_first_in(block)
+
+    def _scheduler_first_in(self, block: list[ast.stmt]) -> Iterator[tuple[SourceLine, SourceLine]]:
+        scheduler: ast.stmt | None = None
+        for statement in block:
+            owner = _step_owner(statement)
+            if owner is None:
+                continue
+            if "sched" in owner.lower() or owner.lower().startswith("lr"):
+                scheduler = scheduler or statement
+            elif scheduler is not None:
+                yield self.line(scheduler), self.line(statement)
+                return
+            else:
+                return  # the optimizer comes first
+
+    def loss_divided(self) -> Iterator[SourceLine]:
+        for node in self._order:
+            found: ast.AST | None = None
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+                found = node if _is_loss(node.left) or _is_loss(node.right) else None
+            elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
+                found = node if _is_loss(node.target) else None
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                divides = node.func.attr in ("div", "div_", "mul", "mul_", "true_divide")
+                found = node if divides and _is_loss(node.func.value) else None
+            if found is not None:
+                yield self.line(found)
+
+    # where a node is
+
+    def _innermost(self, node: ast.AST, kinds: tuple[type, ...]) -> ast.AST | None:
+        at = self._parents.get(node)
+        while at is not None and not isinstance(at, kinds):
+            at = self._parents.get(at)
+        return at
+
+    def _training_loops(self) -> set[ast.AST]:
+        loops: set[ast.AST] = set()
+        for node in self._calls:
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("step", "backward"):
+                owner = _dotted(node.func.value).lower()
+                trains = node.func.attr == "backward" or "opt" in owner or "scaler" in owner or "trainer" in owner
+                loop = self._innermost(node, _LOOPS) if trains else None
+                if loop is not None:
+                    loops.add(loop)
+        return loops
+
+    def _functions_called_in_loops(self) -> set[str]:
+        return {
+            _dotted(node.func).rpartition(".")[2]
+            for node in self._calls
+            if any(loop in self._loops for loop in self._around(node))
+        }
+
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        at = self._parents.get(node)
+        while at is not None:
+            yield at
+            at = self._parents.get(at)
+
+    def _is_in_training(self, node: ast.AST) -> bool:
+        return any(one in self._loops for one in self._around(node))
+
+    def _is_guarded(self, node: ast.AST, loop: ast.AST | None) -> bool:
+        for one in self._around(node):
+            if one is loop or isinstance(one, _FUNCTIONS):
+                return False
+            if isinstance(one, ast.If):
+                return True
+        return False
+
+    def _is_bounded(self, container: str) -> bool:
+        """Is there anything that makes it smaller, empties it, or limits it?"""
+        for node in self._order:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in ("clear", "pop", "popleft", "remove") and _dotted(node.func.value) == container:
+                    return True
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if container not in [_dotted(one) for one in targets]:
+                    continue
+                value = node.value
+                if isinstance(value, ast.Call) and any(one.arg == "maxlen" for one in value.keywords):
+                    return True
+                if isinstance(value, ast.Subscript) or self._innermost(node, _LOOPS) is not None:
+                    return True  # cut, or made anew, such as in each epoch
+            elif isinstance(node, ast.Delete) and any(
+                isinstance(one, ast.Subscript) and _dotted(one.value) == container for one in node.targets
+            ):
+                return True
+        return False
+
+    def _is_reset_in(self, addition: ast.AST, name: str) -> bool:
+        """Is the sum started anew inside the loop that it is added up in?"""
+        loop = self._innermost(addition, _LOOPS)
+        for node in ast.walk(loop) if loop is not None else ():
+            if isinstance(node, ast.Assign) and node is not addition and name in [_dotted(one) for one in node.targets]:
+                return True
+        return False
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return "()"
+    return "[]" if isinstance(node, ast.Subscript) else "?"
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | bool) or value is None else repr(value)
+
+
+def _step_owner(statement: ast.stmt) -> str | None:
+    """'scheduler' of the statement `scheduler.step()`, whatever its arguments; `scaler.step(optimizer)` is the
+    optimizer's."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return None
+    owner = _dotted(call.func.value).rpartition(".")[2]
+    return owner if "sched" in owner.lower() or owner.lower().startswith("lr") or "opt" in owner.lower() else (
+        "optimizer" if "scaler" in owner.lower() else None
+    )  # fmt: skip
+
+
+def _is_loss(node: ast.AST) -> bool:
+    name = _dotted(node).lower()
+    return "loss" in name or name.endswith(".grad") or name in ("l", "err", "error", "cost", "nll", "objective")
+
+
+def _is_plain_value(node: ast.expr) -> bool:
+    """Is it a number, a text or something taken out of a graph? A bare name or attribute may be a tensor."""
+    if isinstance(node, ast.Constant | ast.JoinedStr | ast.Dict):
+        return True
+    if isinstance(node, ast.Name | ast.Attribute):
+        return False
+    if isinstance(node, ast.BinOp):
+        return _is_plain_value(node.left) or _is_plain_value(node.right)
+    if isinstance(node, ast.Tuple | ast.List):
+        plain = [one for one in node.elts if _is_plain_value(one)]
+        return len(plain) == len(node.elts) or any(isinstance(one, ast.Call) for one in plain)
+    if isinstance(node, ast.Call):
+        return _dotted(node.func).rpartition(".")[2] in NUMBERS
+    return True
+
+
+def _is_detached(node: ast.expr) -> bool:
+    """Is it taken out of its graph, or made where there is none?"""
+    called = [_dotted(one.func).rpartition(".")[2] for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return any(name in ("detach", "numpy", "rand", "randn", "zeros", "ones", "empty", "tensor") for name in called)
+
+
+def _layer_of_torch(kind: ast.ClassDef, forward: ast.FunctionDef) -> str:
+    """The layer of torch.nn that this forward computes; '' where none is recognised."""
+    bases = {_dotted(one).rpartition(".")[2] for one in kind.bases}
+    if "Module" not in bases:
+        return ""
+    attributes = {node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)}
+    names = attributes | {node.id for node in ast.walk(forward) if isinstance(node, ast.Name)}
+    numbers = {node.value for node in ast.walk(forward) if isinstance(node, ast.Constant)}
+    submodules = {
+        _dotted(node.func).rpartition(".")[2]
+        for one in kind.body
+        for node in ast.walk(one)
+        if isinstance(node, ast.Call)
+    }
+    if submodules & {"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"} and "Parameter" not in submodules:
+        return _cell_of_torch(forward, submodules)
+    root = bool(attributes & {"sqrt", "rsqrt"}) or 0.5 in numbers or -0.5 in numbers
+    length = sum(1 for node in ast.walk(forward) if isinstance(node, ast.stmt))
+    if length > 12:
+        return ""
+    if 0.044715 in numbers and "tanh" in names:
+        return "GELU(approximate='tanh')"
+    if attributes & {"var", "std", "var_mean"} and "mean" in attributes | {"mean"} and "Parameter" in submodules:
+        if {"running_mean", "running_var"} & names:
+            return "BatchNorm"
+        return "LayerNorm" if "mean" in attributes or "var_mean" in attributes else ""
+    squares = "square" in attributes or "pow" in attributes or 2 in numbers
+    if (
+        root
+        and squares
+        and "mean" in attributes
+        and "Parameter" in submodules
+        and "rsqrt" in attributes | {"sqrt"} & attributes
+    ):
+        return "LayerNorm" if _subtracts(forward) else "RMSNorm"
+    if "sigmoid" in names and length <= 2 and _is_product(forward):
+        return "SiLU"
+    if names & {"bernoulli", "rand", "rand_like", "empty_like"} and ("training" in attributes) and length <= 8:
+        return "Dropout"
+    if "erf" in names and length <= 3:
+        return "GELU"
+    return ""
+
+
+def _cell_of_torch(forward: ast.FunctionDef, submodules: set[str]) -> str:
+    """A recurrent layer, written as a loop over time."""
+    called = [_dotted(node.func).rpartition(".")[2] for node in ast.walk(forward) if isinstance(node, ast.Call)]
+    loops = [node for node in ast.walk(forward) if isinstance(node, _LOOPS)]
+    sigmoids, tanhs = called.count("sigmoid"), called.count("tanh")
+    if not loops or "Linear" not in submodules:
+        return ""
+    if sigmoids == 3 and tanhs == 2:
+        return "LSTM"
+    return "GRU" if sigmoids == 2 and tanhs == 1 else ""
+
+
+def _subtracts(forward: ast.FunctionDef) -> bool:
+    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) for node in ast.walk(forward))
+
+
+def _is_product(forward: ast.FunctionDef) -> bool:
+    returned = next((node.value for node in ast.walk(forward) if isinstance(node, ast.Return)), None)
+    return isinstance(returned, ast.BinOp) and isinstance(returned.op, ast.Mult)

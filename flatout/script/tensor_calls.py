@@ -1,0 +1,124 @@
+"""Conversions of tensors, and reads of their values, by line of the script.
+
+A conversion counts as repeated where the same tensor, unchanged, was converted to the same before. Reads are followed
+on a GPU alone: there they wait for the device; a tensor on the host has its value.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flatout.script.behaviour_seen import CallSeen
+from flatout.script.patches import Patches
+from flatout.script.places import Places
+from flatout.tracebacks import leave_no_frame
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONVERTING = ("to", "cuda", "float", "double", "half", "bfloat16", "long", "int", "type")
+READING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
+MOST_REMEMBERED = 512
+Call = Callable[..., object]
+
+
+@dataclass
+class _Sums:
+    calls: int = 0
+    seconds: float = 0.0
+    repeated: int = 0
+    to_device: bool = False
+
+
+class TensorCalls:
+    """Between `start` and `stop`."""
+
+    def __init__(self, places: Places, guard: Callable[[Callable[[], None]], None]) -> None:
+        self._places, self._guard = places, guard
+        self._patches = Patches()
+        self._sums: dict[tuple[str, tuple[str, int]], _Sums] = {}
+        self._converted: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
+        self._on = self._inside = False
+
+    def start(self, *, reads: bool) -> None:
+        import torch
+
+        self._on = True
+        for name in CONVERTING:
+            self._patches.replace(torch.Tensor, name, self._wrapper(name, converts=True))
+        for name in READING if reads else ():
+            self._patches.replace(torch.Tensor, name, self._wrapper(name, converts=False))
+
+    def stop(self) -> None:
+        self._on = False
+        self._patches.undo()
+        self._converted.clear()
+
+    def _wrapper(self, name: str, *, converts: bool) -> Callable[[Call], Call]:
+        return lambda original: self._wrap(original, name, converts)
+
+    def _wrap(self, original: Call, name: str, converts: bool) -> Call:
+        def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
+            if not self._on or self._inside:
+                return original(tensor, *args, **kwargs)
+            self._inside, began = True, time.perf_counter()
+            try:
+                result = original(tensor, *args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+            finally:
+                self._inside = False
+            seconds = time.perf_counter() - began
+            if not converts:
+                self._guard(lambda: self._note_read(name, tensor, seconds))
+            elif result is not tensor:
+                self._guard(lambda: self._note_conversion(name, tensor, result, seconds))
+            return result
+
+        return call
+
+    def _at(self, name: str) -> _Sums:
+        return self._sums.setdefault((name, self._places.here(3)), _Sums())
+
+    def _note_read(self, name: str, tensor: Tensor, seconds: float) -> None:
+        if tensor.device.type == "cpu":
+            return
+        sums = self._at(name)
+        sums.calls += 1
+        sums.seconds += seconds
+
+    def _note_conversion(self, name: str, tensor: Tensor, result: object, seconds: float) -> None:
+        from torch import Tensor
+
+        if not isinstance(result, Tensor) or tensor.requires_grad:
+            return  # a part of the computation
+        sums = self._at(name)
+        sums.calls += 1
+        sums.seconds += seconds
+        sums.to_device |= result.device != tensor.device
+        key = (id(tensor), f"{result.dtype} {result.device}")
+        known = self._converted.get(key)
+        version = tensor._version
+        if known is not None and known[0]() is tensor and known[1] == version:
+            sums.repeated += 1
+        if len(self._converted) >= MOST_REMEMBERED:
+            self._converted.clear()
+        self._converted[key] = (weakref.ref(tensor), version)
+
+    def found(self) -> tuple[CallSeen, ...]:
+        return tuple(
+            CallSeen(
+                method=method,
+                line=self._places.line(place),
+                calls=one.calls,
+                seconds=one.seconds,
+                repeated=one.repeated,
+                to_device=one.to_device,
+            )
+            for (method, place), one in self._sums.items()
+        )

@@ -1,0 +1,666 @@
+"""The order of backward passes, clips, scalers, zero_grad, schedulers and optimizer steps, and the gradients.
+
+Between two steps of an optimizer the script's calls make one sequence, such as
+
+    zero_grad, backward, clip, step
+
+and a fault is a fault only where the same order comes back step after step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from flatout.levers.subject import Subject
+from flatout.script.behaviour_seen import (
+    BackwardSeen,
+    ClipSeen,
+    GradientsSeen,
+    LayerGradients,
+    ParametersSeen,
+    SchedulerSeen,
+    SourceLine,
+)
+from flatout.script.patches import Patches, noting
+from flatout.script.places import Places
+from flatout.script.step_hooks import StepHook
+from flatout.torch_private.attributes import TOTAL_NORM
+from flatout.tracebacks import leave_no_frame
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.autograd.graph import Node
+    from torch.optim import Optimizer
+
+Call = Callable[..., object]
+Place = tuple[str, int]
+MOST_EVENTS = 8192
+MOST_LOSSES = 5000
+MOST_NODES = 20_000
+MOST_LAYERS = 48
+EXAMINED_STEPS = 24
+"""Steps at which gradients are measured."""
+SAMPLED = 4
+"""Parameters of an optimizer that are followed through its steps."""
+MOST_NUMBERS = 8192
+KEPT_STEPS = 2
+"""So long a later pass may still use a retained graph."""
+MEANS = (
+    "MeanBackward",
+    "NllLoss",
+    "MseLoss",
+    "CrossEntropy",
+    "BinaryCrossEntropy",
+    "SmoothL1",
+    "L1Loss",
+    "KlDiv",
+    "Huber",
+)
+
+
+class Event(NamedTuple):
+    kind: str
+    place: Place
+    about: frozenset[int]
+    """Ids of parameters or of an optimizer; empty: of all."""
+
+
+@dataclass
+class _Backwards:
+    calls: int = 0
+    retained: int = 0
+    needed: int = 0
+    scaled: int = 0
+    reductions: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Clips:
+    steps: int = 0
+    before_backward: int = 0
+    before_unscale: int = 0
+
+
+@dataclass
+class _Schedule:
+    calls: int = 0
+    between: int = 0
+
+
+@dataclass
+class _Retained:
+    place: Place
+    numbers: frozenset[int]
+    step: int
+    needed: bool = False
+
+
+@dataclass
+class _Sample:
+    """A part of a parameter before an optimizer's step."""
+
+    parameter: Tensor
+    before: Tensor
+    moves: Tensor
+    """Where the gradient is not zero."""
+
+
+class _OptimizerState:
+    """What is followed of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self.since: int | None = None
+        """Index of the first event after its last step; None: it has not stepped in the window."""
+        self.place: Place = ("", 0)
+        self.cleared = self.arrived = False
+        """Were its gradients empty at some time since its last step, and did new ones arrive?"""
+        self.accumulated = self.zeroed = 0
+        self.removes: list[Callable[[], None]] = []
+        self.samples: list[_Sample] = []
+        self.steps = 0
+
+
+class UpdateWatch:
+    """Between `start` and `stop`. `guard` runs a function of ours such that none of its errors reach the script."""
+
+    def __init__(self, places: Places, guard: Callable[[Callable[[], None]], None]) -> None:
+        self._places, self._guard = places, guard
+        self._patches = Patches()
+        self._on = False
+        self._subject: Subject | None = None
+        self._first_event = 0
+        self._events: list[Event] = []
+        self._states: dict[int, _OptimizerState] = {}
+        self._backwards: dict[Place, _Backwards] = {}
+        self._clips: dict[Place, _Clips] = {}
+        self._schedules: dict[Place, _Schedule] = {}
+        self._retained: list[_Retained] = []
+        self._losses: dict[Place, list[float]] = {}
+        self._pending_loss: float | None = None
+        self._norms: dict[int, list[list[float]]] = {}
+        self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._total_norms: dict[int, list[float]] = {}
+        self._nonfinite: dict[int, tuple[int, str]] = {}
+        self._versions: dict[int, int] = {}
+        self._unchanged = self._changed = 0
+        self._stepping: StepHook | None = None
+        """Before steps alone: torch must not find one more hook, or one less, while it calls those after a step, and
+        a window begins and ends there."""
+        self._zero_seconds = 0.0
+        self._zeroing = False
+        self.zero_place: Place | None = None
+        self.zero_fills: bool | None = None
+        self.scaler = False
+        self.anomaly = False
+        """Was anomaly detection on in a backward pass?"""
+        self.steps = 0
+        self.backward_passes = 0
+        self.on_backward: Callable[[bool], None] = lambda begins: None
+        self.on_step: Callable[[], None] = lambda: None
+
+    def start(self, subject: Subject) -> None:
+        import torch
+        from torch.nn.utils import clip_grad
+        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+        from flatout.torch_private.modules import OPTIMIZER_PRE_HOOKS
+
+        self._on, self._subject = True, subject
+        self._stepping = StepHook(OPTIMIZER_PRE_HOOKS, self._before_step)
+        self._stepping.add()
+        replace = self._patches.replace
+        replace(torch.autograd, "backward", self._wrap_backward)
+        replace(torch.autograd, "grad", noting(self._note_grad))
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            replace(owner, "zero_grad", self._wrap_zero)
+        if hasattr(clip_grad, TOTAL_NORM):
+            replace(clip_grad, TOTAL_NORM, noting(self._note_clip_of_gradients))
+        else:
+            replace(torch.nn.utils, "clip_grad_norm_", noting(self._note_clip_of_parameters))
+        replace(torch.nn.utils, "clip_grad_value_", noting(self._note_clip_of_parameters))
+        scaler = torch.amp.grad_scaler.GradScaler
+        replace(scaler, "scale", noting(self._note_scale))
+        replace(scaler, "unscale_", noting(self._note_unscale))
+        for schedule in (LRScheduler, ReduceLROnPlateau):
+            if "step" in vars(schedule):
+                replace(schedule, "step", noting(self._note_schedule))
+
+    def stop(self) -> None:
+        self._on = False
+        self._patches.undo()
+        if self._stepping is not None:
+            self._stepping.remove()
+        for state in self._states.values():
+            for remove in state.removes:
+                remove()
+            state.removes.clear()
+            state.samples.clear()
+
+    def step_ended(self) -> None:
+        """A training step of the script is over."""
+        self.steps += 1
+        self._guard(self._compare_samples)
+        self._retained = [one for one in self._retained if self._keep(one)]
+
+    # what the script calls
+
+    def _here(self, kind: str, about: Iterable[int] = (), depth: int = 4) -> Place:
+        place = self._places.here(depth)
+        self._events.append(Event(kind, place, frozenset(about)))
+        if len(self._events) > MOST_EVENTS:
+            dropped = MOST_EVENTS // 2
+            del self._events[:dropped]
+            self._first_event += dropped
+        return place
+
+    def _wrap_backward(self, original: Call) -> Call:
+        def backward(*args: object, **kwargs: object) -> object:
+            if not self._on:
+                return original(*args, **kwargs)
+            place = self._here("backward", depth=2)
+            self._guard(lambda: self._note_backward(place, args, kwargs))
+            self.on_backward(True)
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+            finally:
+                self.on_backward(False)
+
+        return backward
+
+    def _note_backward(self, place: Place, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        import torch
+        from torch import Tensor
+
+        self.backward_passes += 1
+        self.anomaly |= torch.is_anomaly_enabled()
+        found = self._backwards.setdefault(place, _Backwards())
+        found.calls += 1
+        given = args[0] if args else kwargs.get("tensors")
+        root = given[0] if isinstance(given, list | tuple) and given else given
+        if not isinstance(root, Tensor):
+            return
+        scaled, reduction = end_of_graph(root, self.scaler)
+        found.scaled += scaled
+        if reduction:
+            found.reductions[reduction] += 1
+        if root.numel() == 1:
+            values = self._losses.setdefault(place, [])
+            if len(values) < MOST_LOSSES:
+                pending, self._pending_loss = self._pending_loss, None
+                values.append(float(root.detach()) if pending is None else pending)
+        self._note_retained(place, root, args, kwargs)
+
+    def _note_retained(self, place: Place, root: Tensor, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        retain = kwargs.get("retain_graph", args[2] if len(args) > 2 else None)
+        create = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
+        wanted = bool(retain) and not create
+        if not wanted and not self._retained:
+            return
+        numbers = numbers_of(root)
+        for one in self._retained:
+            if not one.needed and (numbers is None or not one.numbers.isdisjoint(numbers)):
+                one.needed = True
+                self._backwards[one.place].needed += 1
+        if wanted:
+            self._backwards[place].retained += 1
+            if numbers is None:  # too large to compare
+                self._backwards[place].needed += 1
+            else:
+                self._retained.append(_Retained(place, numbers, self.steps))
+
+    def _keep(self, one: _Retained) -> bool:
+        return not one.needed and self.steps - one.step <= KEPT_STEPS
+
+    def _note_grad(self, outputs: object = None, *args: object, **kwargs: object) -> None:
+        if not self._on or not self._retained:
+            return
+
+        def note() -> None:
+            from torch import Tensor
+
+            root = outputs[0] if isinstance(outputs, list | tuple) and outputs else outputs
+            if isinstance(root, Tensor):
+                numbers = numbers_of(root)
+                for one in self._retained:
+                    if not one.needed and (numbers is None or not one.numbers.isdisjoint(numbers)):
+                        one.needed = True
+                        self._backwards[one.place].needed += 1
+
+        self._guard(note)
+
+    def _wrap_zero(self, original: Call) -> Call:
+        def zero_grad(*args: object, **kwargs: object) -> object:
+            if not self._on or self._zeroing:  # Module.zero_grad of a wrapper may call another
+                return original(*args, **kwargs)
+            self._zeroing, began = True, time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                leave_no_frame(error)
+                raise
+            finally:
+                self._zeroing = False
+                self._zero_seconds += time.perf_counter() - began
+                self.zero_place = self._here("zero", depth=2)
+                to_none = kwargs.get("set_to_none", args[1] if len(args) > 1 else True)
+                self.zero_fills = bool(self.zero_fills) or not to_none
+                for state in self._states.values():
+                    state.cleared = True
+
+        return zero_grad
+
+    def _note_clip_of_gradients(self, tensors: object, *args: object, **kwargs: object) -> None:
+        if self._on:
+            gradients = {id(one) for one in tensors} if isinstance(tensors, list | tuple) else set()
+            about = {
+                id(one)
+                for state in self._states.values()
+                for one in _parameters(state.optimizer())
+                if id(one.grad) in gradients
+            }
+            self._here("clip", about)
+
+    def _note_clip_of_parameters(self, *args: object, **kwargs: object) -> None:
+        if self._on:
+            self._here("clip")
+
+    def _note_scale(self, scaler: GradScaler, outputs: object = None, *args: object, **kwargs: object) -> None:
+        if not self._on or not scaler.is_enabled():
+            return
+        self.scaler = True
+        self._here("scale")
+
+        def note() -> None:
+            from torch import Tensor
+
+            if isinstance(outputs, Tensor) and outputs.numel() == 1:
+                self._pending_loss = float(outputs.detach())
+
+        self._guard(note)
+
+    def _note_unscale(self, scaler: GradScaler, optimizer: object = None, *args: object, **kwargs: object) -> None:
+        if self._on and scaler.is_enabled():
+            self._here("unscale", [id(optimizer)])
+
+    def _note_schedule(self, scheduler: object, *args: object, **kwargs: object) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if self._on and optimizer is not None:
+            place = self._here("schedule", [id(optimizer)])
+            self._schedules.setdefault(place, _Schedule()).calls += 1
+
+    # around an optimizer's step
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        import torch
+
+        if self._on and not torch.compiler.is_compiling():
+            place = self._places.here(2)
+            self._guard(lambda: self._judge(optimizer, place))
+            self.on_step()
+
+    def _judge(self, optimizer: Optimizer, place: Place) -> None:
+        self._compare_samples()
+        state = self._states.get(id(optimizer))
+        if state is None:
+            state = self._states[id(optimizer)] = _OptimizerState(optimizer)
+            self._follow(state)
+        state.place = place
+        if state.since is not None:
+            self._judge_order(state, self._events[max(0, state.since - self._first_event) :])
+            if state.arrived:
+                state.zeroed += state.cleared
+                state.accumulated += not state.cleared
+        state.cleared = state.arrived = False
+        state.since = self._first_event + len(self._events)
+        state.steps += 1
+        if state.steps <= EXAMINED_STEPS:
+            self._measure(state)
+
+    def _judge_order(self, state: _OptimizerState, events: Sequence[Event]) -> None:
+        """events: those since the optimizer's last step."""
+        optimizer = state.optimizer()
+        mine = [one for one in events if not one.about or one.about & (state.parameters | {id(optimizer)})]
+        backwards = [index for index, one in enumerate(mine) if one.kind == "backward"]
+        clips = [index for index, one in enumerate(mine) if one.kind == "clip"]
+        unscaled = [index for index, one in enumerate(mine) if one.kind == "unscale"]
+        scales = any(one.kind == "scale" for one in mine)
+        if not backwards:
+            return
+        for place in {mine[index].place for index in clips}:
+            found = self._clips.setdefault(place, _Clips())
+            found.steps += 1
+            found.before_backward += max(clips) < backwards[0]
+            own = [index for index in clips if mine[index].place == place]
+            found.before_unscale += scales and own[0] > backwards[0] and not any(one < own[0] for one in unscaled)
+        for index, one in enumerate(mine):
+            if one.kind == "schedule" and index > backwards[-1]:
+                self._schedules.setdefault(one.place, _Schedule()).between += 1
+
+    def _follow(self, state: _OptimizerState) -> None:
+        """See gradients arrive at a few of its parameters."""
+        with_gradient = [one for one in _parameters(state.optimizer()) if one.requires_grad and one.grad is not None]
+        for parameter in with_gradient[:: max(1, len(with_gradient) // 2)][:2]:
+            reference = weakref.ref(parameter)
+
+            def arrives(gradient: Tensor, reference: weakref.ref[Tensor] = reference) -> None:
+                if self._on:
+                    self._guard(lambda: self._arrived(state, reference()))
+
+            state.removes.append(parameter.register_hook(arrives).remove)
+
+    def _arrived(self, state: _OptimizerState, parameter: Tensor | None) -> None:
+        state.arrived = True
+        if not state.cleared and parameter is not None:
+            gradient = parameter.grad
+            state.cleared = gradient is None or gradient.is_sparse or not bool(gradient.any())
+
+    def _measure(self, state: _OptimizerState) -> None:
+        """Sizes of the gradients by layer, and a part of the weights, to compare after the step."""
+        import torch
+
+        with torch.no_grad():
+            for module in self._subject.modules if self._subject is not None else ():
+                self._measure_module(module, state)
+            state.samples = []
+            found = [one for one in _parameters(state.optimizer()) if one.grad is not None and not one.grad.is_sparse]
+            for one in found[:: max(1, len(found) // SAMPLED)][:SAMPLED]:
+                gradient = one.grad
+                assert gradient is not None
+                part = one.detach().reshape(-1)[:MOST_NUMBERS]
+                state.samples.append(_Sample(one, part.clone(), gradient.reshape(-1)[:MOST_NUMBERS] != 0))
+
+    def _measure_module(self, module: nn.Module, state: _OptimizerState) -> None:
+        identity = id(module)
+        if identity not in self._layers:
+            weights = [(name, one) for name, one in module.named_parameters() if one.ndim >= 2]
+            self._layers[identity] = weights[:: max(1, -(-len(weights) // MOST_LAYERS))]
+            self._modules[identity] = weakref.ref(module)
+            self._versions |= {id(one): one._version for one in module.parameters()}
+        mine = [(name, one) for name, one in self._layers[identity] if id(one) in state.parameters]
+        if not mine:
+            return
+        rms, squares, worst = [], 0.0, ""
+        for name, one in self._layers[identity]:
+            if one.grad is None or one.grad.is_sparse:
+                rms.append(0.0)
+                continue
+            norm = float(one.grad.norm())
+            finite = norm == norm and norm != float("inf")
+            worst = worst or ("" if finite else name)
+            rms.append(norm / one.numel() ** 0.5 if finite else 0.0)
+            squares += norm * norm if finite else 0.0
+        if worst:
+            steps, first = self._nonfinite.get(identity, (0, worst))
+            self._nonfinite[identity] = (steps + 1, first)
+        self._norms.setdefault(identity, []).append(rms)
+        self._total_norms.setdefault(identity, []).append(squares**0.5)
+
+    def _compare_samples(self) -> None:
+        """After an optimizer's step: at the next one, or at the end of the training step.
+
+        Not at the next backward pass, which may be one of the optimizer's own, as in LBFGS."""
+        for state in self._states.values():
+            samples, state.samples = state.samples, []
+            self._compare(samples)
+
+    def _compare(self, samples: Sequence[_Sample]) -> None:
+        for one in samples:
+            now = one.parameter.detach().reshape(-1)[:MOST_NUMBERS]
+            same = (now == one.before) & one.moves
+            moves = int(one.moves.sum())
+            self._unchanged += int(same.sum())
+            self._changed += moves - int(same.sum())
+
+    # what was found
+
+    def backwards(self) -> tuple[BackwardSeen, ...]:
+        return tuple(
+            BackwardSeen(
+                line=self._places.line(place),
+                calls=one.calls,
+                per_step=one.calls / max(1, self.steps),
+                retained=one.retained - sum(kept.place == place and not kept.needed for kept in self._retained),
+                retained_needed=one.needed,
+                scaled=one.scaled > one.calls / 2,
+                reduction=one.reductions.most_common(1)[0][0] if one.reductions else "",
+            )
+            for place, one in self._backwards.items()
+        )
+
+    def clips(self) -> tuple[ClipSeen, ...]:
+        return tuple(
+            ClipSeen(
+                line=self._places.line(place),
+                steps=one.steps,
+                before_backward=one.before_backward,
+                before_unscale=one.before_unscale,
+            )
+            for place, one in self._clips.items()
+        )
+
+    def schedulers(self, warned: bool) -> tuple[SchedulerSeen, ...]:
+        return tuple(
+            SchedulerSeen(line=self._places.line(place), calls=one.calls, between=one.between, warned=warned)
+            for place, one in self._schedules.items()
+        )
+
+    def losses(self) -> tuple[float | None, ...]:
+        """Where all backward passes start at one line; a loss among several need not fall."""
+        found = next(iter(self._losses.values())) if len(self._losses) == 1 else []
+        return tuple(loss if math.isfinite(loss) else None for loss in found)
+
+    def gradients(self) -> tuple[GradientsSeen, ...]:
+        found = []
+        for identity, rows in self._norms.items():
+            module = self._modules[identity]()
+            if module is None:
+                continue
+            steps, first = self._nonfinite.get(identity, (0, ""))
+            found.append(
+                GradientsSeen(
+                    module=type(module).__name__,
+                    layers=tuple(
+                        LayerGradients(name=name, depth=index, rms=tuple(row[index] for row in rows))
+                        for index, (name, _) in enumerate(self._layers[identity])
+                    ),
+                    norms=tuple(self._total_norms[identity]),
+                    weight_norm=_norm([one for _, one in self._layers[identity]]),
+                    nonfinite_steps=steps,
+                    first_nonfinite=first,
+                )
+            )
+        return tuple(found)
+
+    def outside_optimizer(self, optimizers: Iterable[Optimizer]) -> ParametersSeen | None:
+        """Parameters with a gradient that no optimizer holds and nothing has changed since the window began."""
+        held = {id(one) for optimizer in optimizers for one in _parameters(optimizer)}
+        for identity in self._layers:
+            module = self._modules[identity]()
+            if module is None or not any(id(one) in held for one in module.parameters()):
+                continue
+            left = [
+                (name, one)
+                for name, one in module.named_parameters()
+                if one.requires_grad
+                and one.grad is not None
+                and id(one) not in held
+                and self._versions.get(id(one)) == one._version
+            ]
+            if left:
+                return ParametersSeen(
+                    names=tuple(name for name, _ in left[:8]),
+                    count=sum(one.numel() for _, one in left),
+                    module=type(module).__name__,
+                )
+        return None
+
+    def updates(self, identity: int) -> bool:
+        """Has an optimizer that holds parameters of the module with this id stepped?"""
+        stepped: set[int] = set()
+        for state in self._states.values():
+            stepped |= state.parameters
+        for module in self._subject.modules if self._subject is not None else ():
+            if id(module) == identity:
+                return any(id(one) in stepped for one in module.parameters())
+        return False
+
+    @property
+    def optimizer_lines(self) -> tuple[SourceLine, ...]:
+        return tuple(dict.fromkeys(self._places.line(one.place) for one in self._states.values() if one.place[1]))
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        return tuple(one for state in self._states.values() if (one := state.optimizer()) is not None)
+
+    @property
+    def accumulated_steps(self) -> int:
+        return max((state.accumulated for state in self._states.values()), default=0)
+
+    @property
+    def zeroed_steps(self) -> int:
+        """Of the optimizer with the most steps that accumulated."""
+        worst = max(self._states.values(), key=lambda state: state.accumulated, default=None)
+        return worst.zeroed if worst is not None else 0
+
+    @property
+    def unchanged_share(self) -> float | None:
+        compared = self._unchanged + self._changed
+        return self._unchanged / compared if compared else None
+
+    @property
+    def weights_move(self) -> bool | None:
+        compared = self._unchanged + self._changed
+        return self._changed > 0 if compared else None
+
+    @property
+    def zero_seconds(self) -> float:
+        """Per step."""
+        return self._zero_seconds / max(1, self.steps)
+
+
+def _parameters(optimizer: Optimizer | None) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]] if optimizer is not None else []
+
+
+def _norm(weights: Sequence[Tensor]) -> float:
+    """Of all together; 0 where they are not finite."""
+    norm = math.hypot(*(float(one.detach().norm()) for one in weights))
+    return norm if math.isfinite(norm) else 0.0
+
+
+def end_of_graph(root: Tensor, scaler: bool) -> tuple[bool, str]:
+    """(does the graph end with a division or product?, 'mean' or 'sum' as its last reduction).
+
+    scaler: a gradient scaler is on, whose own product comes last.
+    """
+    node: Node | None = root.grad_fn
+    scaled, skipped = False, not scaler
+    for _ in range(6):
+        if node is None:
+            break
+        name = type(node).__name__
+        if name.startswith(("DivBackward", "MulBackward")):
+            scaled, skipped = scaled or skipped, True
+        elif name.startswith("SumBackward"):
+            return scaled, "sum"
+        elif name.startswith(MEANS):
+            return scaled, "mean"
+        elif not name.startswith(("ToCopy", "View", "Squeeze", "Add", "Neg", "Clone", "Alias")):
+            break
+        following = [one for one, _ in node.next_functions if one is not None]
+        node = following[0] if following else None
+    return scaled, ""
+
+
+def numbers_of(root: Tensor) -> frozenset[int] | None:
+    """Sequence numbers of the nodes of its graph; None where there are too many."""
+    from flatout.torch_private.dispatch import node_number
+
+    numbers: set[int] = set()
+    seen: set[Node] = set()
+    todo: list[Node | None] = [root.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > MOST_NODES:
+            return None
+        number: int = node_number(node)
+        if number < 1 << 62:  # leaves have the largest number there is
+            numbers.add(number)
+        todo += [after for after, _ in node.next_functions]
+    return frozenset(numbers)

@@ -1,0 +1,685 @@
+"""Each check of a script fires on the facts of a fault, and says nothing on those of a healthy script."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.diagnose.check import Check
+from flatout.diagnose.checks import CHECKS, check_facts
+from flatout.diagnose.facts import Facts, RunFacts
+from flatout.diagnose.finding import Finding
+from flatout.diagnose.learning_checks import trend
+from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed, OptimizerSeen
+from flatout.machine.ceilings import Ceilings, Peak
+from flatout.machine.description import Gpu, Machine
+from flatout.profiling.profile import IdleCause, KernelRow, ModuleRow, OperatorRow, Profile, StepParts
+from flatout.script.behaviour_seen import (
+    BackwardSeen,
+    Behaviour,
+    CallSeen,
+    ChannelsLastSeen,
+    ClipSeen,
+    CompileSeen,
+    ForwardSeen,
+    GradientsSeen,
+    GraphBreakSeen,
+    LayerGradients,
+    LineTime,
+    MadeSeen,
+    PaddingSeen,
+    ParallelSeen,
+    ParametersSeen,
+    SchedulerSeen,
+    WorkersSeen,
+)
+from flatout.script.growth import Growth
+from flatout.script.source_facts import SourceFacts
+
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "machine_two_cores.json").read_text())
+MACHINE = Machine.from_json({**RECORDED, "ceilings": None})
+CORES = MACHINE.cpu.available_cores
+LINE = ("train.py", 12, "loss.backward()")
+EVALUATION_LINE = ("train.py", 20, "model(x)")
+STEP = 0.1
+SOURCE = SourceFacts.of(
+    {
+        "train.py": "import torch\ntorch.manual_seed(0)\nloader = DataLoader(data)\n"
+        "for x in loader:\n    opt.zero_grad()\n    loss = model(x)\n    loss.backward()\n    opt.step()\n"
+        "    history.append(loss.item())\n"
+    }
+)
+
+
+def source(text: str) -> SourceFacts:
+    return SourceFacts.of({"train.py": text})
+
+
+def operator(**given: Any) -> OperatorRow:
+    known = {"name": "aten::mm", "operator_class": "matmul", "dtype": "float32", "calls": 1, "device": "cpu"} | given
+    return OperatorRow(host_seconds=known["seconds"], **known)
+
+
+def profile(**given: Any) -> Profile:
+    parts = StepParts(
+        **{"data": 0.002, "copies": 0.0, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
+        | {"communication": 0.0, "idle": 0.0, "other": 0.008}
+        | given.pop("parts", {})
+    )
+    known: dict[str, Any] = {
+        "name": "train.py",
+        "device": "cpu",
+        "step_kind": "optimizer",
+        "steps": 5,
+        "timed_steps": 9,
+        "warm_up_steps": 3,
+        "step_seconds": STEP,
+        "profiled_step_seconds": STEP,
+        "operators": (operator(seconds=0.06),),
+        "operator_calls": 100.0,
+    }
+    return Profile(parts=parts, **{**known, **given})
+
+
+def behaviour(**given: Any) -> Behaviour:
+    known: dict[str, Any] = {
+        "steps": 50,
+        "seconds": 5.0,
+        "optimizers": 1,
+        "zeroed_steps": 50,
+        "backwards": (BackwardSeen(line=LINE, calls=50, per_step=1.0, reduction="mean"),),
+        "forwards": (TRAINING,),
+        "seeded": True,
+        "losses": tuple(2.0 - 0.01 * step for step in range(50)),
+        "weights_move": True,
+        "unchanged_share": 0.01,
+        "optimizer_dtypes": ("float32",),
+        "optimizer_lines": (LINE,),
+        "devices": {"cpu": 100},
+        "page_fault_seconds": 1e-6,
+        "system_seconds": 0.05,
+    }
+    return Behaviour(**{**known, **given})
+
+
+TRAINING = ForwardSeen(
+    module="Net", line=LINE, calls=50, training=True, grad=True, used=50, longest_run=1, updated=True,
+    mode_layers=("Dropout",),
+)  # fmt: skip
+EVALUATION = ForwardSeen(
+    module="Net", line=EVALUATION_LINE, calls=40, training=False, grad=False, longest_run=10, updated=True,
+    mode_layers=("Dropout",),
+)  # fmt: skip
+
+
+def observed(**given: Any) -> Observed:
+    known: dict[str, Any] = {
+        "step_seconds": STEP,
+        "breakdown_seconds": {"data": 0.002, "forward": 0.03, "backward": 0.05, "optimizer": 0.01, "other": 0.008},
+        "optimizers": (OptimizerSeen(kind="Adam", parameters=4),),
+        "loaders": (LoaderSeen(dataset="D", samples=None, batch_size=64, workers=0, pin_memory=False,
+                               persistent_workers=False, fetch="batched"),),
+        "modules": (ModuleSeen(kind="Net", parameters=100),),
+        "threads": CORES,
+        "page_faults_per_step": 100.0,
+    }  # fmt: skip
+    return Observed(**{**known, **given})
+
+
+def facts(**given: Any) -> Facts:
+    known: dict[str, Any] = {
+        "command": "train.py",
+        "observed": observed(),
+        "profile": profile(),
+        "behaviour": behaviour(),
+        "source": SOURCE,
+        "machine": MACHINE,
+        "run": RunFacts(steps=50),
+    }
+    return Facts(**{**known, **given})
+
+
+def time_of(activity: str, share: float, line: tuple[str, int, str] = LINE, samples: int = 100) -> LineTime:
+    return LineTime(line=line, activity=activity, seconds=share * STEP, samples=samples, low_share=0.8 * share)  # type: ignore[arg-type]
+
+
+def ceilings(device: str = "cpu", **peaks: float) -> Ceilings:
+    made = {
+        name: Peak(value=value, low=value, high=value, unit="FLOP/s", samples=9, how="")
+        for name, value in peaks.items()
+    }
+    return Ceilings(
+        device=device, gemm_flops_per_second=made, quick=True, threads=2, measured_at="", torch_version="2.13"
+    )
+
+
+def layers(*middles: float, steps: int = 8) -> tuple[LayerGradients, ...]:
+    return tuple(LayerGradients(name=f"layer{n}", depth=n, rms=(size,) * steps) for n, size in enumerate(middles))
+
+
+def gradients(**given: Any) -> GradientsSeen:
+    known: dict[str, Any] = {
+        "module": "Net",
+        "layers": layers(1e-3, 2e-3, 2e-3, 1e-3),
+        "norms": (1.0,) * 10,
+        "weight_norm": 10.0,
+    }
+    return GradientsSeen(**{**known, **given})
+
+
+def on_gpu(**given: Any) -> Facts:
+    profiled = {"device": "cuda:0", "parts": {"idle": 0.0}} | given.pop("profiled", {})
+    return facts(
+        profile=profile(**profiled),
+        observed=observed(device="cuda:0", **given.pop("seen", {})),
+        behaviour=behaviour(device="cuda:0", page_fault_seconds=None, **given.pop("behaved", {})),
+        **given,
+    )
+
+
+def with_growth(size_bytes: int) -> Facts:
+    growth = Growth(first_bytes=1 << 30, last_bytes=(1 << 30) + size_bytes, seconds=100.0, steps=50)
+    return facts(run=RunFacts(steps=50, growth=growth))
+
+
+def loading(**given: Any) -> Facts:
+    """A quarter of a step waits for data."""
+    times = given.pop("times", (time_of("loader", 0.25),))
+    return facts(profile=profile(parts={"data": 0.04}), behaviour=behaviour(times=times), **given)
+
+
+ACCUMULATING = source("for i, x in enumerate(loader):\n    loss.backward()\n    if i % 4 == 3:\n        opt.step()\n")
+DIVIDING = source("for i, x in enumerate(loader):\n    (loss / 4).backward()\n    if i % 4 == 3:\n        opt.step()\n")
+FOUR = (BackwardSeen(line=LINE, calls=200, per_step=4.0, reduction="mean"),)
+LATE = source("for x in loader:\n    loss.backward()\n    scheduler.step()\n    opt.step()\n")
+KEEPING = source("kept = []\nfor x in loader:\n    loss.backward()\n    opt.step()\n    kept.append(out)\n")
+BOUNDED = source(
+    "kept = []\nfor x in loader:\n    loss.backward()\n    opt.step()\n    kept.append(out)\n    kept = kept[-9:]\n"
+)
+WRITING = source(
+    "for x in loader:\n    loss.backward()\n    opt.step()\n    print(loss)\n    f.write(text)\n    plt.plot(a)\n"
+)
+NORM = source(
+    "class Norm(nn.Module):\n    def __init__(self, n):\n        self.g = nn.Parameter(torch.ones(n))\n"
+    "    def forward(self, x):\n        return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) * self.g\n"
+)
+SLOW_STEPS = facts(profile=profile(step_seconds=None, profiled_step_seconds=None))
+RNN = source("torch.manual_seed(0)\nx = pack_padded_sequence(x, lengths)\n")
+PADDED = PaddingSeen(share=0.6, value=0, positions=10_000, from_padding_idx=True)
+TINY = (LoaderSeen(dataset="D", samples=None, batch_size=1, workers=0, pin_memory=False, persistent_workers=False),)
+SMALL_OPERATORS = profile(operators=(operator(seconds=0.001),), operator_calls=100.0)
+DDP = ParallelSeen(kind="DistributedDataParallel", devices=1, synchronised_per_step=4.0)
+WIDE_SCORES = operator(name="aten::_log_softmax", operator_class="softmax", shapes="[512, 50257]", seconds=0.02)
+BY_HAND = observed(modules=(ModuleSeen(kind="Net", parameters=9, attention_by_hand="Attention"),))
+ATTENTION = (
+    ModuleRow(path="Net.attn", kind="Attention", depth=1, calls=1, forward_seconds=0.02, backward_seconds=0.03),
+)
+SCORES = (operator(name="aten::_softmax", operator_class="softmax", module="Net.attn", seconds=0.02),)
+NORMS = (ModuleRow(path="Net.norm", kind="Norm", depth=1, calls=1, forward_seconds=0.01, backward_seconds=0.01),)
+SIMPLE_NORM = replace(NORMS[0], forward_seconds=0.001, backward_seconds=0.001)
+CHANNELS = ChannelsLastSeen(
+    layers=4, contiguous_seconds=0.02, channels_last_seconds=0.01, low_ratio=1.8, calls_per_step=4
+)
+CONVOLUTION = profile(operators=(operator(name="aten::convolution", operator_class="convolution", seconds=0.06),))
+PAGEABLE = KernelRow(name="Memcpy HtoD (Pageable -> Device)", kind="copy", calls=2, seconds=0.01)
+SYNC = CallSeen(method="item", line=LINE, calls=50, seconds=1.0)
+SYNC_IDLE = {"idle_causes": (IdleCause(cause="sync", seconds=0.02, evidence=""),)}
+H100 = Gpu(index=0, name="H100", memory_total_bytes=80 << 30)
+RISING = tuple(1.0 + 0.1 * step for step in range(150))
+BREAK = GraphBreakSeen(reason="call to print", line=LINE, count=1)
+
+# name -> (facts that fire, facts that do not)
+CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
+    "no-step": ([facts(run=RunFacts(steps=0))], [facts(run=None)]),
+    "rolled-back": ([facts(run=RunFacts(steps=9, rolled_back=(("bf16", "a loss differs"),)))], []),
+    "missing-zero-grad": (
+        [facts(behaviour=behaviour(accumulated_steps=40, zeroed_steps=0))],
+        [
+            facts(behaviour=behaviour(accumulated_steps=2, zeroed_steps=0)),
+            facts(behaviour=behaviour(accumulated_steps=30, zeroed_steps=10)),
+        ],
+    ),
+    "parameters-not-in-optimizer": (
+        [facts(behaviour=behaviour(outside_optimizer=ParametersSeen(names=("head.weight",), count=64, module="Net")))],
+        [facts(behaviour=behaviour(outside_optimizer=None))],
+    ),
+    "modules-made-in-forward": (
+        [facts(behaviour=behaviour(made_in_forward=(MadeSeen(kind="Linear", line=LINE, made=50, steps=50),)))],
+        [facts(behaviour=behaviour(made_in_forward=(MadeSeen(kind="Linear", line=LINE, made=1, steps=1),)))],
+    ),
+    "training-in-eval-mode": (
+        [
+            facts(behaviour=behaviour(forwards=(replace(TRAINING, training=False),))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(TRAINING, training=False)))),
+        ],
+        [
+            facts(behaviour=behaviour(forwards=(replace(TRAINING, training=False, mode_layers=()),))),
+            facts(behaviour=behaviour(forwards=(replace(TRAINING, training=False, updated=False),))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(TRAINING, training=False, line=EVALUATION_LINE)))),
+        ],
+    ),
+    "evaluation-in-train-mode": (
+        [facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True))))],
+        [
+            facts(behaviour=behaviour(forwards=(TRAINING, EVALUATION))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, longest_run=1)))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, recalibrates=True)))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, training=True, mode_layers=())))),
+        ],
+    ),
+    "evaluation-with-grad": (
+        [facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, grad=True, unused=40))))],
+        [
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, grad=True, used=1, unused=39)))),
+            facts(behaviour=behaviour(forwards=(TRAINING, replace(EVALUATION, grad=True, unused=40, longest_run=1)))),
+            facts(behaviour=behaviour(forwards=(replace(EVALUATION, grad=True, unused=40),))),
+        ],
+    ),
+    "clip-before-backward": (
+        [facts(behaviour=behaviour(clips=(ClipSeen(line=LINE, steps=40, before_backward=40),)))],
+        [facts(behaviour=behaviour(clips=(ClipSeen(line=LINE, steps=40, before_backward=2),)))],
+    ),
+    "clip-before-unscale": (
+        [facts(behaviour=behaviour(clips=(ClipSeen(line=LINE, steps=40, before_unscale=40),)))],
+        [facts(behaviour=behaviour(clips=(ClipSeen(line=LINE, steps=40),)))],
+    ),
+    "fp16-without-scaler": (
+        [facts(behaviour=behaviour(autocast_dtype="float16"))],
+        [
+            facts(behaviour=behaviour(autocast_dtype="float16", scaler=True)),
+            facts(behaviour=behaviour(autocast_dtype="bfloat16")),
+        ],
+    ),
+    "half-weights": (
+        [
+            facts(behaviour=behaviour(optimizer_dtypes=("float16",))),
+            facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.8)),
+        ],
+        [facts(behaviour=behaviour(optimizer_dtypes=("bfloat16",), unchanged_share=0.2))],
+    ),
+    "accumulation-not-averaged": (
+        [facts(behaviour=behaviour(backwards=FOUR), source=ACCUMULATING)],
+        [
+            facts(behaviour=behaviour(backwards=FOUR), source=DIVIDING),
+            facts(behaviour=behaviour(backwards=(replace(FOUR[0], scaled=True),)), source=ACCUMULATING),
+            facts(behaviour=behaviour(backwards=(replace(FOUR[0], reduction="sum"),)), source=ACCUMULATING),
+            facts(behaviour=behaviour(backwards=(*FOUR, replace(FOUR[0], line=EVALUATION_LINE))), source=ACCUMULATING),
+        ],
+    ),
+    "scheduler-order": (
+        [
+            facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=40, between=40),))),
+            facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=("train.py", 3, ""), calls=9),)), source=LATE),
+        ],
+        [facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=40, between=1),)))],
+    ),
+    "loss-not-falling": (
+        [
+            facts(behaviour=behaviour(weights_move=False)),
+            facts(behaviour=behaviour(losses=(0.7,) * 20)),
+            facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9))),
+            facts(behaviour=behaviour(losses=RISING)),
+        ],
+        [
+            facts(behaviour=behaviour(losses=tuple(1.0 + 0.1 * (step % 7) for step in range(200)))),
+            facts(behaviour=behaviour(losses=RISING[:40])),
+            facts(behaviour=behaviour(losses=())),
+            facts(behaviour=behaviour(losses=(0.0,) * 20)),
+        ],
+    ),
+    "exploding-gradients": (
+        [
+            facts(behaviour=behaviour(gradients=(gradients(nonfinite_steps=5, first_nonfinite="layer0"),))),
+            facts(behaviour=behaviour(gradients=(gradients(norms=tuple(10.0**n for n in range(10))),))),
+            facts(behaviour=behaviour(gradients=(gradients(norms=(1e6,) * 10, layers=layers(1e3, 10.0, 0.1, 1e-3)),))),
+        ],
+        [
+            facts(behaviour=behaviour(gradients=(gradients(),))),
+            facts(behaviour=behaviour(gradients=(gradients(nonfinite_steps=5),), scaler=True)),
+            facts(
+                behaviour=behaviour(
+                    gradients=(gradients(norms=(1e6,) * 10, layers=layers(1e3, 10.0, 0.1, 1e-3)),),
+                    clips=(ClipSeen(line=LINE, steps=40),),
+                )
+            ),
+        ],
+    ),
+    "vanishing-gradients": (
+        [facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-12, 1e-10, 1e-7, 1e-5, 1e-3, 1e-2)),)))],
+        [
+            facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-5, 1e-4, 1e-3, 1e-2)),))),
+            facts(behaviour=behaviour(gradients=(gradients(layers=layers(0.0, 1e-4, 1e-3, 1e-2)),))),
+            facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-3, 1e-2, 1e-12, 1e-11)),))),
+        ],
+    ),
+    "memory-nearly-out": ([facts(run=RunFacts(steps=9, nearly_out=(12, 1 << 20, 1 << 30)))], []),
+    "graph-kept-by-logging": ([facts(behaviour=behaviour(kept_steps=7))], [facts(behaviour=behaviour(kept_steps=2))]),
+    "memory-leak": (
+        [
+            with_growth(40 << 20),
+            facts(behaviour=behaviour(live_bytes=tuple(n << 20 for n in range(1, 11))), source=KEEPING),
+        ],
+        [
+            with_growth(20 << 20),
+            facts(behaviour=behaviour(live_bytes=tuple(n << 20 for n in range(1, 11))), source=BOUNDED),
+            facts(behaviour=behaviour(live_bytes=tuple(n << 10 for n in range(1, 11))), source=KEEPING),
+            facts(behaviour=behaviour(live_bytes=(1 << 20, 2 << 20) * 5), source=KEEPING),
+        ],
+    ),
+    "model-on-cpu": ([facts(gpus=("H100",))], []),
+    "mixed-devices": (
+        [facts(behaviour=behaviour(devices={"cuda": 90, "cpu": 10}))],
+        [facts(behaviour=behaviour(devices={"cuda": 90}))],
+    ),
+    "anomaly-mode": ([facts(behaviour=behaviour(anomaly=True))], []),
+    "debug-mode": ([facts(behaviour=behaviour(debug=("CUDA_LAUNCH_BLOCKING=1",)))], []),
+    "starved-loader": ([loading()], [SLOW_STEPS]),
+    "slow-transform": (
+        [loading(times=(time_of("transform", 0.2), time_of("loader", 0.05)))],
+        [loading(times=(time_of("transform", 0.02), time_of("loader", 0.2)))],
+    ),
+    "per-sample-fetch": (
+        [loading()],
+        [loading(observed=observed(loaders=(replace(TINY[0], batch_size=64, workers=2, fetch="batched"),)))],
+    ),
+    "worker-restart": (
+        [
+            facts(
+                behaviour=behaviour(
+                    workers=WorkersSeen(line=LINE, workers=2, starts=5, start_seconds=0.2, epoch_seconds=1.0)
+                )
+            )
+        ],
+        [
+            facts(
+                behaviour=behaviour(
+                    workers=WorkersSeen(line=LINE, workers=2, starts=5, start_seconds=0.005, epoch_seconds=1.0)
+                )
+            )
+        ],
+    ),
+    "plotting-time": (
+        [
+            facts(behaviour=behaviour(times=(time_of("plotting", 0.2),))),
+            facts(behaviour=behaviour(times=(time_of("script", 0.2, ("train.py", 6, "")),)), source=WRITING),
+        ],
+        [facts(behaviour=behaviour(times=(time_of("plotting", 0.03),)))],
+    ),
+    "disk-time": (
+        [facts(behaviour=behaviour(times=(time_of("script", 0.2, ("train.py", 5, "")),)), source=WRITING)],
+        [facts(behaviour=behaviour(times=(time_of("disk", 0.2, samples=5),)))],
+    ),
+    "logging-time": (
+        [facts(behaviour=behaviour(times=(time_of("script", 0.2, ("train.py", 4, "")),)), source=WRITING)],
+        [facts(behaviour=behaviour(times=(time_of("logging", 0.01),)))],
+    ),
+    "python-time": (
+        [
+            facts(behaviour=behaviour(times=(time_of("script", 0.2),))),
+            facts(profile=None, behaviour=None, observed=observed(breakdown_seconds={"other": 0.05, "forward": 0.05})),
+        ],
+        [
+            facts(
+                behaviour=behaviour(times=(time_of("script", 0.2),)),
+                profile=profile(operators=(operator(seconds=0.019, line="train.py:12"),)),
+            ),
+            facts(behaviour=behaviour(times=(time_of("model", 0.6), time_of("backward", 0.3)))),
+        ],
+    ),
+    "hidden-sync": (
+        [on_gpu(behaved={"calls": (SYNC,)}, profiled=SYNC_IDLE)],
+        [
+            facts(behaviour=behaviour(calls=(SYNC,))),
+            on_gpu(
+                behaved={"calls": (SYNC,)},
+                profiled={"idle_causes": (IdleCause(cause="loader", seconds=0.02, evidence=""),)},
+            ),
+            on_gpu(behaved={"calls": (replace(SYNC, seconds=0.01),)}, profiled=SYNC_IDLE),
+        ],
+    ),
+    "pageable-copies": (
+        [on_gpu(profiled={"kernels": (PAGEABLE,)})],
+        [on_gpu(profiled={"kernels": (replace(PAGEABLE, name="Memcpy HtoD (Pinned -> Device)"),)})],
+    ),
+    "repeated-to": (
+        [facts(behaviour=behaviour(calls=(CallSeen(method="to", line=LINE, calls=50, seconds=0.5, repeated=49),)))],
+        [
+            facts(behaviour=behaviour(calls=(CallSeen(method="to", line=LINE, calls=50, seconds=0.5, repeated=1),))),
+            facts(behaviour=behaviour(calls=(CallSeen(method="to", line=LINE, calls=50, seconds=0.01, repeated=49),))),
+        ],
+    ),
+    "thread-oversubscription": ([facts(observed=observed(threads=4 * CORES))], []),
+    "recompilations": (
+        [
+            facts(
+                behaviour=behaviour(
+                    compiled=CompileSeen(frames=9, versions_of_one=8, compiled_in_window=6, seconds_in_window=2.0)
+                )
+            ),
+        ],
+        [
+            facts(
+                behaviour=behaviour(
+                    compiled=CompileSeen(frames=3, versions_of_one=2, compiled_in_window=1, seconds_in_window=0.5)
+                )
+            )
+        ],
+    ),
+    "graph-breaks": (
+        [
+            facts(
+                behaviour=behaviour(
+                    compiled=CompileSeen(
+                        frames=2, versions_of_one=1, compiled_in_window=0, seconds_in_window=0.0, breaks=(BREAK,)
+                    )
+                )
+            ),
+        ],
+        [],
+    ),
+    "tiny-batch": (
+        [facts(observed=observed(loaders=TINY), profile=SMALL_OPERATORS)],
+        [
+            facts(observed=observed(loaders=TINY)),
+            facts(observed=observed(loaders=TINY, backwards_per_step=8.0), profile=SMALL_OPERATORS),
+            facts(profile=SMALL_OPERATORS),
+            facts(observed=observed(loaders=(replace(TINY[0], samples=10),)), profile=SMALL_OPERATORS),
+        ],
+    ),
+    "padding-waste": (
+        [facts(behaviour=behaviour(padding=PADDED))],
+        [
+            facts(behaviour=behaviour(padding=PADDED), source=RNN),
+            facts(behaviour=behaviour(padding=replace(PADDED, share=0.2))),
+        ],
+    ),
+    "unfused-attention": (
+        [facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=SCORES))],
+        [
+            facts(profile=profile(modules=ATTENTION, operators=SCORES)),
+            facts(observed=BY_HAND, profile=profile(modules=ATTENTION, operators=(replace(SCORES[0], seconds=0.001),))),
+        ],
+    ),
+    "hand-written-layer": (
+        [facts(source=NORM, profile=profile(modules=NORMS))],
+        [facts(source=NORM, profile=profile(modules=(SIMPLE_NORM,)))],
+    ),
+    "channels-last-missing": (
+        [facts(behaviour=behaviour(channels_last=CHANNELS), profile=CONVOLUTION)],
+        [
+            facts(behaviour=behaviour(channels_last=replace(CHANNELS, low_ratio=1.05)), profile=CONVOLUTION),
+            facts(behaviour=behaviour(channels_last=CHANNELS)),
+        ],
+    ),
+    "fp32-matmul": (
+        [facts(machine=MACHINE.with_ceilings(ceilings(fp32=1e11, bf16=5e11)))],
+        [
+            facts(machine=MACHINE.with_ceilings(ceilings(fp32=1e11, bf16=1.2e11))),
+            facts(
+                machine=MACHINE.with_ceilings(ceilings(fp32=1e11, bf16=5e11)),
+                observed=observed(autocast_in_script=True),
+            ),
+        ],
+    ),
+    "denormals": (
+        [facts(behaviour=behaviour(denormal_share=0.2, denormal_slowdown=10.0))],
+        [
+            facts(behaviour=behaviour(denormal_share=0.2, denormal_slowdown=1.0)),
+            facts(behaviour=behaviour(denormal_share=1e-4, denormal_slowdown=10.0)),
+            facts(
+                behaviour=behaviour(denormal_share=0.2, denormal_slowdown=10.0), observed=observed(flush_denormals=True)
+            ),
+        ],
+    ),
+    "unaligned-shapes": (
+        [on_gpu(profiled={"operators": (operator(shapes="[64, 128] [128, 50257]", dtype="bfloat16", seconds=0.05),)})],
+        [on_gpu(profiled={"operators": (operator(shapes="[64, 128] [128, 50304]", dtype="bfloat16", seconds=0.05),)})],
+    ),
+    "huge-softmax": (
+        [facts(profile=profile(operators=(WIDE_SCORES,)))],
+        [facts(profile=profile(operators=(replace(WIDE_SCORES, shapes="[512, 1000]"),)))],
+    ),
+    "allocator-churn": (
+        [
+            facts(observed=observed(page_faults_per_step=50_000.0)),
+            on_gpu(behaved={"device_allocations": 200}),
+        ],
+        [
+            on_gpu(behaved={"device_allocations": 3}),
+            facts(observed=observed(page_faults_per_step=50_000.0), behaviour=behaviour(system_seconds=0.001)),
+        ],
+    ),
+    "costly-checkpointing": (
+        [facts(behaviour=behaviour(recomputed_seconds=0.02), profile=profile(peak_resident_bytes=1 << 28))],
+        [
+            facts(
+                behaviour=behaviour(recomputed_seconds=0.02),
+                profile=profile(peak_resident_bytes=MACHINE.memory_total_bytes // 2),
+            ),
+            facts(behaviour=behaviour(recomputed_seconds=0.001), profile=profile(peak_resident_bytes=1 << 28)),
+        ],
+    ),
+    "data-parallel": (
+        [facts(behaviour=behaviour(parallel=(ParallelSeen(kind="DataParallel", devices=4),)))],
+        [facts(behaviour=behaviour(parallel=(DDP,)))],
+    ),
+    "accumulation-without-no-sync": (
+        [facts(behaviour=behaviour(parallel=(DDP,), backwards=FOUR))],
+        [
+            facts(behaviour=behaviour(parallel=(replace(DDP, synchronised_per_step=1.0),), backwards=FOUR)),
+            facts(behaviour=behaviour(parallel=(DDP,))),
+        ],
+    ),
+    "needless-find-unused-parameters": (
+        [facts(behaviour=behaviour(parallel=(replace(DDP, find_unused=True),)))],
+        [
+            facts(behaviour=behaviour(parallel=(replace(DDP, find_unused=True, unused_parameters=2),))),
+            facts(behaviour=behaviour(parallel=(DDP,))),
+        ],
+    ),
+    "cudnn-benchmark-changing-shapes": (
+        [on_gpu(seen={"cudnn_benchmark": True}, behaved={"batch_shapes": 9, "example_shapes": ("[4]",)})],
+        [on_gpu(seen={"cudnn_benchmark": True}), facts(observed=observed(cudnn_benchmark=True))],
+    ),
+    "slower-on-gpu": (
+        [
+            on_gpu(
+                profiled={"parts": {"idle": 0.08}, "flops": 1e6, "operators": (operator(seconds=0.001),)},
+                machine=MACHINE.with_ceilings(ceilings(fp32=1e11)),
+            )
+        ],
+        [
+            on_gpu(
+                profiled={"parts": {"idle": 0.08}, "flops": 1e13, "operators": (operator(seconds=0.001),)},
+                machine=MACHINE.with_ceilings(ceilings(fp32=1e11)),
+            )
+        ],
+    ),
+    "evaluation": (
+        [
+            facts(profile=None, behaviour=None, observed=observed(breakdown_seconds={"evaluation": 0.05})),
+            facts(observed=observed(breakdown_seconds={"evaluation": 0.15, "data": 0.0})),
+        ],
+        [facts(observed=observed(breakdown_seconds={"evaluation": 0.05, "data": 0.0}))],
+    ),
+    "zero-grad-fills": (
+        [facts(behaviour=behaviour(zero_grad_fills=True, zero_grad_seconds=0.01, zero_grad_line=LINE))],
+        [
+            facts(behaviour=behaviour(zero_grad_fills=False, zero_grad_seconds=0.01)),
+            facts(behaviour=behaviour(zero_grad_fills=True, zero_grad_seconds=1e-5)),
+        ],
+    ),
+    "needless-retain-graph": (
+        [facts(behaviour=behaviour(backwards=(BackwardSeen(line=LINE, calls=50, per_step=1.0, retained=50),)))],
+        [
+            facts(
+                behaviour=behaviour(
+                    backwards=(BackwardSeen(line=LINE, calls=50, per_step=1.0, retained=50, retained_needed=49),)
+                )
+            )
+        ],
+    ),
+    "reserved-unused": (
+        [on_gpu(behaved={"reserved_bytes": 20 << 30, "allocated_bytes": 5 << 30})],
+        [on_gpu(behaved={"reserved_bytes": 20 << 30, "allocated_bytes": 18 << 30})],
+    ),
+    "no-seed": (
+        [facts(behaviour=behaviour(seeded=False), source=source("for x in data:\n    loss.backward()\n"))],
+        [facts(behaviour=behaviour(seeded=False)), facts(behaviour=behaviour(seeded=True), source=source("f()"))],
+    ),
+}
+
+
+def check_of(name: str) -> Check:
+    return next(one for one in CHECKS if one.name == name)
+
+
+def test_there_is_a_case_for_every_check() -> None:
+    assert {one.name for one in CHECKS} == set(CASES)
+    assert len({one.name for one in CHECKS}) == len(CHECKS) >= 40
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_fires_on_a_fault(name: str) -> None:
+    for given in CASES[name][0]:
+        finding = check_of(name)(given)
+        assert finding is not None
+        assert finding.name == name
+        assert finding.if_wrong
+        assert finding.severity in ("note", "warning")
+        known = finding.cost_seconds is not None or finding.cost_bytes is not None or finding.cost_share is not None
+        no_cost = ("no-step", "rolled-back", "memory-nearly-out", "memory-leak")
+        assert known or "unknown, because" in finding.evidence or name in no_cost
+        assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_says_nothing_without_the_evidence(name: str) -> None:
+    for given in [facts(), Facts(), *CASES[name][1]]:
+        assert check_of(name)(given) is None
+
+
+def test_a_healthy_script_has_no_findings() -> None:
+    assert check_facts(facts()) == ()
+    assert check_facts(Facts()) == ()
+
+
+def test_a_cost_from_five_per_cent_is_a_warning() -> None:
+    small, large = (
+        check_of("zero-grad-fills")(facts(behaviour=behaviour(zero_grad_fills=True, zero_grad_seconds=seconds)))
+        for seconds in (0.02 * STEP, 0.06 * STEP)
+    )
+    assert small is not None
+    assert large is not None
+    assert (small.severity, large.severity) == ("note", "warning")
+
+
+def test_a_trend_is_beyond_noise() -> None:
+    assert trend(range(20)) > 3.3
+    assert abs(trend([1.0, 2.0] * 60)) < 2
+    assert trend([5.0] * 9) == 0.0
+    assert trend([float(-n) for n in range(1000)]) < -3.3

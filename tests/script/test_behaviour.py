@@ -1,0 +1,631 @@
+"""BehaviourWatch on small loops: it sees the fault in each, and nothing in the healthy ones."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatout.diagnose.checks import check_facts
+from flatout.diagnose.facts import Facts
+from flatout.levers.subject import Subject
+from flatout.profiling.profile import Profile
+from flatout.script.behaviour import BehaviourWatch
+from flatout.script.behaviour_seen import Behaviour
+from flatout.script.source_facts import read_source
+
+STEPS = 14
+HERE = Path(__file__)
+Step = Callable[[int], None]
+
+# what the step functions use
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1), *layers)
+
+
+def data() -> Tensor:
+    return torch.randn(16, 6)
+
+
+def watched(step: Step, *models: nn.Module, steps: int = STEPS) -> Behaviour:
+    """`step(n)` is one training step of the loop."""
+    subject = Subject(training_only=True)
+    for model in models:
+        subject.modules.add(model)
+        subject.note_training(model)
+    step(0)
+    watch = BehaviourWatch(str(HERE.parent))
+    watch.start(subject)
+    for number in range(1, steps + 1):
+        step(number)
+        watch.step_ended()
+    watch.stop()
+    found = watch.result()
+    assert found.notes == ()
+    assert Behaviour.from_json(json.loads(json.dumps(found.to_json()))) == found
+    return found
+
+
+def names(found: Behaviour, *, step_seconds: float = 0.01) -> list[str]:
+    """Of the checks that fire, other than those of time, which a test must not judge."""
+    profile = Profile(
+        name="t", device="cpu", step_kind="optimizer", steps=5, timed_steps=5, warm_up_steps=1,
+        step_seconds=step_seconds, profiled_step_seconds=step_seconds, parts=None,
+    )  # fmt: skip
+    facts = Facts(behaviour=found, profile=profile, source=read_source([str(HERE)], str(HERE.parent)))
+    timed = ("python-time", "logging-time", "disk-time", "plotting-time", "no-seed", "repeated-to")
+    return [one.name for one in check_facts(facts) if one.name not in timed]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """What is patched is put back, by a watch that ends as much as by one that is never stopped."""
+    from torch.nn.utils import clip_grad
+
+    owners = (
+        nn.Module,
+        torch.optim.Optimizer,
+        torch.autograd,
+        torch.Tensor,
+        clip_grad,
+        torch.amp.grad_scaler.GradScaler,
+    )
+    before = [dict(vars(owner)) for owner in owners]
+    yield
+    gc.collect()
+    for owner, known in zip(owners, before, strict=True):
+        changed = {name for name, value in vars(owner).items() if known.get(name) is not value}
+        assert {name for name in changed if not name.startswith("__warn")} == set(), owner
+
+
+def healthy(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss = (model(data()) - 1).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def test_a_healthy_loop() -> None:
+    model = net()
+    found = watched(healthy(model, torch.optim.SGD(model.parameters(), 0.01)), model)
+    assert names(found) == []
+    assert found.steps == STEPS
+    (forward,) = found.forwards
+    assert (forward.calls, forward.training, forward.grad, forward.used) == (STEPS, True, True, STEPS)
+    assert forward.line[0] == "test_behaviour.py"
+    assert "model(data())" in forward.line[2]
+    assert (found.accumulated_steps, found.zeroed_steps) == (0, STEPS - 1)
+    (backward,) = found.backwards
+    assert (backward.per_step, backward.scaled, backward.reduction) == (1.0, False, "mean")
+    assert len(found.losses) == STEPS
+    assert found.weights_move
+    assert len(found.gradients[0].layers) == 2
+    (clip,) = found.clips
+    assert (clip.steps, clip.before_backward) == (STEPS - 1, 0)
+
+
+def test_gradients_that_are_never_cleared() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+
+    def step(number: int) -> None:
+        model(data()).square().mean().backward()
+        optimizer.step()
+
+    assert names(watched(step, model)) == ["missing-zero-grad"]
+
+
+@pytest.mark.parametrize("clear", ["none", "zero", "module"])
+def test_gradients_that_are_cleared_by_hand(clear: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+
+    def step(number: int) -> None:
+        for parameter in model.parameters():
+            if clear == "none":
+                parameter.grad = None
+            elif clear == "zero" and parameter.grad is not None:
+                parameter.grad.zero_()
+        if clear == "module":
+            model.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+
+    assert names(watched(step, model)) == []
+
+
+def test_two_optimizers_of_a_gan() -> None:
+    maker, judge = net(nn.Linear(1, 6)), net()
+    optimizers = [torch.optim.Adam(one.parameters(), 1e-3) for one in (maker, judge)]
+
+    def step(number: int) -> None:
+        made = maker(data())
+        optimizers[1].zero_grad()
+        loss = judge(data()).mean() - judge(made.detach()).mean()
+        loss.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        judge(made).mean().backward()
+        optimizers[0].step()
+
+    assert names(watched(step, maker, judge)) == []
+
+
+def test_a_gradient_penalty_and_a_graph_that_is_used_twice() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+
+    def step(number: int) -> None:
+        x = data().requires_grad_()
+        out = model(x)
+        optimizer.zero_grad()
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        out.mean().backward(retain_graph=True)
+        slope.square().mean().backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    assert names(found) == []
+    assert sorted((one.retained, one.retained_needed) for one in found.backwards) == [(0, 0), (STEPS, STEPS)]
+
+
+def test_a_graph_that_is_retained_for_nothing() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data()).mean().backward(retain_graph=True)
+        optimizer.step()
+
+    assert names(watched(step, model)) == ["needless-retain-graph"]
+
+
+def test_lbfgs() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    x, y = data(), torch.randn(16, 1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    assert names(watched(lambda number: optimizer.step(closure), model)) == []  # type: ignore[arg-type, return-value]
+
+
+def accumulating(model: nn.Module, scale: float) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        for _ in range(4):
+            loss = model(data()).square().mean()
+            (loss / 4 if scale == 4 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_accumulation() -> None:
+    model = net()
+    found = watched(accumulating(model, 4), model)
+    assert names(found) == []
+    assert (found.backwards[0].per_step, found.backwards[0].scaled) == (4.0, True)
+    model = net()
+    summed = watched(accumulating(model, 1), model)
+    assert (summed.backwards[0].scaled, summed.backwards[0].reduction) == (False, "mean")
+
+
+def test_a_clip_before_the_gradients_are_there() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss = model(data()).square().mean()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss.backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    assert names(found) == ["clip-before-backward"]
+    assert "clip_grad_norm_" in found.clips[0].line[2]
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_a_clip_of_scaled_gradients(unscaled: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(data()).square().mean()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    found = watched(step, model)
+    assert names(found) == ([] if unscaled else ["clip-before-unscale"])
+    assert found.scaler
+    assert max(found.losses) < 4.0  # not multiplied by the scale
+
+
+@pytest.mark.parametrize(("first", "found"), [(True, ["scheduler-order"]), (False, [])])
+def test_the_order_of_a_scheduler(first: bool, found: list[str]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        if first:
+            scheduler.step()
+        optimizer.step()
+        if not first:
+            scheduler.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert names(watched(step, model)) == found
+
+
+def evaluating(model: nn.Module, *, evaluates: bool, grad: bool) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        model.train()
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+        if number % 4 == 3:
+            if evaluates:
+                model.eval()
+            with torch.set_grad_enabled(grad):
+                total = 0.0
+                for _ in range(5):
+                    total += model(data()).mean().item()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "grad", "found"),
+    [
+        (True, False, []),
+        (True, True, ["evaluation-with-grad"]),
+        (False, False, ["evaluation-in-train-mode"]),
+        (False, True, ["evaluation-in-train-mode", "evaluation-with-grad"]),
+    ],
+)
+def test_evaluation(evaluates: bool, grad: bool, found: list[str]) -> None:
+    model = net()
+    seen = watched(evaluating(model, evaluates=evaluates, grad=grad), model)
+    assert names(seen) == found
+    assert any("total += model" in one.line[2] for one in seen.forwards)
+
+
+def test_training_that_goes_on_in_evaluation_mode() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+        if number == 4:
+            model.eval()
+
+    assert names(watched(step, model)) == ["training-in-eval-mode"]
+
+
+def test_a_frozen_backbone_in_evaluation_mode() -> None:
+    backbone, head = net(nn.Linear(1, 4)).eval().requires_grad_(False), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(head.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        head(backbone(data())).square().mean().backward()
+        optimizer.step()
+
+    assert names(watched(step, backbone, head)) == []
+
+
+def test_an_average_of_the_weights() -> None:
+    model, average = net(), net().requires_grad_(False)
+    inner = healthy(model, torch.optim.SGD(model.parameters(), 0.01))
+
+    def step(number: int) -> None:
+        inner(number)
+        with torch.no_grad():
+            for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(weight, 0.1)
+            average(data())
+
+    assert names(watched(step, model)) == []
+
+
+def test_parameters_that_no_optimizer_has() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(list(model.parameters())[:2], 0.01)
+
+    def step(number: int) -> None:
+        model.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    assert names(found) == ["parameters-not-in-optimizer"]
+    assert found.outside_optimizer is not None
+    assert found.outside_optimizer.names == ("3.weight", "3.bias")
+
+
+def test_parameters_that_are_updated_by_hand() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(list(model.parameters())[:2], 0.01)
+
+    def step(number: int) -> None:
+        model.zero_grad()
+        model(data()).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in list(model.parameters())[2:]:
+                assert parameter.grad is not None
+                parameter -= 0.01 * parameter.grad
+
+    assert names(watched(step, model)) == []
+
+
+class MakesLayers(nn.Module):
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.first, self.inside = nn.Linear(6, 8), inside
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.ReLU()(self.first(x))
+        last = nn.Linear(8, 1) if self.inside else self.last
+        made: Tensor = last(x)
+        return made
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_layers_made_in_forward(inside: bool) -> None:
+    model = MakesLayers(inside=inside)
+    optimizer = torch.optim.SGD(model.first.parameters() if inside else model.parameters(), 0.01)
+    found = watched(healthy(model, optimizer), model)
+    assert [name for name in names(found) if name != "parameters-not-in-optimizer"] == (
+        ["modules-made-in-forward"] if inside else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "fires"), [("loss", True), ("sum", True), ("in place", True), ("number", False), ("deque", False)]
+)
+def test_graphs_that_are_kept(what: str, fires: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    kept: list[Any] = []
+    total: Any = torch.zeros(())
+
+    def step(number: int) -> None:
+        nonlocal total
+        optimizer.zero_grad()
+        loss = model(data()).square().mean()
+        loss.backward()
+        optimizer.step()
+        if what == "sum":
+            total = total + loss
+        elif what == "in place":
+            total += loss
+        else:
+            kept.append(loss.item() if what == "number" else loss)
+        if what == "deque":
+            del kept[:-2]
+
+    found = names(watched(step, model))
+    assert found == (["graph-kept-by-logging"] if fires else [])
+
+
+def test_anomaly_detection() -> None:
+    model = net()
+    inner = healthy(model, torch.optim.SGD(model.parameters(), 0.01))
+
+    def step(number: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.autograd.detect_anomaly():
+                inner(number)
+
+    assert names(watched(step, model)) == ["anomaly-mode"]
+
+
+def test_fp16_without_a_scaler() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(data()).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    assert names(watched(step, model)) == ["fp16-without-scaler"]
+
+
+def test_half_weights() -> None:
+    model = net().half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data().half()).float().square().mean().backward()
+        optimizer.step()
+
+    assert names(watched(step, model)) == ["half-weights"]
+
+
+def test_a_learning_rate_of_zero() -> None:
+    model = net()
+    found = watched(healthy(model, torch.optim.SGD(model.parameters(), 0.0)), model)
+    assert names(found) == ["loss-not-falling"]
+
+
+def test_gradients_that_vanish_and_that_explode() -> None:
+    def deep(scale: float, activation: type[nn.Module]) -> nn.Module:
+        layers = [layer for _ in range(12) for layer in (nn.Linear(8, 8), activation())]
+        for layer in layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=scale)
+        return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 1))
+
+    model = deep(0.1, nn.Sigmoid)
+    assert names(watched(healthy(model, torch.optim.SGD(model.parameters(), 1e-3)), model)) == ["vanishing-gradients"]
+    model = deep(0.35, nn.Tanh)
+    assert names(watched(healthy(model, torch.optim.SGD(model.parameters(), 1e-3)), model)) == []
+
+
+def test_padding() -> None:
+    class Tagger(nn.Module):
+        def __init__(self, padding: int | None) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(20, 4, padding_idx=padding), nn.Linear(4, 1)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            out: Tensor = self.last(self.table(tokens))
+            return out
+
+    def tokens(longest: int) -> Tensor:
+        made = torch.randint(1, 20, (16, 40))
+        for row, length in enumerate(torch.randint(4, longest + 1, (16,)).tolist()):
+            made[row, length:] = 0
+        return made
+
+    for padding, longest, found in ((0, 12, ["padding-waste"]), (None, 12, ["padding-waste"]), (None, 40, [])):
+        model = Tagger(padding)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+        def step(number: int, model: nn.Module = model, optimizer: Any = optimizer, longest: int = longest) -> None:
+            optimizer.zero_grad()
+            model(tokens(longest) if longest < 40 else torch.randint(1, 20, (16, 40))).square().mean().backward()
+            optimizer.step()
+
+        assert names(watched(step, model)) == found
+
+
+def test_a_tensor_that_is_converted_again_and_again() -> None:
+    model = net()
+    weights = torch.ones(16, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss = (model(data()) * weights.to(torch.float32)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    (call,) = watched(step, model).calls
+    assert (call.method, call.calls, call.repeated) == ("to", STEPS, STEPS - 1)
+    assert "weights.to(" in call.line[2]
+
+
+def test_recomputation() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    first, last = nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        last(checkpoint(first, data(), use_reentrant=False)).square().mean().backward()
+        optimizer.step()
+
+    found = watched(step, first, last)
+    assert found.recomputed_seconds
+    assert names(found) == []
+
+
+def test_losses_that_are_not_finite() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e30)
+    found = watched(healthy(model, optimizer), model)
+    assert found.losses[-1] is None
+    assert "loss-not-falling" in names(found)
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_convolutions_are_timed_in_both_formats() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 16, 16)).square().mean().backward()
+        optimizer.step()
+
+    timed = watched(step, model).channels_last
+    assert timed is not None
+    assert (timed.layers, timed.calls_per_step) == (2, 2.0)
+    assert timed.contiguous_seconds > 0
+    assert 0 < timed.low_ratio < 100
+
+
+def test_zeros_in_place_of_none() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(data()).square().mean().backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    assert found.zero_grad_fills
+    assert found.accumulated_steps == 0
+    assert found.zero_grad_line is not None
+    assert "zero_grad(set_to_none=False)" in found.zero_grad_line[2]
+
+
+def test_an_error_of_ours_ends_the_watching_and_not_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatout.script import update_watch
+
+    def broken(root: Tensor, scaler: bool) -> tuple[bool, str]:
+        raise ValueError("no such graph")
+
+    monkeypatch.setattr(update_watch, "end_of_graph", broken)
+    model = net()
+    step = healthy(model, torch.optim.SGD(model.parameters(), 0.01))
+    subject = Subject(training_only=True)
+    subject.modules.add(model)
+    watch = BehaviourWatch(str(HERE.parent))
+    watch.start(subject)
+    step(0)
+    watch.step_ended()
+    assert watch.done
+    watch.stop()
+    assert watch.result().notes == ("the watching ended early: ValueError: no such graph (broken)",)
+
+
+def test_a_watch_that_never_started_has_a_result() -> None:
+    watch = BehaviourWatch("/")
+    watch.stop()
+    assert watch.result().steps == 0

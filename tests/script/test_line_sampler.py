@@ -1,0 +1,76 @@
+"""Samples of a stack, by the script's lines."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import FrameType
+
+import pytest
+
+from flatout.script.line_sampler import LineSampler, lowest_share
+from flatout.script.places import Places
+
+
+def inside(*files: str) -> FrameType:
+    """The innermost frame of a stack with code of these files, from the outermost in."""
+    kept: list[FrameType] = []
+
+    def build(rest: tuple[str, ...]) -> None:
+        source = "\nbuild(rest)" if len(rest) > 1 else "\nkept.append(sys._getframe())"
+        exec(compile(source, rest[0], "exec"), {"build": build, "rest": rest[1:], "kept": kept, "sys": sys})
+
+    build(files)
+    return kept[0]
+
+
+def places() -> Places:
+    """To which this file is no file of the script."""
+    made = Places("/s")
+    made._users[__file__] = False
+    return made
+
+
+LIBRARY = "/x/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("stack", "activity", "file"),
+    [
+        (["/s/train.py"], "script", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/matplotlib/figure.py", f"{LIBRARY}/numpy/a.py"], "plotting", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/torch/utils/tensorboard/writer.py"], "logging", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/tqdm/std.py", f"{LIBRARY}/torch/utils/data/dataloader.py"], "loader", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/torch/utils/data/dataloader.py", "/s/sets.py"], "transform", "sets.py"),
+        (["/s/train.py", f"{LIBRARY}/torch/nn/modules/module.py", "/s/net.py"], "model", "net.py"),
+        (["/s/train.py", f"{LIBRARY}/torch/autograd/__init__.py"], "backward", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/torch/optim/adam.py"], "optimizer", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/torch/serialization.py"], "disk", "train.py"),
+    ],
+)
+def test_what_a_stack_is_doing(stack: list[str], activity: str, file: str) -> None:
+    sampler = LineSampler(places(), threading.get_ident())
+    sampler.add(inside(*stack), 0.5)
+    (found,) = sampler.times(steps=1)
+    assert (found.activity, found.line[0], found.line[1], found.seconds) == (activity, file, 2, 0.5)
+
+
+def test_a_thread_samples_the_main_one() -> None:
+    switch = sys.getswitchinterval()
+    sampler = LineSampler(Places("/"), threading.get_ident())
+    sampler.start()
+    for _ in range(500):
+        time.sleep(0.01)
+        if sum(one.samples for one in sampler.times(1)) >= 3:
+            break
+    sampler.stop()
+    assert sys.getswitchinterval() == switch
+    assert sampler.times(1)[0].line[2].startswith(("time.sleep", "if sum"))
+
+
+def test_an_interval_of_a_share() -> None:
+    assert lowest_share(0, 0) == 0.0
+    assert lowest_share(0, 100) == 0.0
+    assert 0.38 < lowest_share(50, 100) < 0.42
+    assert lowest_share(5, 10) < lowest_share(500, 1000) < 0.5

@@ -1,0 +1,170 @@
+"""What a script's source says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.script.source_facts import SourceFacts, read_source, short_name
+
+LOOP = """
+import torch
+losses = []
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad(set_to_none=False)
+        loss = criterion(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        report(loss)
+        if step % 50 == 0:
+            print(loss.item())
+        {line}
+    evaluate()
+
+def report(loss):
+    writer.add_scalar("loss", loss)
+
+def evaluate():
+    model(x)
+"""
+
+
+def of(line: str = "pass") -> SourceFacts:
+    return SourceFacts.of({"train.py": LOOP.replace("{line}", line)})
+
+
+def test_calls_have_their_lines_and_options() -> None:
+    found = of()
+    assert found.lines_calling("clip_grad_norm_") == (
+        ("train.py", 9, "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"),
+    )
+    (zero,) = found.with_option("set_to_none", False)
+    assert (zero.name, zero.line[1], zero.in_training_loop) == ("optimizer.zero_grad", 6, True)
+    (printed,) = found.calling("print")
+    assert printed.guarded
+    assert not found.calling("model.parameters")[0].guarded
+
+
+def test_functions_that_the_training_loop_calls_are_in_it() -> None:
+    found = of()
+    assert found.calling("add_scalar")[0].in_training_loop
+    assert found.lines_calling("model", in_training_loop=True) == (("train.py", 7, "loss = criterion(model(x), y)"),)
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("losses.append(loss)", ["losses"]),
+        ("losses.append(loss.item())", []),
+        ("losses.append(loss.detach())", []),
+        ("losses.append(float(loss))", []),
+        ("losses.append((epoch, loss.item()))", []),
+        ("losses.append((epoch, loss))", ["losses"]),
+        ("total += loss", ["total"]),
+        ("total = total + loss", ["total"]),
+        ("total += loss.item()", []),
+        ("total += loss.item() * len(x)", []),
+        ("names.append('a')", []),
+    ],
+)
+def test_what_is_kept_with_its_graph(line: str, kept: list[str]) -> None:
+    assert [one.container for one in of(line).kept if not one.detached] == kept
+
+
+@pytest.mark.parametrize(
+    ("line", "bounded"),
+    [
+        ("kept.append(out)", False),
+        ("kept.append(out); kept = kept[-10:]", True),
+        ("kept.append(out); kept.pop(0)", True),
+        ("kept.append(out); kept.clear()", True),
+    ],
+)
+def test_containers_that_are_cut(line: str, bounded: bool) -> None:
+    assert of(line).kept[0].bounded is bounded
+
+
+def test_a_deque_with_a_limit_is_bounded() -> None:
+    text = LOOP.replace("losses = []", "losses = deque(maxlen=9)").replace("{line}", "losses.append(loss)")
+    assert SourceFacts.of({"train.py": text}).kept[0].bounded
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("scheduler.step()\n    optimizer.step()", True),
+        ("optimizer.step()\n    scheduler.step()", False),
+        ("scheduler.step()\n    scaler.step(optimizer)", True),
+        ("self.lr_scheduler.step()\n    self.optimizer.step()", True),
+        ("scheduler.step()", False),
+        ("if a:\n        scheduler.step()\n    optimizer.step()", False),
+    ],
+)
+def test_schedulers_before_optimizers(body: str, found: bool) -> None:
+    facts = SourceFacts.of({"t.py": f"for x in data:\n    {body}\n"})
+    assert bool(facts.scheduler_first) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "divided"),
+    [("loss = loss / 4", True), ("loss /= 4", True), ("(criterion(a) / 4).backward()", False), ("x = y / 4", False),
+     ("p.grad /= 4", True), ("loss.div(4).backward()", True)],
+)  # fmt: skip
+def test_divisions_of_losses(line: str, divided: bool) -> None:
+    assert bool(of(line).loss_divided) is divided
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("print(loss)", "logging"),
+        ("writer.add_scalar('a', 1)", "logging"),
+        ("plt.savefig('a.png')", "plotting"),
+        ("fig.savefig('a.png')", "plotting"),
+        ("torch.save(model, 'a')", "disk"),
+        ("f.write('a')", "disk"),
+        ("json.dump(a, f)", "disk"),
+        ("y = [i * i for i in range(9)]", "script"),
+        ("model.eval()", "script"),
+    ],
+)
+def test_what_a_line_is_for(line: str, kind: str) -> None:
+    found = of(line)
+    assert found.kind_of(("train.py", 14, "")) == kind
+
+
+MODULE = (
+    "class Mine(nn.Module):\n    def __init__(self, n):\n        {made}\n    def forward(self, x):\n        {body}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "body", "torchs"),
+    [
+        ("self.w = nn.Parameter(torch.ones(n))", "return self.w * (x - x.mean(-1)) / x.std(-1)", "LayerNorm"),
+        ("self.w = nn.Parameter(torch.ones(n))", "return self.w * x * torch.rsqrt(x.pow(2).mean(-1))", "RMSNorm"),
+        ("pass", "return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x ** 3)))", "GELU(approximate='tanh')"),
+        ("pass", "return x * torch.sigmoid(x)", "SiLU"),
+        ("self.a = nn.Linear(n, n)", "return self.a(x) * torch.sigmoid(x)", ""),
+        ("pass", "return F.gelu(x)", ""),
+        ("self.a = nn.Linear(n, n)", "return F.scaled_dot_product_attention(x, x, x)", ""),
+    ],
+)
+def test_layers_that_torch_has(made: str, body: str, torchs: str) -> None:
+    facts = SourceFacts.of({"m.py": MODULE.format(made=made, body=body)})
+    assert [one.torchs for one in facts.layers] == ([torchs] if torchs else [])
+
+
+def test_files_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("f(1)\n")
+    (tmp_path / "b.py").write_text("def (\n")
+    found = read_source([str(tmp_path / name) for name in ("a.py", "b.py", "c.py")], str(tmp_path))
+    assert found.files == ("a.py", "b.py")
+    assert found.unreadable == ("b.py",)
+    assert found.calls[0].line == ("a.py", 1, "f(1)")
+    assert SourceFacts.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert short_name("/elsewhere/a.py", str(tmp_path)) == "/elsewhere/a.py"
