@@ -120,6 +120,23 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         lambda **given: flatout.CSVLog(**({"path": "log.csv"} | given)),
         {"path": {"None": None, "number": 3}, "every": {"0": 0, "text": "2"}},
     ),
+    "measure": (
+        lambda **given: flatout.measure(**({"function": lambda: None} | given)),
+        {
+            "function": {"None": None, "what it returned": 3},
+            "warmup": {"-1": -1, "text": "3"},
+            "min_samples": {"0": 0, "text": "10"},
+            "max_seconds": {"0": 0.0, "text": "10"},
+        },
+    ),
+    "profile": (
+        lambda **given: flatout.profile(**({"function": lambda: None} | given)),
+        {
+            "function": {"None": None, "a script": "train.py"},
+            "steps": {"0": 0, "text": "5"},
+            "trace": {"number": 3, "no known ending": "trace.txt"},
+        },
+    ),
     "Patience": (
         lambda **given: flatout.Patience(**({"epochs": 3} | given)),
         {"epochs": {"0": 0, "None": None}, "best": {"high": "high"}, "least_gain": {"-1": -1.0, "text": "0"}},
@@ -332,6 +349,7 @@ RECORDS = {
     "MemoryForecast",
     "Piece",
     "Predictions",
+    "ProfileResult",
     "Proof",
     "RunResult",
     "Stream",

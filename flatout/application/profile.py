@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from flatout.arguments import as_whole_number, wrong
+from flatout.arguments import as_path, as_seconds, as_whole_number, wrong
 from flatout.diagnose.checks import check_facts
 from flatout.diagnose.facts import Facts, RunFacts
 from flatout.diagnose.finding import Finding
@@ -70,7 +70,7 @@ def profile(
         raise wrong("function", function, "it is called without arguments", "for a script: flatout profile train.py")
     as_whole_number(steps, "steps")
     if trace is not None:
-        check_trace(Path(trace))
+        check_trace(as_path(trace, "trace"))
     from tempfile import TemporaryDirectory
 
     from flatout.profiling.callables import profile_callable
@@ -114,7 +114,7 @@ def measure(
         synchronize=_wait_for_gpu,
         warmup=as_whole_number(warmup, "warmup", least=0),
         min_samples=as_whole_number(min_samples, "min_samples"),
-        max_seconds=max_seconds,
+        max_seconds=as_seconds(max_seconds, "max_seconds"),
         machine_fingerprint=detect().fingerprint,
     )
 
