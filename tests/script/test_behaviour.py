@@ -17,6 +17,7 @@ from flatout.diagnose.checks import check_facts
 from flatout.diagnose.facts import Facts
 from flatout.levers.subject import Subject
 from flatout.profiling.profile import Profile
+from flatout.script import behaviour
 from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
 from flatout.script.source_facts import read_source
@@ -64,6 +65,12 @@ def names(found: Behaviour, *, step_seconds: float = 0.01) -> list[str]:
     facts = Facts(behaviour=found, profile=profile, source=read_source([str(HERE)], str(HERE.parent)))
     timed = ("python-time", "logging-time", "disk-time", "plotting-time", "no-seed", "repeated-to")
     return [one.name for one in check_facts(facts) if one.name not in timed]
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test may have compiled in this process; forwards are not watched then."""
+    monkeypatch.setattr(behaviour, "compile_was_asked_for", lambda: False)
 
 
 @pytest.fixture(autouse=True)
