@@ -193,7 +193,7 @@ def _kernel_verdicts(kernels: Sequence[KernelRow]) -> Mapping[str, str]:
 
 _CPU_UNITS = (
     ("AMX", {"amx_bf16": "bf16", "amx_fp16": "fp16", "amx_int8": "int8"}),
-    ("AVX-512", {"avx512_bf16": "bf16", "avx512_vnni": "int8"}),
+    ("AVX-512 BF16/VNNI", {"avx512_bf16": "bf16", "avx512_vnni": "int8"}),
     ("AVX-VNNI", {"avx_vnni": "int8"}),
 )
 """From the fastest: (name, feature -> dtype whose products it computes)."""
@@ -220,7 +220,7 @@ def _gpu_unit(machine: Machine, device: str) -> tuple[str, frozenset[str]]:
 def _why_not(row: OperatorRow, unit: str, dtypes: frozenset[str], tf32: bool, *, on_gpu: bool) -> str:
     dtype = _short(row.dtype, tf32)
     if dtype not in dtypes:
-        return f"{dtype or 'unknown dtype'}: {unit} here computes {', '.join(sorted(dtypes))}"
+        return f"{dtype or 'unknown dtype'}: {unit} here takes {', '.join(sorted(dtypes))}"
     if on_gpu and dtype in ("fp16", "bf16") and not _is_aligned(row.shapes):
         return f"{dtype}: sizes are no multiples of {_ALIGNED}"
     return ""

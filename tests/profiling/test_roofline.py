@@ -114,8 +114,8 @@ def test_the_share_of_products_on_matrix_units_of_a_cpu() -> None:
     rows = [row("matmul", seconds=3, flops=1.0), row("matmul", seconds=1, flops=1.0, dtype="bfloat16")]
     found = matrix_units(rows, (), MACHINE, device="cpu")
     assert found is not None
-    assert (found.unit, found.share, found.seconds_on_units) == ("AVX-512", 0.25, 1.0)
-    assert found.rest == (("fp32: AVX-512 here computes bf16, int8", 3.0),)
+    assert (found.unit, found.share, found.seconds_on_units) == ("AVX-512 BF16/VNNI", 0.25, 1.0)
+    assert found.rest == (("fp32: AVX-512 BF16/VNNI here takes bf16, int8", 3.0),)
 
 
 def test_where_onednn_chooses_the_share_is_unknown() -> None:

@@ -261,6 +261,8 @@ def test_layers_that_cuda_cannot_multiply_in_whole_numbers_stay() -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_whole_numbers_are_multiplied_exactly_at_every_size(rows: int) -> None:
+    if not multiplies_int8():
+        pytest.skip("this processor's products of whole numbers may overflow midway, so they are not used")
     levels = torch.randint(0, 256, (rows, 32), dtype=torch.uint8)
     values = torch.randint(-127, 128, (24, 32), dtype=torch.int8)
     expected = (levels.int() - ZERO_POINT) @ values.int().T
