@@ -77,6 +77,7 @@ class BehaviourWatch:
         self._places = Places(folder)
         self._sampler = LineSampler(self._places, threading.get_ident())
         self._forward = ForwardWatch(self._places, self._guard)
+        self._sampler.evaluates = lambda: self._forward.evaluating
         self._update = UpdateWatch(self._places, self._guard)
         self._calls = TensorCalls(self._places, self._guard)
         self._kept = KeptGraphs()

@@ -99,6 +99,8 @@ class ForwardWatch:
         self.steps = 0
         self.autocast = ""
         """The dtype of autocast in forwards with gradients; '' where it is off."""
+        self.evaluating = False
+        """The last outermost call was made without gradients, and no pass or step has followed it."""
         self.training_began: float | None = None
         """The time of the last outermost call with gradients."""
 
@@ -119,6 +121,7 @@ class ForwardWatch:
     def interrupted(self) -> None:
         """A backward pass or an optimizer step: calls before it and after it are not in a row."""
         self._run.clear()
+        self.evaluating = False
 
     # what the script calls
 
@@ -144,9 +147,12 @@ class ForwardWatch:
     def _outermost(
         self, original: Call, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
+        from torch import is_grad_enabled
+
         place = self._places.here(3)
         if not self.in_backward:
             self._guard(lambda: self._before(module, args, kwargs))
+            self.evaluating = not is_grad_enabled()
         began = time.perf_counter()
         self._depth += 1
         try:

@@ -17,6 +17,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -68,6 +69,9 @@ class LineSampler:
         self._switch_seconds = 0.0
         self.own = False
         """Set by the collectors around what they do."""
+        self.evaluates: Callable[[], bool] = lambda: False
+        """Is the script evaluating now? What its lines compute with tensors then is not in the profiled steps, so it
+        cannot be told from their Python."""
         self.paused = False
 
     def start(self) -> None:
@@ -134,7 +138,10 @@ class LineSampler:
         while outer is not None:
             above.add(self._tag(outer.f_code.co_filename))
             outer = outer.f_back
-        sums = self._sums.setdefault((*place, _activity(below, above)), _Sums())
+        activity = _activity(below, above)
+        if activity == "script" and self.evaluates():
+            activity = "model"
+        sums = self._sums.setdefault((*place, activity), _Sums())
         sums.seconds += seconds
         sums.samples += 1
 

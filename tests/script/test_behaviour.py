@@ -330,6 +330,20 @@ def test_evaluation(evaluates: bool, grad: bool, found: list[str]) -> None:
     assert any("total += model" in one.line[2] for one in seen.forwards)
 
 
+def test_an_evaluation_lasts_until_the_next_training_step() -> None:
+    model, seen = net(), []
+    watch = BehaviourWatch(str(HERE.parent))
+    watch.start(Subject(training_only=True))
+    x = torch.ones(4, 6)
+    with torch.no_grad():
+        model(x)
+    seen.append(watch._sampler.evaluates())
+    model(x)
+    seen.append(watch._sampler.evaluates())
+    watch.stop()
+    assert seen == [True, False]
+
+
 def test_training_that_goes_on_in_evaluation_mode() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -56,6 +56,17 @@ def test_what_a_stack_is_doing(stack: list[str], activity: str, file: str) -> No
     assert (found.activity, found.line[0], found.line[1], found.seconds) == (activity, file, 2, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("stack", "activity"),
+    [(["/s/train.py"], "model"), (["/s/train.py", f"{LIBRARY}/torch/serialization.py"], "disk")],
+)
+def test_lines_of_an_evaluation_are_no_python_of_the_scripts(stack: list[str], activity: str) -> None:
+    sampler = LineSampler(places(), threading.get_ident())
+    sampler.evaluates = lambda: True
+    sampler.add(inside(*stack), 0.5)
+    assert sampler.times(steps=1)[0].activity == activity
+
+
 def test_a_thread_samples_the_main_one() -> None:
     switch = sys.getswitchinterval()
     sampler = LineSampler(Places("/"), threading.get_ident())
