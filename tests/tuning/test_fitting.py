@@ -149,6 +149,7 @@ def test_what_is_combined() -> None:
     assert not any({"activation_offload", "activation_checkpointing"} <= {c.field for c in one} for one in on_gpu)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials", "brief")
 def test_a_script_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -86,8 +86,9 @@ def finding(ratio: float, compare: Callable[..., Pairing]) -> Callable[..., Pair
     return lambda *args, **words: replace(compare(*args, **words), comparison=found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials", "brief")
-@pytest.mark.parametrize("ratio_in_search", [0.9, pytest.param(1.2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ratio_in_search", [0.9, 1.2])
 def test_a_plan_that_asks_for_it_is_verified_with_its_bytes_though_it_is_slower(
     ratio_in_search: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

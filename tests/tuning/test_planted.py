@@ -39,6 +39,7 @@ REASONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials", "brief")
 def test_each_planted_lever_goes_for_its_own_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, because one tune gives all of it."""
