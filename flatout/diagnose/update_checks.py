@@ -60,21 +60,22 @@ def clip_before_backward(facts: Facts) -> Seen | None:
 
 @check(
     means="Gradients of earlier steps are added to those of each step.",
-    needs="in at least 3 steps, and in none not, new gradients arrived at the ones that the optimizer's last step "
+    needs="in at least 3 steps, and in 9 of 10, new gradients arrived at the ones that the optimizer's last step "
     "had used",
     if_wrong="gradients are cleared that were meant to be summed over optimizer steps",
 )
 def missing_zero_grad(facts: Facts) -> Seen | None:
     seen = facts.behaviour
-    if seen is None or seen.accumulated_steps < LEAST_STEPS or seen.zeroed_steps:
+    steps = seen.accumulated_steps + seen.zeroed_steps if seen is not None else 0
+    if seen is None or seen.accumulated_steps < LEAST_STEPS or seen.accumulated_steps < NEARLY_ALL * steps:
         return None
     return Seen(
-        title="gradients are never cleared",
-        evidence=f"in {seen.accumulated_steps} of {seen.accumulated_steps} steps backward added to the gradients "
-        "that the step before had used",
+        title="gradients are never cleared" if not seen.zeroed_steps else "gradients are cleared in few steps only",
+        evidence=f"in {seen.accumulated_steps} of {steps} steps backward added to the gradients that the step before "
+        "had used",
         remedy="optimizer.zero_grad() before each backward pass, or after each step",
         fault=True,
-        lines=where(seen.optimizer_lines, [one.line for one in seen.backwards]),
+        lines=where(seen.optimizer_lines, [one.line for one in seen.backwards], seen.zero_grad_line),
         unknown="it changes what is learned, not the time",
     )
 
@@ -82,7 +83,8 @@ def missing_zero_grad(facts: Facts) -> Seen | None:
 @check(
     means="The learning rate scheduler steps before the optimizer: the first rate of the schedule is skipped.",
     needs="in at least 3 steps it came between backward and the optimizer's step; or it stands before the "
-    "optimizer's step in the same loop, and was called there",
+    "optimizer's step in the same loop, and was called there; or torch has warned that it came first, and no "
+    "gradient scaler left that step out",
     if_wrong="the schedule begins one step later",
 )
 def scheduler_order(facts: Facts) -> Seen | None:
@@ -106,7 +108,17 @@ def scheduler_order(facts: Facts) -> Seen | None:
                 lines=where(one.line, optimizer),
                 unknown="it changes what is learned, not the time",
             )  # fmt: skip
-    return None
+    warned = [one for one in seen.schedulers if one.warned]
+    if not warned or seen.scaler:
+        return None
+    return Seen(
+        title="the scheduler steps before the optimizer",
+        evidence="torch has warned that the scheduler was called before the optimizer's first step",
+        remedy="call scheduler.step() at the end of an epoch or step, not at its beginning",
+        fault=True,
+        lines=where([one.line for one in warned]),
+        unknown="it changes what is learned, not the time",
+    )
 
 
 @check(
@@ -139,8 +151,8 @@ def accumulation_not_averaged(facts: Facts) -> Seen | None:
 
 @check(
     means="Parameters get gradients, but no optimizer has them.",
-    needs="at the end of the window they require gradients, have one, have not changed, and are in none of the "
-    "optimizers that exist; others of the same model are",
+    needs="a loss reaches them; at the end of the window they require gradients, have one, have not changed, and are "
+    "in none of the optimizers that exist; others that the losses reach are",
     if_wrong="parameters that were to stay as they are get trained: say requires_grad_(False) for those",
 )
 def parameters_not_in_optimizer(facts: Facts) -> Seen | None:
@@ -149,9 +161,10 @@ def parameters_not_in_optimizer(facts: Facts) -> Seen | None:
     if seen is None or found is None or seen.steps < LEAST_STEPS:
         return None
     return Seen(
-        title=f"{found.count:,} numbers of {found.module} get gradients, but no optimizer updates them",
+        title=f"{found.count:,} numbers{f' of {found.module}' if found.module else ''} get gradients, but no optimizer "
+        "updates them",
         evidence=f"{', '.join(found.names)}: they require gradients, have them, and have not changed in {seen.steps} "
-        "steps; other parameters of the model have",
+        "steps; other parameters have",
         remedy="pass them to the optimizer; or, if they are to stay, requires_grad_(False) saves their gradients",
         fault=True,
         certain=False,

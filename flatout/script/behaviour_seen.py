@@ -96,6 +96,7 @@ class ParametersSeen:
     count: int
     """Numbers in them."""
     module: str
+    """The kind of the model that they are in; '' where no model that trains has them, as those of a loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The order of backward passes, clips, scalers, zero_grad, schedulers and optimizer steps, and the gradients.
+"""The order of backward passes, clips, scalers, zero_grad, schedulers and optimizer steps.
 
 Between two steps of an optimizer the script's calls make one sequence, such as
 
@@ -21,12 +21,11 @@ from flatout.levers.subject import Subject
 from flatout.script.behaviour_seen import (
     BackwardSeen,
     ClipSeen,
-    GradientsSeen,
-    LayerGradients,
-    ParametersSeen,
     SchedulerSeen,
     SourceLine,
 )
+from flatout.script.gradient_watch import GradientWatch, parameters_in
+from flatout.script.loss_graph import end_of_graph, numbers_of, parameters_of
 from flatout.script.patches import Patches, noting
 from flatout.script.places import Places
 from flatout.script.step_hooks import StepHook
@@ -34,35 +33,20 @@ from flatout.torch_private.attributes import TOTAL_NORM
 from flatout.tracebacks import leave_no_frame
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.amp.grad_scaler import GradScaler
-    from torch.autograd.graph import Node
     from torch.optim import Optimizer
 
 Call = Callable[..., object]
 Place = tuple[str, int]
 MOST_EVENTS = 8192
 MOST_LOSSES = 5000
-MOST_NODES = 20_000
-MOST_LAYERS = 48
 EXAMINED_STEPS = 24
 """Steps at which gradients are measured."""
-SAMPLED = 4
-"""Parameters of an optimizer that are followed through its steps."""
-MOST_NUMBERS = 8192
+REACHED_PASSES = 8
+"""Backward passes of a line whose graphs are followed to the parameters."""
 KEPT_STEPS = 2
 """So long a later pass may still use a retained graph."""
-MEANS = (
-    "MeanBackward",
-    "NllLoss",
-    "MseLoss",
-    "CrossEntropy",
-    "BinaryCrossEntropy",
-    "SmoothL1",
-    "L1Loss",
-    "KlDiv",
-    "Huber",
-)
 
 
 class Event(NamedTuple):
@@ -102,22 +86,12 @@ class _Retained:
     needed: bool = False
 
 
-@dataclass
-class _Sample:
-    """A part of a parameter before an optimizer's step."""
-
-    parameter: Tensor
-    before: Tensor
-    moves: Tensor
-    """Where the gradient is not zero."""
-
-
 class _OptimizerState:
     """What is followed of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self.parameters = {id(one) for one in parameters_in(optimizer)}
         self.since: int | None = None
         """Index of the first event after its last step; None: it has not stepped in the window."""
         self.place: Place = ("", 0)
@@ -125,7 +99,6 @@ class _OptimizerState:
         """Were its gradients empty at some time since its last step, and did new ones arrive?"""
         self.accumulated = self.zeroed = 0
         self.removes: list[Callable[[], None]] = []
-        self.samples: list[_Sample] = []
         self.steps = 0
 
 
@@ -146,13 +119,7 @@ class UpdateWatch:
         self._retained: list[_Retained] = []
         self._losses: dict[Place, list[float]] = {}
         self._pending_loss: float | None = None
-        self._norms: dict[int, list[list[float]]] = {}
-        self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._total_norms: dict[int, list[float]] = {}
-        self._nonfinite: dict[int, tuple[int, str]] = {}
-        self._versions: dict[int, int] = {}
-        self._unchanged = self._changed = 0
+        self.gradients = GradientWatch()
         self._stepping: StepHook | None = None
         """Before steps alone: torch must not find one more hook, or one less, while it calls those after a step, and
         a window begins and ends there."""
@@ -204,12 +171,12 @@ class UpdateWatch:
             for remove in state.removes:
                 remove()
             state.removes.clear()
-            state.samples.clear()
+        self.gradients.stop()
 
     def step_ended(self) -> None:
         """A training step of the script is over."""
         self.steps += 1
-        self._guard(self._compare_samples)
+        self._guard(self.gradients.compare)
         self._retained = [one for one in self._retained if self._keep(one)]
 
     # what the script calls
@@ -261,6 +228,8 @@ class UpdateWatch:
             if len(values) < MOST_LOSSES:
                 pending, self._pending_loss = self._pending_loss, None
                 values.append(float(root.detach()) if pending is None else pending)
+        if found.calls <= REACHED_PASSES:
+            self.gradients.reach(parameters_of(root))
         self._note_retained(place, root, args, kwargs)
 
     def _note_retained(self, place: Place, root: Tensor, args: Sequence[object], kwargs: dict[str, object]) -> None:
@@ -328,7 +297,7 @@ class UpdateWatch:
             about = {
                 id(one)
                 for state in self._states.values()
-                for one in _parameters(state.optimizer())
+                for one in parameters_in(state.optimizer())
                 if id(one.grad) in gradients
             }
             self._here("clip", about)
@@ -372,7 +341,7 @@ class UpdateWatch:
             self.on_step()
 
     def _judge(self, optimizer: Optimizer, place: Place) -> None:
-        self._compare_samples()
+        self.gradients.compare()
         state = self._states.get(id(optimizer))
         if state is None:
             state = self._states[id(optimizer)] = _OptimizerState(optimizer)
@@ -387,7 +356,8 @@ class UpdateWatch:
         state.since = self._first_event + len(self._events)
         state.steps += 1
         if state.steps <= EXAMINED_STEPS:
-            self._measure(state)
+            modules = self._subject.modules if self._subject is not None else ()
+            self.gradients.measure(modules, optimizer, state.parameters)
 
     def _judge_order(self, state: _OptimizerState, events: Sequence[Event]) -> None:
         """events: those since the optimizer's last step."""
@@ -411,7 +381,7 @@ class UpdateWatch:
 
     def _follow(self, state: _OptimizerState) -> None:
         """See gradients arrive at a few of its parameters."""
-        with_gradient = [one for one in _parameters(state.optimizer()) if one.requires_grad and one.grad is not None]
+        with_gradient = [one for one in parameters_in(state.optimizer()) if one.requires_grad and one.grad is not None]
         for parameter in with_gradient[:: max(1, len(with_gradient) // 2)][:2]:
             reference = weakref.ref(parameter)
 
@@ -426,63 +396,6 @@ class UpdateWatch:
         if not state.cleared and parameter is not None:
             gradient = parameter.grad
             state.cleared = gradient is None or gradient.is_sparse or not bool(gradient.any())
-
-    def _measure(self, state: _OptimizerState) -> None:
-        """Sizes of the gradients by layer, and a part of the weights, to compare after the step."""
-        import torch
-
-        with torch.no_grad():
-            for module in self._subject.modules if self._subject is not None else ():
-                self._measure_module(module, state)
-            state.samples = []
-            found = [one for one in _parameters(state.optimizer()) if one.grad is not None and not one.grad.is_sparse]
-            for one in found[:: max(1, len(found) // SAMPLED)][:SAMPLED]:
-                gradient = one.grad
-                assert gradient is not None
-                part = one.detach().reshape(-1)[:MOST_NUMBERS]
-                state.samples.append(_Sample(one, part.clone(), gradient.reshape(-1)[:MOST_NUMBERS] != 0))
-
-    def _measure_module(self, module: nn.Module, state: _OptimizerState) -> None:
-        identity = id(module)
-        if identity not in self._layers:
-            weights = [(name, one) for name, one in module.named_parameters() if one.ndim >= 2]
-            self._layers[identity] = weights[:: max(1, -(-len(weights) // MOST_LAYERS))]
-            self._modules[identity] = weakref.ref(module)
-            self._versions |= {id(one): one._version for one in module.parameters()}
-        mine = [(name, one) for name, one in self._layers[identity] if id(one) in state.parameters]
-        if not mine:
-            return
-        rms, squares, worst = [], 0.0, ""
-        for name, one in self._layers[identity]:
-            if one.grad is None or one.grad.is_sparse:
-                rms.append(0.0)
-                continue
-            norm = float(one.grad.norm())
-            finite = norm == norm and norm != float("inf")
-            worst = worst or ("" if finite else name)
-            rms.append(norm / one.numel() ** 0.5 if finite else 0.0)
-            squares += norm * norm if finite else 0.0
-        if worst:
-            steps, first = self._nonfinite.get(identity, (0, worst))
-            self._nonfinite[identity] = (steps + 1, first)
-        self._norms.setdefault(identity, []).append(rms)
-        self._total_norms.setdefault(identity, []).append(squares**0.5)
-
-    def _compare_samples(self) -> None:
-        """After an optimizer's step: at the next one, or at the end of the training step.
-
-        Not at the next backward pass, which may be one of the optimizer's own, as in LBFGS."""
-        for state in self._states.values():
-            samples, state.samples = state.samples, []
-            self._compare(samples)
-
-    def _compare(self, samples: Sequence[_Sample]) -> None:
-        for one in samples:
-            now = one.parameter.detach().reshape(-1)[:MOST_NUMBERS]
-            same = (now == one.before) & one.moves
-            moves = int(one.moves.sum())
-            self._unchanged += int(same.sum())
-            self._changed += moves - int(same.sum())
 
     # what was found
 
@@ -522,51 +435,6 @@ class UpdateWatch:
         found = next(iter(self._losses.values())) if len(self._losses) == 1 else []
         return tuple(loss if math.isfinite(loss) else None for loss in found)
 
-    def gradients(self) -> tuple[GradientsSeen, ...]:
-        found = []
-        for identity, rows in self._norms.items():
-            module = self._modules[identity]()
-            if module is None:
-                continue
-            steps, first = self._nonfinite.get(identity, (0, ""))
-            found.append(
-                GradientsSeen(
-                    module=type(module).__name__,
-                    layers=tuple(
-                        LayerGradients(name=name, depth=index, rms=tuple(row[index] for row in rows))
-                        for index, (name, _) in enumerate(self._layers[identity])
-                    ),
-                    norms=tuple(self._total_norms[identity]),
-                    weight_norm=_norm([one for _, one in self._layers[identity]]),
-                    nonfinite_steps=steps,
-                    first_nonfinite=first,
-                )
-            )
-        return tuple(found)
-
-    def outside_optimizer(self, optimizers: Iterable[Optimizer]) -> ParametersSeen | None:
-        """Parameters with a gradient that no optimizer holds and nothing has changed since the window began."""
-        held = {id(one) for optimizer in optimizers for one in _parameters(optimizer)}
-        for identity in self._layers:
-            module = self._modules[identity]()
-            if module is None or not any(id(one) in held for one in module.parameters()):
-                continue
-            left = [
-                (name, one)
-                for name, one in module.named_parameters()
-                if one.requires_grad
-                and one.grad is not None
-                and id(one) not in held
-                and self._versions.get(id(one)) == one._version
-            ]
-            if left:
-                return ParametersSeen(
-                    names=tuple(name for name, _ in left[:8]),
-                    count=sum(one.numel() for _, one in left),
-                    module=type(module).__name__,
-                )
-        return None
-
     def updates(self, identity: int) -> bool:
         """Has an optimizer that holds parameters of the module with this id stepped?"""
         stepped: set[int] = set()
@@ -596,71 +464,6 @@ class UpdateWatch:
         return worst.zeroed if worst is not None else 0
 
     @property
-    def unchanged_share(self) -> float | None:
-        compared = self._unchanged + self._changed
-        return self._unchanged / compared if compared else None
-
-    @property
-    def weights_move(self) -> bool | None:
-        compared = self._unchanged + self._changed
-        return self._changed > 0 if compared else None
-
-    @property
     def zero_seconds(self) -> float:
         """Per step."""
         return self._zero_seconds / max(1, self.steps)
-
-
-def _parameters(optimizer: Optimizer | None) -> list[Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]] if optimizer is not None else []
-
-
-def _norm(weights: Sequence[Tensor]) -> float:
-    """Of all together; 0 where they are not finite."""
-    norm = math.hypot(*(float(one.detach().norm()) for one in weights))
-    return norm if math.isfinite(norm) else 0.0
-
-
-def end_of_graph(root: Tensor, scaler: bool) -> tuple[bool, str]:
-    """(does the graph end with a division or product?, 'mean' or 'sum' as its last reduction).
-
-    scaler: a gradient scaler is on, whose own product comes last.
-    """
-    node: Node | None = root.grad_fn
-    scaled, skipped = False, not scaler
-    for _ in range(6):
-        if node is None:
-            break
-        name = type(node).__name__
-        if name.startswith(("DivBackward", "MulBackward")):
-            scaled, skipped = scaled or skipped, True
-        elif name.startswith("SumBackward"):
-            return scaled, "sum"
-        elif name.startswith(MEANS):
-            return scaled, "mean"
-        elif not name.startswith(("ToCopy", "View", "Squeeze", "Add", "Neg", "Clone", "Alias")):
-            break
-        following = [one for one, _ in node.next_functions if one is not None]
-        node = following[0] if following else None
-    return scaled, ""
-
-
-def numbers_of(root: Tensor) -> frozenset[int] | None:
-    """Sequence numbers of the nodes of its graph; None where there are too many."""
-    from flatout.torch_private.dispatch import node_number
-
-    numbers: set[int] = set()
-    seen: set[Node] = set()
-    todo: list[Node | None] = [root.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if len(seen) > MOST_NODES:
-            return None
-        number: int = node_number(node)
-        if number < 1 << 62:  # leaves have the largest number there is
-            numbers.add(number)
-        todo += [after for after, _ in node.next_functions]
-    return frozenset(numbers)

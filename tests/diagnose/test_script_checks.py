@@ -237,7 +237,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
     "no-step": ([facts(run=RunFacts(steps=0))], [facts(run=None)]),
     "rolled-back": ([facts(run=RunFacts(steps=9, rolled_back=(("bf16", "a loss differs"),)))], []),
     "missing-zero-grad": (
-        [facts(behaviour=behaviour(accumulated_steps=40, zeroed_steps=0))],
+        [
+            facts(behaviour=behaviour(accumulated_steps=40, zeroed_steps=0)),
+            facts(behaviour=behaviour(accumulated_steps=58, zeroed_steps=2)),  # once an epoch
+        ],
         [
             facts(behaviour=behaviour(accumulated_steps=2, zeroed_steps=0)),
             facts(behaviour=behaviour(accumulated_steps=30, zeroed_steps=10)),
@@ -314,8 +317,12 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=40, between=40),))),
             facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=("train.py", 3, ""), calls=9),)), source=LATE),
+            facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=2, warned=True),))),
         ],
-        [facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=40, between=1),)))],
+        [
+            facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=40, between=1),))),
+            facts(behaviour=behaviour(schedulers=(SchedulerSeen(line=LINE, calls=2, warned=True),), scaler=True)),
+        ],
     ),
     "loss-not-falling": (
         [

@@ -399,6 +399,60 @@ def test_parameters_that_no_optimizer_has() -> None:
     assert found.outside_optimizer.names == ("3.weight", "3.bias")
 
 
+class LayersInAList(nn.Module):
+    """A module does not register what a list holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, 8)
+        self.hidden = [nn.Linear(8, 8)]
+        self.end = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x).relu()
+        for layer in self.hidden:
+            x = layer(x).relu()
+        result: Tensor = self.end(x)
+        return result
+
+
+def test_layers_in_a_list_get_no_updates() -> None:
+    model = LayersInAList()
+    found = watched(healthy(model, torch.optim.SGD(model.parameters(), 0.01)), model)
+    assert "parameters-not-in-optimizer" in names(found)
+    assert found.outside_optimizer is not None
+    assert found.outside_optimizer.module == "LayersInAList"
+    assert sorted(found.outside_optimizer.names) == ["hidden[0].bias", "hidden[0].weight"]
+
+
+def test_weights_of_a_loss_that_no_optimizer_has() -> None:
+    model, scale = net(), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        (model(data()).square() * scale.exp()).mean().backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    assert "parameters-not-in-optimizer" in names(found)
+    assert found.outside_optimizer is not None
+    assert (found.outside_optimizer.module, found.outside_optimizer.names) == ("", ("one of shape [3]",))
+
+
+def test_inputs_that_are_optimised_through_a_frozen_model() -> None:
+    model, image = net(), nn.Parameter(torch.randn(4, 6))
+    model.requires_grad_(False)
+    optimizer = torch.optim.SGD([image], 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(image).square().mean().backward()
+        optimizer.step()
+
+    assert watched(step, model).outside_optimizer is None
+
+
 def test_parameters_that_are_updated_by_hand() -> None:
     model = net()
     optimizer = torch.optim.SGD(list(model.parameters())[:2], 0.01)

@@ -1,0 +1,203 @@
+"""Sizes of gradients by layer, whether the weights move, and which parameters no optimizer updates."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flatout.script.behaviour_seen import GradientsSeen, LayerGradients, ParametersSeen
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+MOST_LAYERS = 48
+SAMPLED = 4
+"""Parameters of an optimizer that are followed through its steps."""
+MOST_NUMBERS = 8192
+MOST_REACHED = 4096
+MOST_NAMES = 8
+
+
+@dataclass
+class _Sample:
+    """A part of a parameter before an optimizer's step."""
+
+    parameter: Tensor
+    before: Tensor
+    moves: Tensor
+    """Where the gradient is not zero."""
+
+
+class GradientWatch:
+    """`measure` before steps of an optimizer, `compare` after them."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._norms: dict[int, list[list[float]]] = {}
+        self._total_norms: dict[int, list[float]] = {}
+        self._nonfinite: dict[int, tuple[int, str]] = {}
+        self._samples: list[_Sample] = []
+        self._unchanged = self._changed = 0
+        self._reached: dict[int, tuple[weakref.ref[nn.Parameter], Tensor]] = {}
+        """Parameters that a loss reaches, with a part of each as it was then."""
+
+    def reach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Parameters that the graph of a loss leads to."""
+        for one in parameters:
+            if id(one) not in self._reached and len(self._reached) < MOST_REACHED:
+                self._reached[id(one)] = weakref.ref(one), _part(one).clone()
+
+    def measure(self, modules: Iterable[nn.Module], optimizer: Optimizer | None, held: set[int]) -> None:
+        """Sizes of the gradients by layer, and a part of the weights, to compare after the step.
+
+        held: ids of the optimizer's parameters."""
+        import torch
+
+        with torch.no_grad():
+            for module in modules:
+                self._measure_module(module, held)
+            found = [one for one in parameters_in(optimizer) if one.grad is not None and not one.grad.is_sparse]
+            for one in found[:: max(1, len(found) // SAMPLED)][:SAMPLED]:
+                gradient = one.grad
+                assert gradient is not None
+                self._samples.append(_Sample(one, _part(one).clone(), _part(gradient) != 0))
+
+    def _measure_module(self, module: nn.Module, held: set[int]) -> None:
+        identity = id(module)
+        if identity not in self._layers:
+            weights = [(name, one) for name, one in module.named_parameters() if one.ndim >= 2]
+            self._layers[identity] = weights[:: max(1, -(-len(weights) // MOST_LAYERS))]
+            self._modules[identity] = weakref.ref(module)
+        if not any(id(one) in held for _, one in self._layers[identity]):
+            return
+        rms, squares, worst = [], 0.0, ""
+        for name, one in self._layers[identity]:
+            if one.grad is None or one.grad.is_sparse:
+                rms.append(0.0)
+                continue
+            norm = float(one.grad.norm())
+            finite = norm == norm and norm != float("inf")
+            worst = worst or ("" if finite else name)
+            rms.append(norm / one.numel() ** 0.5 if finite else 0.0)
+            squares += norm * norm if finite else 0.0
+        if worst:
+            steps, first = self._nonfinite.get(identity, (0, worst))
+            self._nonfinite[identity] = (steps + 1, first)
+        self._norms.setdefault(identity, []).append(rms)
+        self._total_norms.setdefault(identity, []).append(squares**0.5)
+
+    def compare(self) -> None:
+        """After an optimizer's step: at the next one, or at the end of the training step.
+
+        Not at the next backward pass, which may be one of the optimizer's own, as in LBFGS."""
+        samples, self._samples = self._samples, []
+        for one in samples:
+            same = int(((_part(one.parameter) == one.before) & one.moves).sum())
+            self._unchanged += same
+            self._changed += int(one.moves.sum()) - same
+
+    def stop(self) -> None:
+        self._samples.clear()
+
+    # what was found
+
+    def gradients(self) -> tuple[GradientsSeen, ...]:
+        found = []
+        for identity, rows in self._norms.items():
+            module = self._modules[identity]()
+            if module is None:
+                continue
+            steps, first = self._nonfinite.get(identity, (0, ""))
+            found.append(
+                GradientsSeen(
+                    module=type(module).__name__,
+                    layers=tuple(
+                        LayerGradients(name=name, depth=index, rms=tuple(row[index] for row in rows))
+                        for index, (name, _) in enumerate(self._layers[identity])
+                    ),
+                    norms=tuple(self._total_norms[identity]),
+                    weight_norm=_norm([one for _, one in self._layers[identity]]),
+                    nonfinite_steps=steps,
+                    first_nonfinite=first,
+                )
+            )
+        return tuple(found)
+
+    def outside_optimizer(self, optimizers: Iterable[Optimizer]) -> ParametersSeen | None:
+        """Parameters with a gradient that a loss reaches, no optimizer holds and nothing has changed since then.
+
+        None as well where no optimizer holds anything that a loss reaches: the script updates weights by itself."""
+        held = {id(one) for optimizer in optimizers for one in parameters_in(optimizer)}
+        alive = [(one, before) for reference, before in self._reached.values() if (one := reference()) is not None]
+        if not any(id(one) in held for one, _ in alive):
+            return None
+        left = [
+            one
+            for one, before in alive
+            if id(one) not in held and one.requires_grad and one.grad is not None and bool((_part(one) == before).all())
+        ]
+        if not left:
+            return None
+        known = [(module, names_in(module)) for one in self._modules.values() if (module := one()) is not None]
+        module = next((module for module, names in known if any(id(one) in names for one in left)), None)
+        names = {identity: name for _, own in known for identity, name in own.items()}
+        return ParametersSeen(
+            names=tuple(names.get(id(one)) or f"one of shape {list(one.shape)}" for one in left[:MOST_NAMES]),
+            count=sum(one.numel() for one in left),
+            module=type(module).__name__ if module is not None else "",
+        )
+
+    @property
+    def unchanged_share(self) -> float | None:
+        compared = self._unchanged + self._changed
+        return self._unchanged / compared if compared else None
+
+    @property
+    def weights_move(self) -> bool | None:
+        compared = self._unchanged + self._changed
+        return self._changed > 0 if compared else None
+
+
+def parameters_in(optimizer: Optimizer | None) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]] if optimizer is not None else []
+
+
+def names_in(module: nn.Module) -> dict[int, str]:
+    """Id of a parameter -> its name, also of those in plain lists and dicts, which a module does not register."""
+    names = {id(one): f"{path}{name}" for path, part in _parts(module) for name, one in part.named_parameters()}
+    return {id(one): name for name, one in module.named_parameters()} | {
+        identity: name for identity, name in names.items() if identity not in {id(one) for one in module.parameters()}
+    }
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of modules in the plain lists, tuples and dicts of a module and of its submodules."""
+    from torch import nn
+
+    for prefix, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if name in ("_modules", "_parameters", "_buffers"):
+                continue
+            items = value.items() if isinstance(value, dict) else enumerate(value if _is_list(value) else ())
+            for key, one in items:
+                if isinstance(one, nn.Module):
+                    yield f"{prefix + '.' if prefix else ''}{name}[{key!r}].", one
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:MOST_NUMBERS]
+
+
+def _norm(weights: Sequence[Tensor]) -> float:
+    """Of all together; 0 where they are not finite."""
+    norm = math.hypot(*(float(one.detach().norm()) for one in weights))
+    return norm if math.isfinite(norm) else 0.0

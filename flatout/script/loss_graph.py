@@ -1,0 +1,87 @@
+"""What the graph of a loss shows: how the loss was reduced, which nodes it has, and which parameters it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.autograd.graph import Node
+
+MOST_NODES = 20_000
+MEANS = (
+    "MeanBackward",
+    "NllLoss",
+    "MseLoss",
+    "CrossEntropy",
+    "BinaryCrossEntropy",
+    "SmoothL1",
+    "L1Loss",
+    "KlDiv",
+    "Huber",
+)
+
+
+def end_of_graph(root: Tensor, scaler: bool) -> tuple[bool, str]:
+    """(does the graph end with a division or product?, 'mean' or 'sum' as its last reduction).
+
+    scaler: a gradient scaler is on, whose own product comes last.
+    """
+    node: Node | None = root.grad_fn
+    scaled, skipped = False, not scaler
+    for _ in range(6):
+        if node is None:
+            break
+        name = type(node).__name__
+        if name.startswith(("DivBackward", "MulBackward")):
+            scaled, skipped = scaled or skipped, True
+        elif name.startswith("SumBackward"):
+            return scaled, "sum"
+        elif name.startswith(MEANS):
+            return scaled, "mean"
+        elif not name.startswith(("ToCopy", "View", "Squeeze", "Add", "Neg", "Clone", "Alias")):
+            break
+        following = [one for one, _ in node.next_functions if one is not None]
+        node = following[0] if following else None
+    return scaled, ""
+
+
+def numbers_of(root: Tensor) -> frozenset[int] | None:
+    """Sequence numbers of the nodes of its graph; None where there are too many."""
+    from flatout.torch_private.dispatch import node_number
+
+    nodes = _nodes(root)
+    if nodes is None:
+        return None
+    return frozenset(number for node in nodes if (number := node_number(node)) < 1 << 62)  # leaves have the largest
+
+
+def parameters_of(root: Tensor) -> tuple[nn.Parameter, ...]:
+    """The parameters that its backward pass reaches; none where the graph has too many nodes."""
+    from torch.nn import Parameter
+
+    found = (getattr(node, "variable", None) for node in _nodes(root) or ())
+    return tuple(one for one in found if isinstance(one, Parameter))
+
+
+def _nodes(root: Tensor) -> list[Node] | None:
+    """All nodes of its graph; None where there are too many."""
+    seen: set[Node] = set()
+    order: list[Node] = []
+    for node in _followed(root, seen):
+        order.append(node)
+        if len(order) > MOST_NODES:
+            return None
+    return order
+
+
+def _followed(root: Tensor, seen: set[Node]) -> Iterator[Node]:
+    todo: list[Node | None] = [root.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        todo += [after for after, _ in node.next_functions]
