@@ -20,7 +20,7 @@ from flatout.plan import Plan
 from flatout.script.describe import observe
 from flatout.script.entry import Target
 from flatout.script.memory_death import MemoryDeath, inspect_death
-from flatout.script.process_record import ProcessRecord, in_order, process_record
+from flatout.script.process_record import ProcessRecord, in_order, process_record, rank_now
 from flatout.script.run_record import RunRecord
 from flatout.script.runner import Runner
 from flatout.timing import Load
@@ -93,7 +93,7 @@ def summarise(
     started = len(processes)
     if processes and record.steps:
         started_at = time.time() - wall
-        own = process_record(runner, started_at=started_at, ended=True, started_by_script=False)
+        own = process_record(runner, rank=rank_now(), started_at=started_at, ended=True, started_by_script=False)
         processes = [own, *processes]
     said = [*notes, *([runner.fault] if runner.fault is not None else [])]
     said += [f"left off: {label} ({why})" for label, why in runner.left_off]

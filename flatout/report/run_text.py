@@ -61,6 +61,7 @@ def run_text(summary: RunSummary, report_path: str | None) -> str:
 
 COLUMNS = ("data", "forward", "backward", "optimizer")
 SPREAD_WORTH_A_LINE = 0.1
+"""As a share of the fastest rank's step."""
 
 
 def process_rows(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
@@ -72,9 +73,11 @@ def process_rows(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
     head = "".join(f"{name:>11}" for name in ("steps", "step", *COLUMNS, "memory"))
     rows = [("ranks", " " * wide + head)]
     rows += [("", f"{name:<{wide}}{_process_text(one)}") for name, one in zip(names, processes, strict=True)]
-    found = (("a step", step_spread(processes)), ("of a step outside backward", own_spread(processes)))
-    for what, spread in found:
-        if spread is not None and spread.share >= SPREAD_WORTH_A_LINE:
+    whole, outside = step_spread(processes), own_spread(processes)
+    for what, spread in (("a step", whole), ("of a step outside backward", outside)):
+        if whole is None or spread is None:
+            continue
+        if spread.slowest_seconds - spread.fastest_seconds >= SPREAD_WORTH_A_LINE * whole.fastest_seconds:
             slow, fast = format_seconds(spread.slowest_seconds), format_seconds(spread.fastest_seconds)
             rows.append(("", f"slowest: {spread.slowest}, {slow} {what}; fastest: {spread.fastest}, {fast}"))
     return rows
@@ -84,7 +87,7 @@ def _process_text(one: ProcessRecord) -> str:
     memory = one.peak_device_bytes if one.peak_device_bytes is not None else one.peak_resident_bytes
     seconds = [one.step_seconds, *(one.parts.get(name) for name in COLUMNS)]
     cells = [f"{one.steps:,}", *("-" if s is None else format_seconds(s) for s in seconds), format_bytes(memory)]
-    said = [] if one.ended else ["it did not end by itself"]
+    said = [] if one.ended else ["not completed: it was killed, or still runs"]
     said += [one.fault] if one.fault is not None else []
     return "".join(f"{cell:>11}" for cell in cells) + "".join(f"  ({text})" for text in said)
 

@@ -23,7 +23,7 @@ from flatout.script import child_hook
 from flatout.script.child_hook.sitecustomize import when_first_optimizer
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch
-from flatout.script.process_record import ProcessRecord, process_record
+from flatout.script.process_record import ProcessRecord, process_record, rank_now
 from flatout.script.runner import Runner
 from flatout.whole_files import PRIVATE, written_whole
 
@@ -71,6 +71,8 @@ class Followed:
     def __init__(self, folder: Path) -> None:
         self._folder, self._pid, self._ended = folder, os.getpid(), False
         self._started_at, self._next = time.time(), 0.0
+        self._rank: int | None = None
+        """The last one known: a script destroys its process group before it ends."""
         self.runner = Runner()
         self.runner.at_second.append(self._second)
         self.runner.install()
@@ -97,7 +99,9 @@ class Followed:
         if not self.runner.record.steps:
             return
         with contextlib.suppress(Exception):
-            record = process_record(self.runner, started_at=self._started_at, ended=self._ended)
+            rank = rank_now()
+            self._rank = self._rank if rank is None else rank
+            record = process_record(self.runner, rank=self._rank, started_at=self._started_at, ended=self._ended)
             path = self._folder / f"{PREFIX}{self._pid}.json"
             with written_whole(path, mode=PRIVATE, durable=False) as temporary:
                 temporary.write_text(json.dumps(record.to_json(), allow_nan=False), encoding="utf-8")

@@ -14,6 +14,9 @@ from flatout.script.describe import breakdown
 from flatout.script.device_calls import device_name
 from flatout.script.runner import Runner
 
+WAITS = ("backward", "sync", "evaluation")
+"""Parts of a step in which a rank may wait for others, and one that is not in it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRecord:
@@ -66,13 +69,15 @@ class RankSpread:
         return self.slowest_seconds / self.fastest_seconds - 1 if self.fastest_seconds else 0.0
 
 
-def process_record(runner: Runner, *, started_at: float, ended: bool, started_by_script: bool = True) -> ProcessRecord:
+def process_record(
+    runner: Runner, *, rank: int | None, started_at: float, ended: bool, started_by_script: bool = True
+) -> ProcessRecord:
     """Of this process, now."""
     record = runner.record
     on_device = [sample.peak_bytes for sample in record.memory if sample.reserved_bytes is not None]
     return ProcessRecord(
         pid=os.getpid(),
-        rank=_rank(),
+        rank=rank,
         started_by_script=started_by_script,
         started_at=started_at,
         steps=record.steps,
@@ -86,8 +91,8 @@ def process_record(runner: Runner, *, started_at: float, ended: bool, started_by
     )
 
 
-def _rank() -> int | None:
-    """In the process group where there is one, else that of torchrun."""
+def rank_now() -> int | None:
+    """In the process group where there is one at the moment, else that of torchrun."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -122,14 +127,12 @@ def step_spread(records: Sequence[ProcessRecord]) -> RankSpread | None:
 
 
 def own_spread(records: Sequence[ProcessRecord]) -> RankSpread | None:
-    """By the part of a step outside the backward pass, where DDP waits for the slowest rank: ranks whose steps are
-    equally long still differ in it. None: fewer than two are known."""
+    """By the part of a step outside the backward pass, where DDP waits for the slowest rank, and without waits for a
+    GPU: ranks whose steps are equally long still differ in it. None: fewer than two are known."""
     return _spread(
         records,
         [
-            sum(seconds for kind, seconds in one.parts.items() if kind not in ("backward", "evaluation"))
-            if one.parts
-            else None
+            sum(seconds for kind, seconds in one.parts.items() if kind not in WAITS) if one.parts else None
             for one in records
         ],
     )

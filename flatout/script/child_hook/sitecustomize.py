@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
+FOLLOWING = "flatout.script.following"
+"""What watches a process; by name, because in the script's own process it imports this module."""
 PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
 
 
@@ -71,7 +73,7 @@ class TorchWatch:
             return
         finally:
             sys.path[:] = path
-        import_module("flatout.script.following").follow()
+        import_module(FOLLOWING).follow()
 
 
 def when_first_optimizer(call: Callable[[], None]) -> None:
@@ -106,7 +108,7 @@ def when_first_optimizer(call: Callable[[], None]) -> None:
 def _load_the_users_own() -> None:
     """Raises the ImportError that Python expects where there is none: no `sitecustomize` is loaded then."""
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != FOLDER]
-    sys.meta_path.insert(0, TorchWatch(list(sys.path)))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, TorchWatch(list(sys.path)))
     del sys.modules["sitecustomize"]
     import sitecustomize  # noqa: F401
 
