@@ -104,7 +104,7 @@ def test_processes_that_the_script_started_have_a_row_each() -> None:
     assert "no training step found" not in text
     lines = text[text.index("ranks") :].splitlines()
     assert lines[0].split() == ["ranks", "steps", "step", "data", "forward", "backward", "optimizer", "memory"]
-    assert lines[1].split() == "rank 0 1,200 5.5 ms 1 ms 1 ms 2 ms 500 us 3 MiB".split()
+    assert " ".join(lines[1].split()) == "rank 0 1,200 5.5 ms 1 ms 1 ms 2 ms 500 µs 3 MiB"
     assert lines[2].endswith("3 MiB  (not completed: it was killed, or still runs)")
     assert lines[3].strip() == "slowest: rank 1, 3.5 ms of a step outside backward; fastest: rank 0, 2.5 ms"
     found = run_document(seen)

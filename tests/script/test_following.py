@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flatout.plan import Plan
 from flatout.script import child_hook
 from flatout.script.child_hook.sitecustomize import when_first_optimizer
 from flatout.script.process_record import ProcessRecord, in_order, own_spread, process_names, step_spread
@@ -57,10 +59,12 @@ START = """
 """
 
 
-def trained(folder: Path, python: Python, *words: str, start: str = START) -> tuple[Any, dict[str, Any]]:
+def trained(
+    folder: Path, python: Python, *words: str, start: str = START, options: Sequence[str] = ()
+) -> tuple[Any, dict[str, Any]]:
     (folder / "worker.py").write_text(textwrap.dedent(WORKER))
     (folder / "train.py").write_text(textwrap.dedent(start))
-    done = python("-m", "flatout", "run", "train.py", *words, cwd=folder)
+    done = python("-m", "flatout", "run", *options, "train.py", *words, cwd=folder)
     return done, json.loads((folder / "flatout-run.json").read_text())
 
 
@@ -78,6 +82,14 @@ def test_a_process_that_is_killed_leaves_its_last_record(tmp_path: Path, python:
     done, seen = trained(tmp_path, python, "fork", "kill")
     assert done.stdout.startswith("[0, -9]")
     assert [(one["rank"], one["ended"]) for one in seen["processes"]] == [(0, True), (1, False)]
+
+
+def test_that_the_plan_is_not_applied_there_is_said(tmp_path: Path, python: Python) -> None:
+    (tmp_path / "flatout.toml").write_text(Plan(optimizer="fused").to_toml())
+    done, seen = trained(tmp_path, python, "fork", "", options=["--trust-plan"])
+    said = "the plan was not applied in the 2 processes that the script started to train in"
+    assert (done.returncode, said in seen["plan_notes"]) == (0, True)
+    assert f"flatout: {said}" in done.stderr.splitlines()
 
 
 @pytest.mark.slow
