@@ -17,15 +17,18 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from flatout import environment
 from flatout.script import child_hook
 from flatout.script.child_hook.sitecustomize import when_first_optimizer
 from flatout.script.own_modules import own_imports
 from flatout.script.patches import ImportWatch
-from flatout.script.process_record import ProcessRecord, process_record, rank_now
 from flatout.script.runner import Runner
 from flatout.whole_files import PRIVATE, written_whole
+
+if TYPE_CHECKING:
+    from flatout.script.process_record import ProcessRecord
 
 PREFIX = "process-"
 WRITE_EVERY_SECONDS = 2.0
@@ -99,6 +102,8 @@ class Followed:
         if not self.runner.record.steps:
             return
         with contextlib.suppress(Exception):
+            from flatout.script.process_record import process_record, rank_now  # here: every run imports this module
+
             rank = rank_now()
             self._rank = self._rank if rank is None else rank
             record = process_record(self.runner, rank=self._rank, started_at=self._started_at, ended=self._ended)
@@ -109,8 +114,12 @@ class Followed:
 
 def read_records(folder: Path) -> list[ProcessRecord]:
     """Those that can be read; a process that was killed while it wrote leaves its previous one."""
-    records = []
-    for path in sorted(folder.glob(f"{PREFIX}*.json"))[:MOST_PROCESSES]:
+    records: list[ProcessRecord] = []
+    if not (paths := sorted(folder.glob(f"{PREFIX}*.json"))):
+        return records
+    from flatout.script.process_record import ProcessRecord
+
+    for path in paths[:MOST_PROCESSES]:
         with contextlib.suppress(OSError, ValueError, TypeError):
             if path.stat().st_size <= LARGEST_BYTES:
                 records.append(ProcessRecord.from_json(json.loads(path.read_text(encoding="utf-8"))))
