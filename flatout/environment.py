@@ -1,7 +1,7 @@
 """Environment variables, read in one place: a typed function for every variable that Flatout uses.
 
 Reading `os.environ` anywhere else is a defect: a variable that is read in twenty places cannot be listed, documented or
-tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devices` write.
+tested. Nothing is read at import; only `use_inductor_cache`, `show_cuda_devices` and `follow_children` write.
 
     FLATOUT_CACHE_DIR      where ceilings and builds are kept (else XDG_CACHE_HOME/flatout, else ~/.cache/flatout)
     FLATOUT_RUNS_DIR       where runs keep their state while they run (else XDG_RUNTIME_DIR, else the temporary folder)
@@ -12,6 +12,7 @@ tested. Nothing is read at import; only `use_inductor_cache` and `show_cuda_devi
     ONEDNN_MAX_CPU_ISA     the instruction set beyond which torch's CPU kernels may not go
     LD_PRELOAD             whether another allocator is in place already
     PYTHONPATH             where a script's own modules are looked for, after its folder
+    _FLATOUT_FOLLOWED_INTO where processes that a script under `flatout run` starts keep their records (set by that run)
     _FLATOUT_COMPLETE      a shell asks for completions of a command line
     RANK                   which of several processes this one is (set by torchrun)
 """
@@ -187,3 +188,18 @@ def use_inductor_cache() -> None:
 def with_preloaded(library: str) -> dict[str, str]:
     """This environment with `library` preloaded before the libraries that are preloaded already."""
     return {**os.environ, "LD_PRELOAD": " ".join(part for part in (library, preloaded_libraries()) if part)}
+
+
+FOLLOWED_INTO = "_FLATOUT_FOLLOWED_INTO"
+
+
+def follow_children(hook: str, folder: str) -> None:
+    """Processes started from now on find the folder `hook` first on PYTHONPATH, and `folder` in a variable of ours.
+    What this process itself reads of its environment stays the same: `os.environ` is a copy."""
+    os.putenv("PYTHONPATH", os.pathsep.join([hook, *python_path()]))
+    os.putenv(FOLLOWED_INTO, folder)
+
+
+def followed_into() -> str | None:
+    """Where this process is to keep its record; None: nobody follows it."""
+    return os.environ.get(FOLLOWED_INTO) or None

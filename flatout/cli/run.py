@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flatout.application.live_run import LiveRun, RunPanel
     from flatout.diagnose.run_summary import RunSummary
     from flatout.report.live import Panel
+    from flatout.script.process_record import ProcessRecord
 
 REPORT_NAME = "flatout-run.json"
 
@@ -121,6 +122,8 @@ class Run:
         self._show = False
         self._terminal = -1
         self._owner = os.getpid()
+        self._records: Path | None = None
+        """Where processes that the script starts keep their records."""
 
     @property
     def on_terminal(self) -> bool:
@@ -147,6 +150,11 @@ class Run:
             self._terminal = os.dup(sys.stderr.fileno())  # the script may close or replace its streams
             self._show = True
             self._start_panel()
+        if self.live is not None and self.live.folder is not None:  # last: our own processes are not the script's
+            from flatout.script.following import follow_children
+
+            self._records = self.live.folder
+            follow_children(self._records)
 
     def abandon(self) -> None:
         """No line of the script has run: there is nothing to report."""
@@ -241,10 +249,24 @@ class Run:
         """What of the plan is not applied, a line each, where no terminal shows the summary that says it."""
         if self._show or "--quiet" in self.options or not _first_rank():
             return
-        lines = [*self.applied.missed, *self._not_applied()]
+        lines = [*self.applied.missed, *self._not_applied(), *self._not_in_processes()]
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.writelines(f"flatout: {line}\n" for line in lines)
             sys.stderr.flush()
+
+    def _processes(self) -> list[ProcessRecord]:
+        """Those started by the script that trained; read anew each time, because some may still run."""
+        if self._records is None:
+            return []
+        from flatout.script.following import read_records
+
+        return read_records(self._records)
+
+    def _not_in_processes(self) -> list[str]:
+        if not self.applied.choices or not (count := len(self._processes())):
+            return []
+        processes = f"the {count} processes" if count > 1 else "the process"
+        return [f"the plan was not applied in {processes} that the script started to train in"]
 
     def _report_all(self) -> None:
         if self.report is None and not self._show:
@@ -285,9 +307,10 @@ class Run:
             self.runner,
             status=self.status,
             plan=self.applied.plan,
-            notes=self.applied.notes,
+            notes=[*self.applied.notes, *self._not_in_processes()],
             machine=self.applied.machine,
             began=self._began,
+            processes=self._processes(),
         )
 
 

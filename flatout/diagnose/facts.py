@@ -24,6 +24,8 @@ class RunFacts:
     rolled_back: tuple[tuple[str, str], ...] = ()
     """(lever, why it was taken back)."""
     epochs: EpochStarts | None = None
+    processes: int = 0
+    """How many processes that the script started trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from flatout.diagnose.facts import Facts
     always_note=True,
 )
 def no_step(facts: Facts) -> Seen | None:
-    if facts.run is None or facts.run.steps:
+    if facts.run is None or facts.run.steps or facts.run.processes:
         return None
     return Seen(
         title="no training step was found",

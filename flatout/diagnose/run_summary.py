@@ -20,6 +20,7 @@ from flatout.plan import Plan
 from flatout.script.describe import observe
 from flatout.script.entry import Target
 from flatout.script.memory_death import MemoryDeath, inspect_death
+from flatout.script.process_record import ProcessRecord, in_order, process_record, rank_now
 from flatout.script.run_record import RunRecord
 from flatout.script.runner import Runner
 from flatout.timing import Load
@@ -56,6 +57,8 @@ class RunSummary:
     """Why what of these is None is unknown."""
     began: float | None = None
     """When the script was started, on the clock of time.perf_counter()."""
+    processes: tuple[ProcessRecord, ...] = ()
+    """Where processes that the script started trained: all that trained, its own first."""
 
     @property
     def flops_per_step(self) -> float | None:
@@ -73,10 +76,12 @@ def summarise(
     notes: Sequence[str],
     machine: Machine | None,
     began: float,
+    processes: Sequence[ProcessRecord] = (),
 ) -> RunSummary:
     """What is known now, while the script runs or when it has ended.
 
-    notes: what was said of the plan before the script started. machine: None: detected now.
+    notes: what was said of the plan before the script started. machine: None: detected now. processes: those started
+    by the script that trained.
     """
     record, watch, applied = runner.record, runner.watch, runner.applied
     wall, machine = time.perf_counter() - began, machine or detect()
@@ -85,6 +90,11 @@ def summarise(
         observed = observe(watch, threads_at_start=runner.threads_at_start, rows=record.rows, loaders=False)
     rolled_back = tuple((entry.choice.label, entry.reason) for entry in applied.rolled_back)
     rolled_back += tuple(watch.subject.incidents)
+    started = len(processes)
+    if processes and record.steps:
+        started_at = time.time() - wall
+        own = process_record(runner, rank=rank_now(), started_at=started_at, ended=True, started_by_script=False)
+        processes = [own, *processes]
     said = [*notes, *([runner.fault] if runner.fault is not None else [])]
     said += [f"left off: {label} ({why})" for label, why in runner.left_off]
     facts = Facts(
@@ -99,6 +109,7 @@ def summarise(
             nearly_out=record.nearly_out,
             rolled_back=rolled_back,
             epochs=runner.epochs,
+            processes=started,
         ),
     )
     return RunSummary(
@@ -123,6 +134,7 @@ def summarise(
         tokens_per_step=runner.batches.tokens_per_step,
         samples_reasons=runner.batches.reasons(),
         death=_death(target, runner),
+        processes=in_order(processes),
     )
 
 

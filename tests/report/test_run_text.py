@@ -12,6 +12,7 @@ from flatout.machine.description import Machine
 from flatout.plan import Plan
 from flatout.report.compare import compare_documents, comparison_text
 from flatout.report.run_text import run_document, run_text
+from flatout.script.process_record import ProcessRecord
 from flatout.script.run_record import RunRecord
 from flatout.timing import Load
 
@@ -85,3 +86,27 @@ def test_what_is_not_applied_of_a_plan_is_in_the_document_with_its_reason() -> N
     assert document["applied"] == ["threads 1"]
     assert document["left_off"] == [{"label": "bf16 autocast", "reason": "the script sets it"}]
     assert document["rolled_back"] == [{"label": "torch.compile", "reason": "it failed"}]
+
+
+def rank(number: int, **changes: Any) -> ProcessRecord:
+    parts = {"data": 0.001 * (number + 1), "forward": 0.001, "backward": 0.002, "optimizer": 0.0005}
+    common: dict[str, Any] = {"steps": 1200, "step_seconds": 0.0055, "parts": parts, "ended": True, **changes}
+    return ProcessRecord(
+        pid=40 + number, rank=number, started_at=float(number), device="cpu", peak_resident_bytes=3 << 20, **common
+    )
+
+
+def test_processes_that_the_script_started_have_a_row_each() -> None:
+    two = (rank(0), rank(1, ended=False))
+    seen = replace(summary(ALONE), record=RunRecord(), processes=two)
+    text = run_text(seen, None)
+    assert "training in 2 processes that it started" in text
+    assert "no training step found" not in text
+    lines = text[text.index("ranks") :].splitlines()
+    assert lines[0].split() == ["ranks", "steps", "step", "data", "forward", "backward", "optimizer", "memory"]
+    assert " ".join(lines[1].split()) == "rank 0 1,200 5.5 ms 1 ms 1 ms 2 ms 500 µs 3 MiB"
+    assert lines[2].endswith("3 MiB  (not completed: it was killed, or still runs)")
+    assert lines[3].strip() == "slowest: rank 1, 3.5 ms of a step outside backward; fastest: rank 0, 2.5 ms"
+    found = run_document(seen)
+    assert [one["rank"] for one in found["processes"]] == [0, 1]  # type: ignore[attr-defined]
+    assert "processes" not in run_document(summary(ALONE))
