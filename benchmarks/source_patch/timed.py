@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Steps:
@@ -58,7 +59,7 @@ def install(settings: dict[str, Any], steps: Steps) -> None:
 
         torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
     else:
-        torch.optim.optimizer.register_optimizer_step_post_hook(steps.ended)
+        register_optimizer_step_post_hook(steps.ended)
     if settings.get("losses"):
         torch.Tensor.backward = steps.watched(torch.Tensor.backward)  # type: ignore[method-assign]
 
