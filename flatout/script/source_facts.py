@@ -206,6 +206,11 @@ class _Reader:
         self._calls = [node for node in self._order if isinstance(node, ast.Call)]
         self._loops = self._training_loops()
         self._called = self._functions_called_in_loops()
+        self._hooks = self._functions_as_hooks()
+        self._repeated = {
+            _dotted(node.func).rpartition(".")[2] for node in self._calls if self._innermost(node, _LOOPS) is not None
+        }
+        """Functions that are called in some loop."""
 
     def line(self, node: ast.AST) -> SourceLine:
         number = getattr(node, "lineno", 0)
@@ -245,7 +250,7 @@ class _Reader:
         """Values that hold a graph, as far as names tell, kept in the loop that trains."""
         for node in self._order:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 1:
-                if node.func.attr not in ("append", "extend", "add", "appendleft") or not self._is_in_training(node):
+                if node.func.attr not in ("append", "extend", "add", "appendleft") or not self._runs_in_training(node):
                     continue
                 container, value = _dotted(node.func.value), node.args[0]
                 if not _is_plain_value(value):
@@ -358,6 +363,20 @@ class _Reader:
     def _is_in_training(self, node: ast.AST) -> bool:
         return any(one in self._loops for one in self._around(node))
 
+    def _runs_in_training(self, node: ast.AST) -> bool:
+        """Is it in a training loop, in a function that one calls, or in a hook?"""
+        function = getattr(self._innermost(node, _FUNCTIONS), "name", "")
+        return self._is_in_training(node) or function in self._called or function in self._hooks
+
+    def _functions_as_hooks(self) -> set[str]:
+        """Of `layer.register_forward_hook(remember)`: 'remember'."""
+        return {
+            _dotted(one).rpartition(".")[2]
+            for node in self._calls
+            if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_hook")
+            for one in node.args[:1]
+        }
+
     def _is_guarded(self, node: ast.AST, loop: ast.AST | None) -> bool:
         for one in self._around(node):
             if one is loop or isinstance(one, _FUNCTIONS):
@@ -381,6 +400,9 @@ class _Reader:
                     return True
                 if isinstance(value, ast.Subscript) or self._innermost(node, _LOOPS) is not None:
                     return True  # cut, or made anew, such as in each epoch
+                function = getattr(self._innermost(node, _FUNCTIONS), "name", "")
+                if function in self._repeated or ("." in container and function not in ("", "__init__")):
+                    return True  # made anew by a function that is called for each epoch, or that resets it
             elif isinstance(node, ast.Delete) and any(
                 isinstance(one, ast.Subscript) and _dotted(one.value) == container for one in node.targets
             ):
@@ -429,8 +451,10 @@ def _is_loss(node: ast.AST) -> bool:
 
 def _is_plain_value(node: ast.expr) -> bool:
     """Is it a number, a text or something taken out of a graph? A bare name or attribute may be a tensor."""
-    if isinstance(node, ast.Constant | ast.JoinedStr | ast.Dict):
+    if isinstance(node, ast.Constant | ast.JoinedStr):
         return True
+    if isinstance(node, ast.Dict):
+        return all(_is_plain_value(one) for one in node.values)
     if isinstance(node, ast.Name | ast.Attribute):
         return False
     if isinstance(node, ast.BinOp):

@@ -98,6 +98,9 @@ class _OptimizerState:
         self.cleared = self.arrived = False
         """Were its gradients empty at some time since its last step, and did new ones arrive?"""
         self.accumulated = self.zeroed = 0
+        self.followed: list[weakref.ref[Tensor]] = []
+        self.used_zeros = False
+        """Were the gradients of the last step nothing but zeros? Then it is not known whether they were cleared."""
         self.removes: list[Callable[[], None]] = []
         self.steps = 0
 
@@ -349,10 +352,12 @@ class UpdateWatch:
         state.place = place
         if state.since is not None:
             self._judge_order(state, self._events[max(0, state.since - self._first_event) :])
-            if state.arrived:
+            if state.arrived and not state.used_zeros:
                 state.zeroed += state.cleared
                 state.accumulated += not state.cleared
         state.cleared = state.arrived = False
+        used = [one.grad for reference in state.followed if (one := reference()) is not None and one.grad is not None]
+        state.used_zeros = bool(used) and not any(one.is_sparse or bool(one.any()) for one in used)
         state.since = self._first_event + len(self._events)
         state.steps += 1
         if state.steps <= EXAMINED_STEPS:
@@ -389,6 +394,7 @@ class UpdateWatch:
                 if self._on:
                     self._guard(lambda: self._arrived(state, reference()))
 
+            state.followed.append(reference)
             state.removes.append(parameter.register_hook(arrives).remove)
 
     def _arrived(self, state: _OptimizerState, parameter: Tensor | None) -> None:

@@ -399,6 +399,18 @@ def test_parameters_that_no_optimizer_has() -> None:
     assert found.outside_optimizer.names == ("3.weight", "3.bias")
 
 
+def test_gradients_that_are_nothing_but_zeros_do_not_count_as_cleared() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        (model(data()).square().mean() * 0.0).backward()
+        optimizer.step()
+
+    found = watched(step, model)
+    assert (found.accumulated_steps, found.zeroed_steps) == (0, 0)
+
+
 class LayersInAList(nn.Module):
     """A module does not register what a list holds."""
 

@@ -69,6 +69,8 @@ def test_functions_that_the_training_loop_calls_are_in_it() -> None:
         ("total += loss.item()", []),
         ("total += loss.item() * len(x)", []),
         ("names.append('a')", []),
+        ("records.append({'loss': loss.item()})", []),
+        ("records.append({'out': out})", ["records"]),
     ],
 )
 def test_what_is_kept_with_its_graph(line: str, kept: list[str]) -> None:
@@ -86,6 +88,33 @@ def test_what_is_kept_with_its_graph(line: str, kept: list[str]) -> None:
 )
 def test_containers_that_are_cut(line: str, bounded: bool) -> None:
     assert of(line).kept[0].bounded is bounded
+
+
+def test_what_a_hook_keeps() -> None:
+    text = LOOP.replace("{line}", "pass") + (
+        "\nseen = []\ndef remember(module, args, out):\n    seen.append(out)\nmodel.register_forward_hook(remember)\n"
+    )
+    (kept,) = SourceFacts.of({"train.py": text}).kept
+    assert (kept.container, kept.bounded) == ("seen", False)
+
+
+def test_a_list_of_a_function_that_is_called_for_each_epoch_is_bounded() -> None:
+    body = (
+        "def train(loader):\n    outs = []\n    for x in loader:\n        loss.backward()\n        outs.append(out)\n"
+    )
+    once = SourceFacts.of({"train.py": body + "train(loader)\n"}).kept
+    often = SourceFacts.of({"train.py": body + "for epoch in range(9):\n    train(loader)\n"}).kept
+    assert [one.bounded for one in (*once, *often)] == [False, True]
+
+
+def test_a_list_that_a_method_makes_anew_is_bounded() -> None:
+    text = (
+        "class Trainer:\n    def __init__(self):\n        self.outs = []\n"
+        "    def reset(self):\n        self.outs = []\n"
+        "    def train(self):\n        for x in loader:\n            loss.backward()\n"
+        "            self.outs.append(out)\n"
+    )
+    assert [one.bounded for one in SourceFacts.of({"train.py": text}).kept] == [True]
 
 
 def test_a_deque_with_a_limit_is_bounded() -> None:
