@@ -160,6 +160,8 @@ def _activity(below: set[str], above: set[str]) -> Activity:
         return "loader"
     found = next((one for one in _ORDER if one in below), None)
     if found is None or found == "torch":
+        if "backward" in above:  # a function of the script's own in the backward pass, whose operators have no line
+            return "backward"
         return "model" if "model" in above else found or "script"
     return found
 

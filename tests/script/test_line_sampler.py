@@ -45,6 +45,7 @@ LIBRARY = "/x/site-packages"
         (["/s/train.py", f"{LIBRARY}/torch/utils/data/dataloader.py", "/s/sets.py"], "transform", "sets.py"),
         (["/s/train.py", f"{LIBRARY}/torch/nn/modules/module.py", "/s/net.py"], "model", "net.py"),
         (["/s/train.py", f"{LIBRARY}/torch/autograd/__init__.py"], "backward", "train.py"),
+        (["/s/train.py", f"{LIBRARY}/torch/autograd/__init__.py", "/s/round.py"], "backward", "round.py"),
         (["/s/train.py", f"{LIBRARY}/torch/optim/adam.py"], "optimizer", "train.py"),
         (["/s/train.py", f"{LIBRARY}/torch/serialization.py"], "disk", "train.py"),
     ],
