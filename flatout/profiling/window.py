@@ -28,6 +28,10 @@ MOST_OPERATORS_PROFILED = 20_000
 MOST_STEPS_UNCOUNTED = 20
 """Where no step could be followed, so that nobody knows how many operators one has."""
 COMPILED = "unknown, because compiled code does not show its operators to Python"
+NO_KERNELS = (
+    "unknown, because torch's profiler recorded no kernel of the GPU: CUPTI is missing, or may not be used here (as in a "
+    "container, or where the driver restricts profiling to administrators)"
+)
 NO_TIME = "unknown, because the script ended before a step could be timed without the profiler"
 NOT_FOLLOWED = "unknown, because the script ended before a step could be followed"
 OTHERS_PROFILER = "unknown, because the script runs a profiler of its own"
@@ -143,8 +147,9 @@ class Windows:
         return replace(found, notes=tuple(self.notes), reasons=dict(self.reasons))
 
     def _with_operators(self, found: Profile) -> Profile:
-        if self.recording is None:
-            self.reasons.setdefault("operators", self.obstacle or NOT_FOLLOWED)
+        missing = self.on_gpu and self.recording is not None and not self.recording.kernels
+        if self.recording is None or missing:
+            self.reasons.setdefault("operators", NO_KERNELS if missing else self.obstacle or NOT_FOLLOWED)
             return replace(found, parts=self._parts(found, None), flops=self._flops())
         followed = self.follower.operators if self.follower is not None else []
         attributed = attribute(
@@ -181,6 +186,9 @@ class Windows:
         operators: Sequence[OperatorRow] = attributed.operators if attributed is not None else ()
         if step is None:
             self.reasons.setdefault("parts", NO_TIME)
+            return None
+        if self.on_gpu and attributed is None:
+            self.reasons.setdefault("parts", self.reasons.get("operators", NO_KERNELS))
             return None
         if self.on_gpu and attributed is not None:
             return parts_on_gpu(self.spans or {}, attributed.busy_by_phase, step)

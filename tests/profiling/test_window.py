@@ -6,7 +6,7 @@ import pytest
 
 from flatout.profiling.following import OperatorFollower
 from flatout.profiling.recorded_events import Event, Recording
-from flatout.profiling.window import COMPILED, NO_TIME, NOT_FOLLOWED, OTHERS_PROFILER, Windows
+from flatout.profiling.window import COMPILED, NO_KERNELS, NO_TIME, NOT_FOLLOWED, OTHERS_PROFILER, Windows
 
 SPANS = {"data": 1e-3, "forward": 2e-3, "backward": 3e-3, "optimizer": 1e-3, "other": 1e-3}
 RECORDING = Recording(events=(Event(name="aten::mm", begin=0, end=4e-3),), steps=1, left_out=1)
@@ -46,3 +46,11 @@ def test_an_error_while_following_is_the_reason() -> None:
     assert found.flops is None
     assert "following a step failed: ValueError: odd tensor" in found.reasons["flops"]
     assert found.reasons["lines"] == found.reasons["flops"]
+
+
+def test_a_gpu_whose_kernels_the_profiler_does_not_see_is_not_called_idle() -> None:
+    found = windows(
+        device="cuda:0", recording=RECORDING, profiled_seconds=[5e-3] * 2, timed_seconds=[4e-3] * 5, spans=SPANS
+    ).profile()
+    assert (found.parts, found.idle_causes, found.operators, found.launches) == (None, (), (), None)
+    assert found.reasons["parts"] == found.reasons["operators"] == NO_KERNELS
