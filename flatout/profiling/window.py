@@ -29,7 +29,7 @@ MOST_STEPS_UNCOUNTED = 20
 """Where no step could be followed, so that nobody knows how many operators one has."""
 COMPILED = "unknown, because compiled code does not show its operators to Python"
 NO_KERNELS = (
-    "unknown, because torch's profiler recorded no kernel of the GPU: CUPTI is missing, or may not be used here (as in a "
+    "unknown, because torch's profiler recorded no kernel: CUPTI is missing, or may not be used here (as in a "
     "container, or where the driver restricts profiling to administrators)"
 )
 NO_TIME = "unknown, because the script ended before a step could be timed without the profiler"

@@ -104,7 +104,7 @@ def verdict(profile: Profile) -> str:
     """What takes most of a step, in one sentence."""
     step, parts = profile.best_step_seconds, profile.parts
     if step is None or parts is None:
-        return f"unknown, because {_because(profile, 'parts')}"
+        return f"unknown, because {_because(profile, 'parts').removeprefix('unknown, because ')}"
     shares = {
         "waits for its loader": parts.data / step,
         "leaves the GPU without work": parts.idle / step,
