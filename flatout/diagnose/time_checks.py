@@ -14,6 +14,8 @@ PROFILED_EVALUATION_LIMIT = 1.0
 LEAST_SHARE = 0.05
 LEAST_SAMPLES = 12
 PYTHON_SHARE = 0.1
+MANY_LOSSES = 16
+"""Calls of a loss at one line in a step: more than tasks or scales, as few as the positions of a short sequence."""
 OPERATOR_SHARE, MANY_CALLS = 0.1, 100
 """Of a line's time, in operators: from here on the line computes with tensors, unless it calls that many in a step."""
 
@@ -73,12 +75,12 @@ def disk_time(facts: Facts) -> Seen | None:
 @check(
     means="The script's own Python takes much of a step.",
     needs="after a run, 30 % of a step outside of the model, the loader and the optimizer; after a profile, 10 % in "
-    "lines that neither compute with tensors nor plot, log or write",
+    "lines that neither compute with tensors nor plot, log or write, or in a loss that is called at least 16 times a step",
     if_wrong="a loop is rewritten that was not the slowest part",
 )
 def python_time(facts: Facts) -> Seen | None:
     if facts.behaviour is not None and facts.profile is not None:
-        return _own_python(facts)
+        return _own_python(facts) or _loss_by_loss(facts)
     share, seconds, step = facts.part_share("other"), facts.part_seconds("other"), facts.step_seconds
     if share is None or seconds is None or step is None or share < OTHER_SHARE_LIMIT:
         return None
@@ -118,6 +120,30 @@ def _own_python(facts: Facts) -> Seen | None:
         cost_seconds=cost,
         cost_share=cost / whole,
         lines=where([one.line for one, _ in ordered]),
+    )
+
+
+def _loss_by_loss(facts: Facts) -> Seen | None:
+    """A loss of each sample, or of each position, by itself."""
+    seen, whole = facts.behaviour, facts.whole_step_seconds
+    if seen is None or not whole:
+        return None
+    losses = [one for one in seen.forwards if one.grad and one.module.endswith("Loss")]
+    often = max(losses, key=lambda one: one.seconds, default=None)
+    if often is None or often.calls < MANY_LOSSES * seen.steps:
+        return None
+    calls = often.calls / seen.steps
+    cost = often.seconds / seen.steps * (1 - 1 / calls)
+    if cost / whole < PYTHON_SHARE:
+        return None
+    return Seen(
+        title=f"a loss is computed {calls:.3g} times a step, which takes {cost / whole:.0%} of the time",
+        evidence=f"{often.module} at {often.line[0]}:{often.line[1]}, "
+        f"{format_seconds(often.seconds / often.calls)} a call",
+        remedy="stack the outputs and the targets, and compute the loss of all of them in one call",
+        cost_seconds=cost,
+        cost_share=cost / whole,
+        lines=where(often.line),
     )
 
 

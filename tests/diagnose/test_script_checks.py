@@ -110,6 +110,7 @@ TRAINING = ForwardSeen(
     module="Net", line=LINE, calls=50, training=True, grad=True, used=50, longest_run=1, updated=True,
     mode_layers=("Dropout",),
 )  # fmt: skip
+LOSS = ForwardSeen(module="CrossEntropyLoss", line=LINE, calls=50, training=True, grad=True, used=50)
 EVALUATION = ForwardSeen(
     module="Net", line=EVALUATION_LINE, calls=40, training=False, grad=False, longest_run=10, updated=True,
     mode_layers=("Dropout",),
@@ -428,8 +429,11 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(times=(time_of("script", 0.2),))),
             facts(profile=None, behaviour=None, observed=observed(breakdown_seconds={"other": 0.05, "forward": 0.05})),
+            facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 64, seconds=1.0),))),
         ],
         [
+            facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 64, seconds=0.4),))),
+            facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 8, seconds=1.0),))),
             facts(
                 behaviour=behaviour(times=(time_of("script", 0.2),)),
                 profile=profile(operators=(operator(seconds=0.019, line="train.py:12"),)),
