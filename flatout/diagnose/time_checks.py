@@ -75,7 +75,7 @@ def disk_time(facts: Facts) -> Seen | None:
 @check(
     means="The script's own Python takes much of a step.",
     needs="after a run, 30 % of a step outside of the model, the loader and the optimizer; after a profile, 10 % in "
-    "lines that neither compute with tensors nor plot, log or write, or in a loss that is called at least 16 times a step",
+    "lines that neither compute with tensors nor plot, log or write, or in a loss that is called 16 times a step",
     if_wrong="a loop is rewritten that was not the slowest part",
 )
 def python_time(facts: Facts) -> Seen | None:
