@@ -74,6 +74,7 @@ def test_bad_input_is_named(tmp_path: Path, words: list[str], code: int, said: s
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_tuned_script_leaves_its_files_alone_and_reads_what_is_piped_in(tmp_path: Path) -> None:
     body = "line = sys.stdin.readline() if step < 2 else ''; open('log.txt', 'a').write('x'); open('new.txt', 'w')"
     (tmp_path / "my train.py").write_text(LOOP.format(steps=10_000_000, body=body))

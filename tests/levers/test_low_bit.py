@@ -54,6 +54,7 @@ def trained(plan: Plan, make: Any, steps: int = 12) -> tuple[nn.Sequential, Any,
     return net, optimizer, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
 def test_the_course_is_nearly_that_of_full_moments(make: Any) -> None:
     net, optimizer, losses = trained(PLAN, make)
@@ -189,6 +190,7 @@ def test_a_kernel_that_does_not_compile_is_told_of(monkeypatch: pytest.MonkeyPat
         step(batch())
 
 
+@pytest.mark.slow
 def test_moments_that_are_taken_over_are_never_zero_where_they_were_not() -> None:
     """A few large gradients beside many small ones: divided by a second moment of zero, these would leap."""
     weights = []

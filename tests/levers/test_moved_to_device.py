@@ -240,7 +240,10 @@ def assert_same(plain: list[str], moved: list[str]) -> None:
 
 
 @one_accelerator
-@pytest.mark.parametrize("source", [CLASSIFIER, LANGUAGE], ids=["classifier", "language"])
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(CLASSIFIER, id="classifier", marks=pytest.mark.slow), pytest.param(LANGUAGE, id="language")],
+)
 def test_the_same_numbers_on_the_device(run: Run, source: str) -> None:
     (plain, _), (moved, told) = run(source, moved=False), run(source, moved=True)
     assert (plain[0], moved[0]) == ("cpu", "hpu"), told

@@ -67,7 +67,13 @@ def measured(plan: Plan) -> int:
     return peak_in_window()
 
 
-@pytest.mark.parametrize(("plan", "miss"), [(COMPILED, MISS), (Plan(compile="regional", precision="bf16"), 0.15)])
+@pytest.mark.parametrize(
+    ("plan", "miss"),
+    [
+        pytest.param(COMPILED, MISS, marks=pytest.mark.slow),
+        (Plan(compile="regional", precision="bf16"), 0.15),
+    ],
+)
 def test_the_allocator_agrees(plan: Plan, miss: float) -> None:
     model, optimizer, batch = training()
     made = flatout.forecast(TrainStep(model, optimizer, LOSS, plan), batch)

@@ -54,6 +54,7 @@ def test_two_runs_print_the_same_and_the_scripts_own_seed_wins(tmp_path: Path) -
     assert_the_same(*(flatout_run(tmp_path, "--deterministic") for _ in range(2)))
 
 
+@pytest.mark.slow
 def test_so_they_do_where_the_environment_is_given(tmp_path: Path, python: Python) -> None:
     """They need not start anew for it, and can be forked."""
     (tmp_path / "train.py").write_text(SCRIPT.format("pass"))

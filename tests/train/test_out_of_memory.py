@@ -60,6 +60,7 @@ def test_gradients_random_numbers_and_the_size_that_was_found() -> None:
     assert step.state_dict()["micro_batches"] == 4
 
 
+@pytest.mark.slow
 def test_a_failed_try_leaves_nothing() -> None:
     def tensors() -> int:
         gc.collect()

@@ -154,6 +154,7 @@ class Slow(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
