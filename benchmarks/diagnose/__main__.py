@@ -7,6 +7,7 @@ run again, unless the script has changed.
     python -m benchmarks.diagnose --repeats 2 --out FILE            # every script twice
     python -m benchmarks.diagnose --repeats 1 --loaded --out FILE   # and once more beside a busy process
     python -m benchmarks.diagnose --plain                           # only: does each script run, and how long?
+    python -m benchmarks.diagnose --held-out --out FILE             # the scripts of held_out/ instead
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Exit code 0: the goals are reached; 1: they are not, or a script fails; 2: nothing could be run."""
     arguments = parse_arguments(words)
     gpu = bool(detect().devices)
-    chosen = [one for one in catalogue.scripts() if _wanted(one, arguments.only)]
+    scripts = catalogue.scripts(catalogue.HELD_OUT if arguments.held_out else catalogue.CORPUS)
+    chosen = [one for one in scripts if _wanted(one, arguments.only)]
     here = [one for one in chosen if one.why_not_here(gpu) is None]
     left_out = {one.name: reason for one in chosen if (reason := one.why_not_here(gpu))}
     for name, reason in left_out.items():
@@ -52,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not arguments.loaded and not arguments.untimed:
         for pair in _pairs(here):
             _time(notes, pair, arguments.pairs)
-    scores, peer = _scores(notes), _peer_score(notes)
+    scores, peer = _scores(notes, scripts), _peer_score(notes, scripts)
     made = {name: one.to_json() for name, one in scores.items()}
     notes.save({"left_out": left_out, "scores": made, "peer": peer and peer.to_json()})
     for device, found in scores.items():
@@ -74,6 +76,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="read what is there, add to it, write everything as JSON")
     parser.add_argument("--repeats", type=int, default=3, help="how often each script is asked (default: %(default)s)")
     parser.add_argument("--loaded", action="store_true", help="a second process keeps a core busy meanwhile")
+    parser.add_argument("--held-out", action="store_true", help="the scripts in held_out/ instead of the corpus")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="a script, a pair or a subject")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each version to measure a gain (default: 5)")
     parser.add_argument("--untimed", action="store_true", help="measure no gains")
@@ -196,9 +199,8 @@ def _time(notes: Notes, pair: tuple[Script, Script], count: int) -> None:
     notes.once(f"gain {faulty.pair}", _both(faulty, healthy), make)
 
 
-def _scores(notes: Notes) -> dict[str, scoring.Score]:
+def _scores(notes: Notes, scripts: Sequence[Script]) -> dict[str, scoring.Score]:
     """By device, of everything that the notes hold about the scripts as they are now."""
-    scripts = catalogue.scripts()
     outcomes: dict[str, dict[str, list[scoring.Outcome]]] = {}
     for script in scripts:
         entries = [notes.entries[key] for key in notes.entries if key.split(" ")[:2] in _asked(script)]
@@ -221,8 +223,8 @@ def _both(faulty: Script, healthy: Script) -> str:
     return f"{faulty.fingerprint} {healthy.fingerprint}"
 
 
-def _peer_score(notes: Notes) -> scoring.PeerScore | None:
-    entries = {one.name: (one, notes.entries.get(f"peer {one.name}")) for one in catalogue.scripts()}
+def _peer_score(notes: Notes, scripts: Sequence[Script]) -> scoring.PeerScore | None:
+    entries = {one.name: (one, notes.entries.get(f"peer {one.name}")) for one in scripts}
     said = {name: (one, entry) for name, (one, entry) in entries.items() if entry is not None}
     return scoring.score_peer(said) if said else None
 
