@@ -10,12 +10,13 @@ import importlib
 import inspect
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from docs import results
+from flatout.diagnose.check import Check
 
 REFERENCE = Path(__file__).parent / "reference"
 HELP_COLUMNS = 100
@@ -80,6 +81,7 @@ def plan_page() -> str:
 
 def checks_page() -> str:
     from flatout.diagnose.checks import CHECKS
+    from flatout.diagnose.model_checks import CHECKS as MODEL_CHECKS
 
     lines = [
         "# Checks",
@@ -89,14 +91,21 @@ def checks_page() -> str:
         "its evidence with lines of the script, its cost where it was measured, and what to do. A check says nothing "
         "without the evidence named here. Checks of the machine, which `flatout check` runs, are not in this list.",
         "",
-        "| check | what it means |",
-        "|--|--|",
-        *(f"| [{one.name}](#{anchor(one.name)}) | {one.means} |" for one in CHECKS),
+        *_check_table(CHECKS),
+        "",
+        "Of a model that was built but not run, `flatout check net.py:make` asks:",
+        "",
+        *_check_table(MODEL_CHECKS),
     ]
-    for one in CHECKS:
+    for one in (*CHECKS, *MODEL_CHECKS):
         lines += ["", f"## {one.name}", "", one.means, "", f"- Evidence: {_sentence(one.needs)}"]
         lines.append(f"- If it is a false alarm: {_sentence(one.if_wrong)}")
     return "\n".join(lines) + "\n"
+
+
+def _check_table(checks: Sequence[Check]) -> list[str]:
+    rows = [f"| [{one.name}](#{anchor(one.name)}) | {one.means} |" for one in checks]
+    return ["| check | what it means |", "|--|--|", *rows]
 
 
 def _scopes() -> dict[str, str]:

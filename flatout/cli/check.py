@@ -1,7 +1,8 @@
-"""flatout check: what this machine is, how fast it is, and what should be fixed."""
+"""flatout check: what this machine is, how fast it is, and what should be fixed; or the same of a model."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Annotated
 
@@ -21,6 +22,12 @@ TorchOption = Annotated[
 
 
 def check(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Check this model instead of the machine: file.py:name, package.module:name or a Hugging Face folder."
+        ),
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the ceilings and keep them (half a minute).")
     ] = False,
@@ -33,9 +40,10 @@ def check(
     device: DeviceOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Describe this machine: what it is, how fast it is, and what should be fixed.
+    """Describe this machine: what it is, how fast it is, and what should be fixed. Or check a model before training.
 
-    Exit code: 0 fine, 1 unusable, 2 something should be fixed.
+    With MODEL its file is executed and the model is built, by a call without arguments if it is a function; the model
+    is not run. Exit code: 0 fine, 1 unusable, 2 something should be fixed, or the model cannot be built.
     """
     from flatout.application.check import check as check_here
     from flatout.errors import UsageError
@@ -47,9 +55,15 @@ def check(
         raise UsageError("--quick applies only to --measure", remedy="pass --measure too")
     if torch is not None and install is None:
         raise UsageError("--torch applies only to --install", remedy="pass --install pip or --install conda too")
+    if model is not None and (measure or forget_tunes or install is not None):
+        options = {"--measure": measure, "--forget-tunes": forget_tunes, "--install": install is not None}
+        given = next(name for name, used in options.items() if used)
+        raise UsageError(f"{given} applies only to the machine", remedy=f"leave out {model}")
     if forget_tunes:
         _forget_tunes()
     show_only(device)
+    if model is not None:
+        return _check_model(model, json=json)
     if install is not None:
         return _print_install_lines(install, torch, json=json)
     with progress_line() as progress:
@@ -57,6 +71,18 @@ def check(
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(to_text(document("check", without_private(found.to_json()))) if json else found.summary())
+    return found.exit_code
+
+
+def _check_model(model: str, *, json: bool) -> int:
+    from flatout.application.check_model import check_model
+    from flatout.report.document import to_text
+    from flatout.report.model_text import model_document, model_text
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is not our document
+        found = check_model(model)
+    about = (found.name, found.model, found.findings)
+    print(to_text(model_document(*about)) if json else model_text(*about))
     return found.exit_code
 
 

@@ -78,7 +78,8 @@ VERBS = {
 EXAMPLES = {
     "check": """flatout check
 flatout check --measure
-flatout check --install pip""",
+flatout check --install pip
+flatout check net.py:make""",
     "tune": """flatout tune train.py --epochs 3
 flatout tune --budget 90s --exactness rounding train.py
 flatout tune --fit 12GiB -m package.train""",

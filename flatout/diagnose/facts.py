@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flatout.diagnose.model_facts import ModelFacts
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
 from flatout.profiling.profile import Profile
@@ -42,6 +43,8 @@ class Facts:
     source: SourceFacts | None = None
     run: RunFacts | None = None
     machine: Machine | None = None
+    model: ModelFacts | None = None
+    """A model that was built but not run, as by `flatout check net.py:make`."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs of this machine that torch can use."""
 

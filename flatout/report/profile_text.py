@@ -75,13 +75,14 @@ def script_text(
         rows.append(("", "a function can be profiled by itself: flatout.profile(lambda: step(batch))"))
     rows += labelled("written", [f"{what}: {path} ({_size(path)})" for what, path in files])
     for one in found.findings or ():
-        rows += labelled(one.severity, _finding(one))
+        rows += labelled(one.severity, finding_texts(one))
     if found.profile is not None:
         rows += labelled("next", _next(found.profile, shlex.join(watched.target.command), files))
-    return _text(rows)
+    return rows_text(rows)
 
 
-def _finding(one: Finding) -> list[str]:
+def finding_texts(one: Finding) -> list[str]:
+    """Lines for people: title, evidence, where, what to do."""
     cost = f" [{format_seconds(one.cost_seconds)} a step]" if one.cost_seconds is not None else ""
     texts = [f"{one.title}{cost} ({one.name}, {one.confidence})", *_wrapped(one.evidence)]
     texts += [f"  {file}:{number}  {text}" for file, number, text in one.lines[:3]]
@@ -97,7 +98,7 @@ def profile_text(profile: Profile, *, by: GroupBy = "name", sort: SortBy = "time
     """The same of a profile alone, as `flatout.profile` returns it."""
     step = profile.best_step_seconds
     head = f"{profile.name} · {format_seconds(step)} a call" if step is not None else profile.name
-    return _text([("profile", head), *_rows(profile, by, sort)])
+    return rows_text([("profile", head), *_rows(profile, by, sort)])
 
 
 def verdict(profile: Profile) -> str:
@@ -331,7 +332,8 @@ def _size(path: Path) -> str:
         return "unknown size"
 
 
-def _text(rows: Iterable[tuple[str, str]]) -> str:
+def rows_text(rows: Iterable[tuple[str, str]]) -> str:
+    """Labels beside printable texts, each row cut to the width of the screen."""
     return "\n".join(f"{label:<{LABEL_WIDTH}}{_printable(text)}" for label, text in rows)
 
 

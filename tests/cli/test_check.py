@@ -85,3 +85,79 @@ def test_the_lines_that_install_torch(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().out.startswith("# torch 1.0: unknown, because ")
     with pytest.raises(UsageError, match="--install pip"):
         main(["check", "--torch", "2.11.0"])
+
+
+NET = """import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(8, 8) for _ in range(3)]
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+def make():
+    print("building")
+    return Net()
+def fails():
+    raise RuntimeError("no weights")
+def lazy():
+    return nn.LazyLinear(3)
+fine = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+number = 3
+"""
+
+
+@pytest.fixture
+def net(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    return path
+
+
+@pytest.mark.usefixtures("net")
+def test_a_model_is_checked_without_being_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "net.py:make"]) == 2
+    shown = capsys.readouterr()
+    assert "Net (net.py:make) · 0 parameters" in shown.out
+    assert "net.py:6  self.layers = [nn.Linear(8, 8) for _ in range(3)]" in shown.out
+    assert "building" in shown.err
+    assert main(["check", "net.py:fine"]) == 0
+    assert "fine (built, not run)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("net")
+def test_a_checked_model_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "net.py:make", "--json"]) == 2
+    doc = json.loads(capsys.readouterr().out)
+    assert doc["flatout"]["document"] == "model-check"
+    assert doc["model"]["unregistered"][0]["parameters"] == 3 * 72
+    assert [one["name"] for one in doc["findings"]] == ["unregistered-modules"]
+
+
+@pytest.mark.usefixtures("net")
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("net.py", "name the object after a colon, as in net.py:"),
+        ("missing.py:make", "missing.py"),
+        ("net.py:mak", "make"),
+        ("net.py:number", "number"),
+        ("net.py:fails", "no weights"),
+        ("net.py:lazy", "no shape yet"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        main(["check", model])
+    assert said in str(refused.value)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("net")
+@pytest.mark.parametrize("options", [["--measure"], ["--forget-tunes"], ["--install", "pip"]])
+def test_a_model_is_checked_apart_from_the_machine(options: list[str]) -> None:
+    with pytest.raises(UsageError, match=f"{options[0]} applies only to the machine"):
+        main(["check", "net.py:fine", *options])
