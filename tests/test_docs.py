@@ -171,8 +171,11 @@ def test_a_planted_command_is_judged(command: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if "```python" in (ROOT / page).read_text() and "reference" not in page.parts],
-    ids=str,
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.stem == "library" else [], id=str(page))
+        for page in PAGES
+        if "```python" in (ROOT / page).read_text() and "reference" not in page.parts
+    ],
 )
 @pytest.mark.usefixtures("brief")
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def test_the_guard_rejects_int8_activations_that_outliers_drown() -> None:
     assert found.plan.activations is None
 
 
+@pytest.mark.slow
 def test_the_guard_rejects_int4_and_a_looser_bound_takes_it() -> None:
     model, prompts = tiny.model("own GPT-2"), tiny.prompts(4)
     strict = tuned(model, prompts, max_new_tokens=24)
