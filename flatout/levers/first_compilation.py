@@ -23,6 +23,8 @@ from flatout.torch_private.compiler import HEADER_FOLDER, HEADER_LOCKS, codecach
 COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION, HEADERS_SECONDS = 6.0, 0.012, 8.0
 """What a first compilation usually takes on two cores, and what its headers take where they were never compiled on this
 machine (`python -m benchmarks.search.compiling`). What it really took is measured."""
+EVALUATED_TOO = 0.5
+"""How much longer where the loop also evaluates: that is another graph, without gradients."""
 COMPILED_AGAIN = 0.1
 """The share of that in a later process, which finds the kernels in the cache (0.04 to 0.09 in that benchmark)."""
 USUAL_OPERATIONS = 500
@@ -78,5 +80,7 @@ def usual_compile_seconds(observed: Observed, value: Value = "default") -> float
     if value == "regional":
         operations //= max((module.repeated_blocks for module in observed.modules), default=1) or 1
     seconds = COMPILE_SECONDS + COMPILE_SECONDS_AN_OPERATION * operations
+    if observed.breakdown_seconds.get("evaluation"):
+        seconds *= 1 + EVALUATED_TOO
     on_cpu = not observed.device.startswith("cuda")
     return seconds + HEADERS_SECONDS * (on_cpu and not headers_are_compiled())

@@ -92,6 +92,8 @@ class Lever:
     switch: ClassVar[Switch] = "live"
     acts_on_forward: ClassVar[bool] = False
     """True where it changes what runs inside the model: it is the first suspect of a failure there."""
+    recompiles: ClassVar[bool] = False
+    """True where it is no part of forward, and compiled code is compiled again under it."""
     compiles: ClassVar[bool] = False
     """True where the first steps pay for compilation, so that a silent minute is not taken for a hang."""
 

@@ -27,6 +27,7 @@ class MatmulPrecision(Lever):
 
     name = "matmul precision"
     plan_field = "matmul_precision"
+    recompiles = True
     of_process = True
     cheap_to_switch = True
 

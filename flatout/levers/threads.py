@@ -27,6 +27,7 @@ class Threads(Lever):
 
     name = "threads"
     plan_field = "threads"
+    recompiles = True
     of_process = True
 
     def saving(self, machine: Machine, observed: Observed) -> Saving:

@@ -53,6 +53,10 @@ class NumericsRequest:
     nudge: Nudge = "none"
     """Move every weight by one rounding error: of its own format at the start and at every check step, or of 16 bits
     at the start."""
+    nudge_ulps: int = 1
+    """By this many instead of one, where it is of its own format."""
+    nudge_seed: int = 0
+    """Which weights move up and which down."""
     gradient_noise: float = 0.0
     """Added to each gradient before the optimizer takes it, as a share of its size."""
 
@@ -166,7 +170,7 @@ class NumericsRecorder:
             return
         self._reference.before_step(self.steps)
         if self._request.nudge == "rounding" and self.steps in self._reference.checks:
-            nudge_weights(self._watch.subject)
+            nudge_weights(self._watch.subject, ulps=self._request.nudge_ulps, seed=self._request.nudge_seed)
 
     def _backward(self, roots: tuple[Tensor, ...]) -> None:
         self._losses[-1] += [root.detach().float().mean() for root in roots if hasattr(root, "detach")]
@@ -224,17 +228,17 @@ def _reference(subject: Subject, request: NumericsRequest) -> Reference | None:
     return None
 
 
-def nudge_weights(subject: Subject, relative: float | None = None) -> None:
-    """Move every weight by about one rounding error of its format (or by `relative`), up or down: the effect is the
+def nudge_weights(subject: Subject, relative: float | None = None, *, ulps: int = 1, seed: int = 0) -> None:
+    """Move every weight by about `ulps` rounding errors of its format (or by `relative`), up or down: the effect is the
     script's own noise floor. Draws from a separate generator."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in named_weights(subject).values():
             if tensor.is_floating_point():
                 signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
-                amount = relative or torch.finfo(tensor.dtype).eps  # one unit in the last place of a number near 1
+                amount = relative or ulps * torch.finfo(tensor.dtype).eps  # units in the last place of a number near 1
                 tensor.mul_(1 + amount * signs.to(device=tensor.device, dtype=tensor.dtype))
 
 

@@ -46,6 +46,9 @@ RECORDING_FACTOR = 1.5
 SHARED_START = 0.6
 """Of a start: the cost of each of two that start at once."""
 STATISTICAL_RUNS = 3
+MOST_FARTHER = 4
+"""Plain runs from weights moved farther. Each shows a unit that a lever's rounding switches with a chance of about a
+half."""
 
 REDUCED: tuple[Exactness, ...] = ("reduced",)
 ROUNDING: tuple[Exactness, ...] = ("rounding",)
@@ -124,15 +127,23 @@ class Prover:
     """Records and judges. The reference of the plain run is kept in a folder of its own."""
 
     def __init__(
-        self, trials: Trials, pattern: Pattern, deadline: Deadline, progress: Progress = lambda text: None
+        self,
+        trials: Trials,
+        pattern: Pattern,
+        deadline: Deadline,
+        progress: Progress = lambda text: None,
+        latest: Deadline | None = None,
     ) -> None:
+        """latest: of runs without which a lever would be rejected; None: `deadline`."""
         self._folder = Path(tempfile.mkdtemp(prefix="reference-", dir=trials.work_folder))
         self._trials = trials.sharing(self._folder)
         self._pattern, self._deadline, self._progress = pattern, deadline, progress
+        self._latest = latest or deadline
         self._steps: int | None = None
         self._plains: list[Numerics] = []
         """Plain runs from one seed: the one that wrote the reference, and more where a claim needs them."""
         self._nudged: Numerics | None = None
+        self._farther: list[Numerics] = []
         self._coarse: Numerics | None = None
         self._repeats: Repeats | None = None
         self._judged: dict[tuple[Exactness, tuple[Choice, ...]], Judged] = {}
@@ -146,11 +157,11 @@ class Prover:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def has_time_for(self, runs: int) -> bool:
-        """Is there time for this many more runs of the usual length?"""
+    def has_time_for(self, runs: int, deadline: Deadline | None = None) -> bool:
+        """Is there time for this many more runs of the usual length? deadline: None: that of the proof."""
         pattern = self._pattern
         run_seconds = pattern.startup_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
-        return runs * run_seconds <= self._deadline.seconds_left
+        return runs * run_seconds <= (deadline or self._deadline).seconds_left
 
     def close(self) -> None:
         self._drop_prestarted()
@@ -210,6 +221,7 @@ class Prover:
         if not near and self._repeats_how() == "no":
             return Judged("statistical", "", {})
         checked = self._record(choices, role="checked")
+        nudged = self._with_farther(plain, nudged, checked, choices)
         evidence: Evidence = {
             "loss_difference": judge.largest_loss_difference(plain, checked),
             "loss_floor": judge.largest_loss_difference(plain, nudged),
@@ -227,6 +239,23 @@ class Prover:
         if claimed != "reduced":
             return Judged("rejected", beyond, evidence)
         return self._reduced(plain, nudged, checked, choices, evidence)
+
+    def _with_farther(
+        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice]
+    ) -> Numerics:
+        """The nudged run; where it seldom explains the checked one, with plain runs that were moved farther, which show
+        the units that switch sides there."""
+        for number in range(MOST_FARTHER):
+            if not judge.is_seldom_beyond_rounding(plain, nudged, checked):
+                break
+            if number == len(self._farther):
+                if not self.has_time_for(1, self._latest):
+                    break
+                self._progress("proof: do plain runs differ as much, where units switch sides?")
+                farther = self._record([], role="checked", nudge="rounding", nudge_seed=number + 1, then=choices)
+                self._farther.append(farther)
+            nudged = judge.with_farther(plain, nudged, self._farther[number])
+        return nudged
 
     def _bit_identical(self, plain: Numerics, choices: Sequence[Choice]) -> Judged | None:
         """None where plain runs do not match bit for bit either."""
@@ -337,10 +366,12 @@ class Prover:
         *,
         role: Role = "free",
         nudge: Nudge = "none",
+        nudge_seed: int = 0,
         gradient_noise: float = 0.0,
         then: Sequence[Choice] | None = None,
     ) -> Numerics:
-        """`then`: the levers of the run that will probably be recorded next; None: unknown."""
+        """nudge_seed: other than 0, move the weights farther. `then`: the levers of the run that will probably be
+        recorded next; None: unknown."""
         assert self._steps is not None
         checks = self._check_steps(self._steps)
         request = NumericsRequest(
@@ -349,6 +380,8 @@ class Prover:
             folder=str(self._folder),
             checks=checks,
             nudge=nudge,
+            nudge_ulps=judge.FARTHER if nudge_seed else 1,
+            nudge_seed=nudge_seed,
             gradient_noise=gradient_noise,
         )
         from_start, live = split_by_switch(choices)
@@ -362,7 +395,7 @@ class Prover:
                     raise
         self._drop_prestarted()
         # Two processes at once may need more memory than there is.
-        return self._record(choices, role=role, nudge=nudge, gradient_noise=gradient_noise)
+        return self._record(choices, role=role, nudge=nudge, nudge_seed=nudge_seed, gradient_noise=gradient_noise)
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
         """For few steps, every second one, so that a step from the run's own state lies in between, and the last, whose

@@ -26,7 +26,7 @@ from flatout.tuning.few_steps import FEWEST_STEPS, WANTED_PAIRS, FewSteps, compa
 from flatout.tuning.fitting import Fit, combinations, fit, too_few_to_fit
 from flatout.tuning.for_memory import MemoryGain, judge_gain
 from flatout.tuning.history import History
-from flatout.tuning.proposals import Proposals, SearchLimits
+from flatout.tuning.proposals import TRIALS_COST, Proposals, SearchLimits
 from flatout.tuning.results import SearchState
 from flatout.tuning.short_budget import no_step, too_slow, too_slow_for_whole_runs
 from flatout.tuning.trials import RunningTrial, Trials, mostly_waited
@@ -47,6 +47,10 @@ LEAST_PATIENCE_SECONDS = 60.0
 """Timeout for a script without a step: loading torch alone takes seconds, many on a busy machine."""
 SLOWER_START = 3.0
 """Times the first start: timeout of a later one, under a lever or on a machine that has become busy."""
+MUCH_SAVED = 0.05
+"""Share of a step: what is expected to save this is tried while there is time for it."""
+SHARE_SECONDS = 3.0
+"""Least time for the windows of one comparison."""
 MOST_RESTARTS = 60
 ATTEMPTS = 6
 """Starts of a short script within one comparison."""
@@ -122,8 +126,18 @@ class TrainingSearch(Search[Choice]):
     def _is_too_late_for(self, choice: Choice) -> bool:
         return self._remaining() <= self.starting_seconds(self.combined((choice,)))
 
-    def promise(self, name: str) -> tuple[bool, float]:
-        return self._proposals.promise(name)
+    def promise(self, name: str) -> tuple[bool, bool, float]:
+        return self._is_last_chance(name), *self._proposals.promise(name)
+
+    def _is_last_chance(self, name: str) -> bool:
+        """Is there time for it now, but not after another trial, and is it expected to save much?"""
+        candidate = next(iter(self.proposal(name).candidates), None)
+        if candidate is None or self._proposals.saving(candidate).expected < MUCH_SAVED:
+            return False
+        costs = [trial.cost_seconds for trial in self.state.trials]
+        another = max(SHARE_SECONDS, TRIALS_COST * self.usual_trial_seconds, *costs)
+        needed = self.starting_seconds(self.combined((candidate,)))
+        return needed < self._remaining() < needed + another
 
     def bundle(self) -> tuple[Choice, ...]:
         return self._proposals.bundle(self.usual_trial_seconds, self._remaining())
@@ -341,11 +355,12 @@ class TrainingSearch(Search[Choice]):
         restart_seconds = self.state.restart_seconds if fresh else 0.0
         compiled = next((one for one in wanted if one.lever.compiles), None)
         new = [one for one in wanted if one not in self.state.kept]
-        if self.limits.only is not None or compiled is None or not any(one.lever.acts_on_forward for one in new):
+        again = any(one.lever.acts_on_forward or one.lever.recompiles for one in new)
+        if self.limits.only is not None or compiled is None or not again:
             return restart_seconds
         first = usual_compile_seconds(self.state.first_observed, compiled.value)
-        again = self._least_for_verifier(self.first_seconds or 0.0, first) - self._deadline.reserved_seconds
-        return restart_seconds + first + max(0.0, again)
+        later = self._least_for_verifier(self.first_seconds or 0.0, first) - self._deadline.reserved_seconds
+        return restart_seconds + first + self.usual_trial_seconds + max(0.0, later)
 
     def ordered(self, wanted: Sequence[Choice]) -> list[Choice]:
         return in_order(wanted)
@@ -445,7 +460,8 @@ class TrainingSearch(Search[Choice]):
 
     def _share(self, most_seconds: float) -> float:
         """Time for one comparison, so that enough is left for the others."""
-        return min(most_seconds, max(3.0, self._remaining() / (self._left + 2)))
+        remaining = self._remaining()
+        return min(most_seconds, max(min(SHARE_SECONDS, remaining), remaining / (self._left + 2)))
 
     def _note_length(self, end: TrialEnded, step_seconds: float | None) -> None:
         self._length = end.steps

@@ -81,20 +81,24 @@ class Verifier:
         """The weakest claim that may be made."""
         share, pattern = COMPARISON_SHARE * deadline.seconds_left, _pattern(state)
         self._compared = trials_as_used(trials, state.few_steps)
-        needed = last_comparison.least_seconds(
-            pattern.step_seconds,
-            pattern.startup_seconds + trials.loading_seconds - self._compared.loading_seconds,
-            self._compared,
-            pattern.levers_start_seconds,
-            state.few_steps,
-            last_comparison.WANTED_PROCESS_PAIRS,
+        least, needed = (
+            last_comparison.least_seconds(
+                pattern.step_seconds,
+                pattern.startup_seconds + trials.loading_seconds - self._compared.loading_seconds,
+                self._compared,
+                pattern.levers_start_seconds,
+                state.few_steps,
+                process_pairs,
+            )
+            for process_pairs in (last_comparison.LEAST_PROCESS_PAIRS, last_comparison.WANTED_PROCESS_PAIRS)
         )
         claims = {choice.exactness for choice in state.kept}
         beside_proof = deadline.seconds_left - PROOF_MARGIN * prover.least_seconds(pattern, trials, claims)
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, max(2 * share, beside_proof)))
         self.warnings: list[str] = []
         before = deadline.reserving(self._comparison_seconds)
-        self._prover = Prover(trials, pattern, before, progress)
+        latest = deadline.reserving(least - last_comparison.UNDECIDED_SHARE * deadline.budget_seconds)
+        self._prover = Prover(trials, pattern, before, progress, latest)
         self._proved = 0
         """Size of the set that was proved and then partly dropped."""
 

@@ -38,6 +38,8 @@ WARMS_BELOW_SECONDS = (0.2, 0.2, 5.0)
 """The same for the first steps under a lever, which allocate, load kernels or compile."""
 SWITCH_SHARE = 0.1
 """Share of a window: where switching levers takes longer, a pair is one turn of long windows."""
+COMPILES_SECONDS, COMPILES_TIMES = 1.0, 20.0
+"""A step under a compiler that takes longer than both, the second in usual steps, compiled."""
 FIRST_STEPS = 3
 """Steps that pass before a trial takes commands."""
 
@@ -151,6 +153,13 @@ def warm_up(arm: Arm, pace: Pace, candidate: Choice | None) -> tuple[float, floa
     return max(0.0, spent - usual * len(window.settle_seconds)), usual
 
 
+def late_compilation_seconds(window: Window) -> float:
+    """How much longer than usual its longest step took, where that can only be a compilation: another graph, as of the
+    first evaluation."""
+    usual, longest = median(window.seconds), max(window.seconds)
+    return longest - usual if longest > max(COMPILES_SECONDS, COMPILES_TIMES * usual) else 0.0
+
+
 def compare_arms(
     baseline: Arm,
     candidate: Arm,
@@ -179,6 +188,9 @@ def compare_arms(
             raise_if_rolled_back(theirs, choice)
             turn += 1
             turns.append((median(ours.seconds), median(theirs.seconds)))
+            if choice is not None and choice.lever.compiles:
+                late = late_compilation_seconds(theirs)
+                startup, began = startup + late, began + late * (not pace.counts_warm_up)
             resident.append((ours.resident_bytes, theirs.resident_bytes))
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):
                 pace = pace.in_one_turn()
