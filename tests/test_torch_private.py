@@ -7,6 +7,7 @@ Seen in torch 2.13 (CPU) and 2.15 (CUDA). After a change that was meant, correct
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -39,15 +40,18 @@ NOT_TORCHS = {
 }
 
 
-def outside() -> Iterator[tuple[Path, ast.AST]]:
+@functools.cache
+def outside() -> list[tuple[Path, ast.AST]]:
     """Every node of the package's source that is not the adapter's, nor an import for type checkers alone."""
+    found: list[tuple[Path, ast.AST]] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if ADAPTER not in path.parents:
             tree = ast.parse(path.read_text())
             for node in ast.walk(tree):
                 if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                     node.body = [ast.Pass()]
-            yield from ((path, node) for node in ast.walk(tree))
+            found += ((path, node) for node in ast.walk(tree))
+    return found
 
 
 def _private(name: str) -> bool:

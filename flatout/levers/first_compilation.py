@@ -25,8 +25,9 @@ COMPILE_SECONDS, COMPILE_SECONDS_AN_OPERATION, HEADERS_SECONDS = 6.0, 0.012, 8.0
 machine (`python -m benchmarks.search.compiling`). What it really took is measured."""
 EVALUATED_TOO = 0.5
 """How much longer where the loop also evaluates: that is another graph, without gradients."""
-COMPILED_AGAIN = 0.1
-"""The share of that in a later process, which finds the kernels in the cache (0.04 to 0.09 in that benchmark)."""
+AGAIN_SECONDS, AGAIN_SHARE = 1.5, 0.075
+"""In a later process, which finds the kernels in the cache: to load the compiler, and a share of the first compilation
+(0.04 to 0.09 in that benchmark)."""
 USUAL_OPERATIONS = 500
 """Of a step, where they were not counted."""
 
@@ -72,6 +73,11 @@ def _named_when_whole(run: Callable[[str, str], None]) -> Callable[[str, str], N
 def compiler_is_there() -> bool:
     """Is there a C++ compiler, without which torch.compile on the CPU does not work?"""
     return any(shutil.which(name) for name in (cpp_compiler(), "g++", "clang++", "c++"))
+
+
+def seconds_to_compile_again(first_seconds: float) -> float:
+    """In a later process, after a first compilation of that length; 0 where there was none."""
+    return AGAIN_SECONDS + AGAIN_SHARE * first_seconds if first_seconds else 0.0
 
 
 def usual_compile_seconds(observed: Observed, value: Value = "default") -> float:

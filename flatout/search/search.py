@@ -124,8 +124,8 @@ class Search(ABC, Generic[C]):
     def on_dropped(self, choice: C, others: Sequence[C]) -> None:
         """Called when this choice was dropped; `others` are still kept."""
 
-    def starting_seconds(self, wanted: Sequence[C]) -> float:
-        """Until a trial's first step, during which it is not interrupted."""
+    def needed_seconds(self, wanted: Sequence[C]) -> float:
+        """Of a trial that would be in vain if it were interrupted earlier, as where it starts a process."""
         return 0.0
 
     def predicted(self, tried: Sequence[C]) -> Saving | None:
@@ -214,7 +214,7 @@ class Search(ABC, Generic[C]):
         """Try these together on top of what is kept; True if they were kept."""
         label = " + ".join(one.label for one in tried)
         wanted = self.combined(tried)
-        if self._remaining() <= self.starting_seconds(wanted):
+        if self._remaining() <= self.needed_seconds(wanted):
             self._skip(label, self._spent(), for_lack_of_time=True)
             return False
         self._progress(f"trying {label}{self._so_far()}")

@@ -39,6 +39,8 @@ LEAST_WINDOWS, MOST_WINDOWS = 4, 400
 UNDECIDED_SHARE = 0.05
 """Share of the budget by which it may take longer where the gain is not yet certain: without another pair, everything
 that was found would be dropped."""
+LEAST_SHARE_BEYOND = 0.1
+"""Share of the budget by which it may be exceeded for the fewest pairs that can decide."""
 MOST_STARTS = 40
 """A short script is restarted until there are enough windows."""
 USUAL_DEVIATION, USUAL_FREEDOM = 0.04, 1
@@ -86,7 +88,8 @@ def compare_in_fresh_processes(
     groups: list[Pairs] = []
     last: Pairing | None = None
     began = deadline.elapsed_seconds
-    available = max(seconds, deadline.seconds_left)
+    left_at_first = deadline.seconds_left
+    available = max(seconds, left_at_first)
     for number in range(MOST_PROCESS_PAIRS):
         pairs: Pairs = []
         wanted, left = max(1, WANTED_PROCESS_PAIRS - number), available - (deadline.elapsed_seconds - began)
@@ -98,7 +101,10 @@ def compare_in_fresh_processes(
         spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
         undecided = found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
         beyond = UNDECIDED_SHARE * deadline.budget_seconds if undecided else 0.0
-        if spent + spent / len(groups) > available + beyond and len(groups) >= least:
+        most = available + beyond
+        if undecided and len(groups) < LEAST_PROCESS_PAIRS:
+            most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
+        if spent + spent / len(groups) > most and len(groups) >= least:
             break
         if _is_narrow(found, len(groups), undecided=undecided):
             break

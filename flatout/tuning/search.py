@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from flatout.errors import ScriptError, TrialError
 from flatout.levers.catalogue import in_order
-from flatout.levers.first_compilation import COMPILED_AGAIN, usual_compile_seconds
+from flatout.levers.first_compilation import seconds_to_compile_again, usual_compile_seconds
 from flatout.levers.lever import Choice, Lever, Saving, split_by_switch
 from flatout.levers.observed import Observed
 from flatout.machine.description import Machine
@@ -124,7 +124,7 @@ class TrainingSearch(Search[Choice]):
         return replace(found, candidates=tuple(in_time_first))
 
     def _is_too_late_for(self, choice: Choice) -> bool:
-        return self._remaining() <= self.starting_seconds(self.combined((choice,)))
+        return self._remaining() <= self.needed_seconds(self.combined((choice,)))
 
     def promise(self, name: str) -> tuple[bool, bool, float]:
         return self._is_last_chance(name), *self._proposals.promise(name)
@@ -136,7 +136,7 @@ class TrainingSearch(Search[Choice]):
             return False
         costs = [trial.cost_seconds for trial in self.state.trials]
         another = max(SHARE_SECONDS, TRIALS_COST * self.usual_trial_seconds, *costs)
-        needed = self.starting_seconds(self.combined((candidate,)))
+        needed = self.needed_seconds(self.combined((candidate,)))
         return needed < self._remaining() < needed + another
 
     def bundle(self) -> tuple[Choice, ...]:
@@ -316,7 +316,7 @@ class TrainingSearch(Search[Choice]):
         compile_seconds = self._compile_seconds if compile_seconds is None else compile_seconds
         budget_seconds, restart_seconds = self._deadline.budget_seconds, self.state.restart_seconds
         needed = least_seconds(step_seconds, restart_seconds, self.trials, budget_seconds, self.few)
-        return needed + COMPILED_AGAIN_BY * COMPILED_AGAIN * compile_seconds
+        return needed + COMPILED_AGAIN_BY * seconds_to_compile_again(compile_seconds)
 
     def _affordable_steps(self, step_seconds: float) -> int:
         """How many plain steps may be watched; ScriptError where the budget is too short to compare anything."""
@@ -348,19 +348,21 @@ class TrainingSearch(Search[Choice]):
 
     # trials
 
-    def starting_seconds(self, wanted: Sequence[Choice]) -> float:
+    def needed_seconds(self, wanted: Sequence[Choice]) -> float:
         if self.few is not None:
             return self.usual_trial_seconds
         fresh = self._process is None or self._from_start(wanted) != self._from_start()
-        restart_seconds = self.state.restart_seconds if fresh else 0.0
+        restart_seconds = self.state.restart_seconds + self.usual_trial_seconds if fresh else 0.0
         compiled = next((one for one in wanted if one.lever.compiles), None)
         new = [one for one in wanted if one not in self.state.kept]
         again = any(one.lever.acts_on_forward or one.lever.recompiles for one in new)
-        if self.limits.only is not None or compiled is None or not again:
+        if self.limits.only is not None or compiled is None:
             return restart_seconds
+        if not again:
+            return restart_seconds + fresh * seconds_to_compile_again(self._compile_seconds)
         first = usual_compile_seconds(self.state.first_observed, compiled.value)
         later = self._least_for_verifier(self.first_seconds or 0.0, first) - self._deadline.reserved_seconds
-        return restart_seconds + first + self.usual_trial_seconds + max(0.0, later)
+        return (restart_seconds or self.usual_trial_seconds) + first + max(0.0, later)
 
     def ordered(self, wanted: Sequence[Choice]) -> list[Choice]:
         return in_order(wanted)

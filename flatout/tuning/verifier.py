@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flatout.errors import TrialError
 from flatout.levers.catalogue import in_order
-from flatout.levers.first_compilation import COMPILED_AGAIN
+from flatout.levers.first_compilation import seconds_to_compile_again
 from flatout.levers.lever import Choice
 from flatout.plan_choices import Exactness
 from flatout.search.deadline import Deadline
@@ -265,7 +265,7 @@ def _starts_again_in(choice: Choice, state: SearchState) -> float:
     """Start-up seconds of a lever in a later process, where what it compiled is cached."""
     trial = state.kept_trial(choice.field)
     seconds = 0.0 if trial is None else trial.startup_seconds or 0.0
-    return seconds * (COMPILED_AGAIN if choice.lever.compiles else 1.0)
+    return seconds_to_compile_again(seconds) if choice.lever.compiles else seconds
 
 
 def busy(load: LoadWatch, when: str) -> list[str]:

@@ -138,6 +138,19 @@ def test_a_nudge_is_one_rounding_error_in_any_format_and_repeats() -> None:
         assert relative.max() < 2.1
 
 
+def test_a_nudge_may_go_farther_and_elsewhere() -> None:
+    moved = []
+    for words in ({}, {"ulps": 8}, {"seed": 1}):
+        watched = Watched()
+        weight = watched.model[0].weight
+        before = weight.detach().clone()
+        nudge_weights(watched.subject, **words)
+        moved.append(((weight.detach() - before) / before).double() / torch.finfo(torch.float32).eps)
+    assert torch.equal(moved[0].sign(), moved[1].sign())
+    assert moved[1].abs().min() > 7
+    assert not torch.equal(moved[0].sign(), moved[2].sign())
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     Watched(norm=True).record(8, role="reference", folder=str(tmp_path), checks=(0, 4))

@@ -91,6 +91,7 @@ def test_layers_that_mix_samples_are_told_of_or_refused() -> None:
         step_of(Limited(4, norm=True), Plan(out_of_memory="exact"))(batch())
 
 
+@pytest.mark.slow
 def test_the_end_is_said_clearly() -> None:
     with (
         pytest.warns(UserWarning, match="did not fit"),

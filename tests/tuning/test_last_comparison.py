@@ -89,6 +89,26 @@ def test_a_gain_that_is_not_certain_yet_gets_another_pair(
     assert found.comparison.pairs == 8 * pairs
 
 
+@pytest.mark.parametrize(("share", "pairs"), [(0.09, 2), (0.11, 1)])
+def test_the_second_pair_may_exceed_the_budget_by_a_tenth(
+    share: float, pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pair alone hardly ever shows a gain, and then all that was found would be dropped."""
+    now, budget_seconds, left = 0.0, 100.0, 14.0
+
+    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+        nonlocal now
+        now += (14.0 + share * budget_seconds) / 2
+        pairs += group(1.3)
+        return pairing_of_runs(pairs, pace), pace
+
+    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    deadline = Deadline(budget_seconds, clock=lambda: now).within(left)
+    found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=left), deadline, left)
+    assert found.comparison.pairs == 8 * pairs
+
+
 def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:
     assert compared(tmp_path, 100_000, seconds=0.001, budget_seconds=0.001) >= LEAST_WINDOWS
 

@@ -112,6 +112,48 @@ BEYOND_ROUNDING: dict[str, tuple[Numerics, str]] = {
 }
 
 
+def test_a_unit_that_switches_sides_is_explained_by_plain_runs_that_were_moved_farther() -> None:
+    """It changes the gradient of one check step far more than rounding changes those of others."""
+    candidate = with_check(ROUNDED, 2, gradients=check(20, gradient=2e-3).gradients)
+    assert "gradient of 0.weight" in str(judge.not_within_rounding(PLAIN, NUDGED, candidate))
+    assert judge.is_seldom_beyond_rounding(PLAIN, NUDGED, candidate)
+    elsewhere = with_check(ROUNDED, 1, gradients=check(10, gradient=3e-3).gradients)
+    merged = judge.with_farther(PLAIN, NUDGED, elsewhere)
+    assert judge.not_within_rounding(PLAIN, merged, candidate) is not None
+    there = with_check(ROUNDED, 2, gradients=check(20, gradient=3e-3).gradients)
+    assert judge.not_within_rounding(PLAIN, judge.with_farther(PLAIN, merged, there), candidate) is None
+
+
+def test_moving_weights_farther_explains_no_more_of_what_is_smooth() -> None:
+    farther = run(seed=5, noise=judge.FARTHER * 1e-7, gradient=judge.FARTHER * 1e-7, drift=judge.FARTHER * 1e-7)
+    merged = judge.with_farther(PLAIN, NUDGED, farther)
+    assert [one.error for one in merged.checks[1].gradients] == pytest.approx([2e-7] * 3)
+    assert [one.error for one in merged.checks[1].drift] == pytest.approx([1e-7] * 3)
+    for change in (0, 7, 39):
+        moved = abs(merged.losses[change][0] / PLAIN.losses[change][0] - 1)
+        assert moved < 1.01e-7
+
+
+def test_a_shorter_run_leaves_the_rest_as_it_is() -> None:
+    farther = replace(ROUNDED, losses=ROUNDED.losses[:5], checks=ROUNDED.checks[:1])
+    merged = judge.with_farther(PLAIN, NUDGED, farther)
+    assert merged.losses[5:] == NUDGED.losses[5:]
+    assert merged.checks[1:] == NUDGED.checks[1:]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        with_gradient(ROUNDED, "0.bias", 1e-3, 1.0),  # in every step
+        with_check(ROUNDED, 2, updates=check(20, update=1e-3).updates),  # an optimizer has no unit that switches
+        with_check(ROUNDED, 1, same_generators=False),
+        ROUNDED,  # nothing is beyond
+    ],
+)
+def test_what_no_unit_explains(wrong: Numerics) -> None:
+    assert not judge.is_seldom_beyond_rounding(PLAIN, NUDGED, wrong)
+
+
 @pytest.mark.parametrize("what", BEYOND_ROUNDING)
 def test_what_rounding_does_not_let_pass(what: str) -> None:
     candidate, reason = BEYOND_ROUNDING[what]

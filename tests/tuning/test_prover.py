@@ -18,8 +18,8 @@ from flatout.script.trial.process import TrialSetup
 from flatout.search.deadline import Deadline
 from flatout.tuning import proof as judge
 from flatout.tuning.numerics import Numerics
-from flatout.tuning.prover import Pattern, Prover, RunsMade
-from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, run, with_gradient
+from flatout.tuning.prover import MOST_FARTHER, Pattern, Prover, RunsMade
+from tests.tuning.test_proof import NOISY, NUDGED, PLAIN, check, run, with_check, with_gradient
 
 
 class Claiming(Lever):
@@ -47,13 +47,22 @@ class Recorded(Prover):
         super().__init__(setup, Pattern(step_seconds=1e-3, **pattern), Deadline(100.0))
         self.results, self.plain, self.made = results, list(plain), []
         self.nudged = plain[1] if len(plain) > 1 else NUDGED
-        self.noisy = NOISY
+        self.noisy, self.farther = NOISY, [NUDGED] * 9
 
     def _record(
-        self, choices: Any, *, role: Any = "free", nudge: Any = "none", gradient_noise: float = 0.0, then: Any = None
+        self,
+        choices: Any,
+        *,
+        role: Any = "free",
+        nudge: Any = "none",
+        nudge_seed: int = 0,
+        gradient_noise: float = 0.0,
+        then: Any = None,
     ) -> Numerics:
         labels = tuple(choice.label for choice in choices)
         self.made.append((*labels, role, gradient_noise or nudge))
+        if nudge_seed:
+            return self.farther.pop(0)
         if gradient_noise:
             return self.noisy
         if nudge == "rounding":
@@ -106,6 +115,29 @@ def test_the_runs_that_are_made_are_those_that_time_is_kept_for(tmp_path: Path, 
     runs = RunsMade.for_claims([choice.exactness for choice in choices])
     assert len(prover.made) == runs.all
     assert sum(len(made) > 2 for made in prover.made) == runs.with_levers
+
+
+@pytest.mark.parametrize(("shown_by", "runs"), [(1, 1), (3, 3), (None, MOST_FARTHER)])
+def test_plain_runs_moved_farther_are_made_until_they_explain_it(
+    tmp_path: Path, shown_by: int | None, runs: int
+) -> None:
+    switched = with_check(ROUNDED, 2, gradients=check(20, gradient=2e-3).gradients)
+    prover = Recorded(tmp_path, {("rounds",): switched, ("rounds", "bits"): switched, ("bits",): PLAIN})
+    if shown_by is not None:
+        prover.farther[shown_by - 1] = with_check(ROUNDED, 2, gradients=check(20, gradient=3e-3).gradients)
+    proof = prover.prove([ROUNDS])
+    assert proof.verdict == ("rejected" if shown_by is None else "within rounding")
+    assert prover.made.count(("checked", "rounding")) == 1 + runs
+    prover.prove([ROUNDS, BITS])
+    assert prover.made.count(("checked", "rounding")) == 1 + runs  # they are kept for other sets of levers
+
+
+def test_without_time_for_them_none_is_made(tmp_path: Path) -> None:
+    switched = with_check(ROUNDED, 2, gradients=check(20, gradient=2e-3).gradients)
+    prover = Recorded(tmp_path, {("rounds",): switched})
+    prover._latest = Deadline(0.0)
+    assert prover.prove([ROUNDS]).verdict == "rejected"
+    assert prover.made.count(("checked", "rounding")) == 1
 
 
 def test_the_first_claim_that_fails_ends_the_proof(tmp_path: Path) -> None:

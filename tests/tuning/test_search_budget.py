@@ -13,9 +13,10 @@ from flatout.levers.allocator import PreloadedAllocator
 from flatout.levers.catalogue import LEVERS
 from flatout.levers.compile import Compile
 from flatout.levers.denormals import FlushDenormals
-from flatout.levers.first_compilation import usual_compile_seconds
+from flatout.levers.first_compilation import seconds_to_compile_again, usual_compile_seconds
 from flatout.levers.lever import Choice, Lever
 from flatout.levers.observed import ModuleSeen, Observed
+from flatout.levers.threads import Threads
 from flatout.script.entry import Target
 from flatout.script.trial.process import TrialProcess, TrialSetup
 from flatout.search.deadline import BudgetSpent, Deadline
@@ -207,9 +208,26 @@ def test_a_value_for_which_there_is_time_comes_before_one_that_would_be_too_late
     asked.state.observed = asked.state.first_observed = seen
     asked._deadline = Deadline(600.0, clock=clock)
     assert [one.value for one in asked.proposal("torch.compile").candidates] == ["default", "regional"]
-    regional, whole = (asked.starting_seconds([Choice(Compile(), value)]) for value in ("regional", "default"))
+    regional, whole = (asked.needed_seconds([Choice(Compile(), value)]) for value in ("regional", "default"))
     clock.now = 600.0 - (regional + whole) / 2
     assert [one.value for one in asked.proposal("torch.compile").candidates] == ["regional", "default"]
+
+
+def test_what_saves_much_is_tried_while_there_is_still_time_for_it(tmp_path: Path) -> None:
+    clock = Clock()
+    asked = search(tmp_path, clock, *LEVERS)
+    asked.state.observed = asked.state.first_observed = STEP
+    asked._deadline = Deadline(600.0, clock=clock)
+
+    def first() -> str:
+        return max((name for name in asked.names() if asked.proposal(name).candidates), key=asked.promise)
+
+    assert first() != "torch.compile"  # the others take less time
+    needed = asked.needed_seconds([asked.proposal("torch.compile").candidates[0]])
+    clock.now = 600.0 - needed - 1.0
+    assert first() == "torch.compile"
+    clock.now = 600.0 - needed + 1.0
+    assert first() != "torch.compile"
 
 
 def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(tmp_path: Path) -> None:
@@ -219,12 +237,14 @@ def test_nothing_is_compiled_that_proof_and_comparison_could_not_compile_again(t
     asked._deadline = Deadline(60.0, clock=clock).reserving(5.0)
     asked.state.first_observed, asked.state.restart_seconds = Observed(step_seconds=0.02), 0.5
     compiled, other = Choice(Compile(), "default"), Choice(FlushDenormals(), True)
-    needed = asked.starting_seconds([compiled])
+    needed = asked.needed_seconds([compiled])
     assert needed > usual_compile_seconds(asked.state.first_observed) + 0.5
-    assert asked.starting_seconds([other]) == 0.5
-    asked.state.kept = [compiled]
-    assert asked.starting_seconds([compiled, other]) == 0.5
-    assert asked.starting_seconds([Choice(Compile(), "regional")]) > 5.0  # that is compiled too
+    started = 0.5 + asked.usual_trial_seconds
+    assert asked.needed_seconds([other]) == started
+    asked.state.kept, asked._compile_seconds = [compiled], 20.0
+    assert asked.needed_seconds([compiled, other]) == started + seconds_to_compile_again(20.0)
+    assert asked.needed_seconds([Choice(Compile(), "regional")]) > 5.0  # that is compiled too
+    assert asked.needed_seconds([compiled, Choice(Threads(), 1)]) > 5.0  # under which code is compiled again
     asked.state.kept = []
     clock.now = 55.0 - needed + 1
     asked._try(compiled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,26 @@ def test_faster_and_in_turns() -> None:
     assert process.order[1:7] == [False, True, True, False, False, True]
     assert pairing.comparison.pairs < PACE.most_pairs
     assert pairing.leak_bytes_per_step == 0
+
+
+class Compiling(Faster):
+    compiles = True
+
+
+def test_a_second_graph_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of the first evaluation: the step that compiles it is no step of the comparison."""
+    process, choice = Pretended(0.005), Choice(Compiling(), 1)
+    plain = process.window
+
+    def window(choices: Sequence[Choice], **words: Any) -> Window:
+        found = plain(choices, **words)
+        late = len(process.order) == 4 and bool(choices)
+        return replace(found, seconds=(found.seconds[0] + 7.0, *found.seconds[1:])) if late else found
+
+    monkeypatch.setattr(process, "window", window)
+    pairing = compare_arms(Arm(process), Arm(process, [choice]), PACE, choice)
+    assert pairing.comparison.verdict == "faster"
+    assert pairing.startup_seconds == pytest.approx(7.0, rel=0.01)
 
 
 def test_slower_and_no_difference() -> None:
