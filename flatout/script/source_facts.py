@@ -206,6 +206,7 @@ class _Reader:
         self._calls = [node for node in self._order if isinstance(node, ast.Call)]
         self._loops = self._training_loops()
         self._called = self._functions_called_in_loops()
+        self._called_classes = self._classes_called_in_loops()
         self._hooks = self._functions_as_hooks()
         self._repeated = {
             _dotted(node.func).rpartition(".")[2] for node in self._calls if self._innermost(node, _LOOPS) is not None
@@ -249,10 +250,9 @@ class _Reader:
     def kept(self) -> Iterator[KeptFact]:
         """Values that hold a graph, as far as names tell, kept in the loop that trains."""
         for node in self._order:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 1:
-                if node.func.attr not in ("append", "extend", "add", "appendleft") or not self._runs_in_training(node):
-                    continue
-                container, value = _dotted(node.func.value), node.args[0]
+            stored = _stored(node)
+            if stored is not None and self._runs_in_training(node):
+                container, value = stored
                 if not _is_plain_value(value):
                     yield KeptFact(
                         line=self.line(node),
@@ -337,14 +337,19 @@ class _Reader:
         return at
 
     def _training_loops(self) -> set[ast.AST]:
+        """Those around a backward pass or an optimizer's step, also where it is in a function that they call."""
         loops: set[ast.AST] = set()
-        for node in self._calls:
-            if isinstance(node.func, ast.Attribute) and node.func.attr in ("step", "backward"):
-                owner = _dotted(node.func.value).lower()
-                trains = node.func.attr == "backward" or "opt" in owner or "scaler" in owner or "trainer" in owner
-                loop = self._innermost(node, _LOOPS) if trains else None
-                if loop is not None:
-                    loops.add(loop)
+        todo = [node for node in self._calls if _trains(node)]
+        functions: set[str] = set()
+        while todo:
+            node = todo.pop()
+            around = self._innermost(node, (*_LOOPS, *_FUNCTIONS))
+            if isinstance(around, _LOOPS):
+                loops.add(around)
+            name = getattr(around, "name", None)
+            if name is not None and name not in functions:
+                functions.add(name)
+                todo += [one for one in self._calls if _dotted(one.func).rpartition(".")[2] == name]
         return loops
 
     def _functions_called_in_loops(self) -> set[str]:
@@ -360,22 +365,39 @@ class _Reader:
             yield at
             at = self._parents.get(at)
 
+    def _classes_called_in_loops(self) -> set[str]:
+        """Of `features = Features(...)` and `features(x)` in the loop: 'Features'."""
+        return {
+            _dotted(node.value.func).rpartition(".")[2]
+            for node in self._order
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            for target in node.targets
+            if _dotted(target).rpartition(".")[2] in self._called
+        }
+
     def _is_in_training(self, node: ast.AST) -> bool:
         return any(one in self._loops for one in self._around(node))
 
     def _runs_in_training(self, node: ast.AST) -> bool:
-        """Is it in a training loop, in a function that one calls, or in a hook?"""
-        function = getattr(self._innermost(node, _FUNCTIONS), "name", "")
-        return self._is_in_training(node) or function in self._called or function in self._hooks
+        """Is it in a training loop, in a function or an object that one calls, or in a hook?"""
+        around = self._innermost(node, _FUNCTIONS)
+        function = getattr(around, "name", "")
+        if self._is_in_training(node) or function in self._called or function in self._hooks:
+            return True
+        kind = None if around is None else self._parents.get(around)
+        return (
+            function in ("__call__", "forward") and isinstance(kind, ast.ClassDef) and kind.name in self._called_classes
+        )
 
     def _functions_as_hooks(self) -> set[str]:
-        """Of `layer.register_forward_hook(remember)`: 'remember'."""
-        return {
-            _dotted(one).rpartition(".")[2]
-            for node in self._calls
-            if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_hook")
-            for one in node.args[:1]
-        }
+        """Of `layer.register_forward_hook(remember)`: 'remember'; of `...(remember_as("x"))`: what that returns."""
+        hooks: set[str] = set()
+        for node in self._calls:
+            if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_hook"):
+                for one in node.args[:1]:
+                    hooks.add(_dotted(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2])
+        inner = (one for one in self._order if isinstance(one, ast.FunctionDef))
+        return hooks | {one.name for one in inner if getattr(self._innermost(one, _FUNCTIONS), "name", "") in hooks}
 
     def _is_guarded(self, node: ast.AST, loop: ast.AST | None) -> bool:
         for one in self._around(node):
@@ -389,7 +411,10 @@ class _Reader:
         """Is there anything that makes it smaller, empties it, or limits it?"""
         for node in self._order:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in ("clear", "pop", "popleft", "remove") and _dotted(node.func.value) == container:
+                if (
+                    node.func.attr in ("clear", "pop", "popleft", "popitem", "remove")
+                    and _name(node.func.value) == container
+                ):
                     return True
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -416,6 +441,33 @@ class _Reader:
             if isinstance(node, ast.Assign) and node is not addition and name in [_dotted(one) for one in node.targets]:
                 return True
         return False
+
+
+def _trains(node: ast.Call) -> bool:
+    """Is it a backward pass, or an optimizer's step?"""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr not in ("step", "backward"):
+        return False
+    owner = _dotted(node.func.value).lower()
+    return node.func.attr == "backward" or "opt" in owner or "scaler" in owner or "trainer" in owner
+
+
+def _stored(node: ast.AST) -> tuple[str, ast.expr] | None:
+    """(container, value) of `kept.append(value)` and `kept[key] = value`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 1:
+        if node.func.attr in ("append", "extend", "add", "appendleft"):
+            return _name(node.func.value), node.args[0]
+    elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript):
+        key = node.targets[0].slice
+        if not any(isinstance(one, ast.Slice | ast.Constant) for one in ast.walk(key)):
+            return _name(node.targets[0].value), node.value
+    return None
+
+
+def _name(node: ast.expr) -> str:
+    """'kept' of `kept` and of `kept[key]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return _dotted(node)
 
 
 def _dotted(node: ast.AST) -> str:
