@@ -289,8 +289,9 @@ class UpdateWatch:
                 self.zero_place = self._here("zero", depth=2)
                 to_none = kwargs.get("set_to_none", args[1] if len(args) > 1 else True)
                 self.zero_fills = bool(self.zero_fills) or not to_none
-                for state in self._states.values():
-                    state.cleared = True
+                for state in self._states.values():  # another optimizer's, or a part of the model: not all of them
+                    followed = [one for reference in state.followed if (one := reference()) is not None]
+                    state.cleared |= bool(followed) and all(one.grad is None for one in followed)
 
         return zero_grad
 

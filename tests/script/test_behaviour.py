@@ -135,6 +135,24 @@ def test_gradients_that_are_never_cleared() -> None:
     assert names(watched(step, model)) == ["missing-zero-grad"]
 
 
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("clears", ["one", "both", "module"])
+def test_one_of_two_optimizers_is_never_cleared(clears: str, fills: bool) -> None:
+    body, head = net(nn.Linear(1, 6)), net()
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-3) for one in (body, head)]
+    cleared: dict[str, Any] = {"one": optimizers[:1], "both": optimizers, "module": [body, head]}
+
+    def step(number: int) -> None:
+        for one in cleared[clears]:
+            one.zero_grad(set_to_none=not fills)
+        head(body(data())).square().mean().backward()
+        for one in optimizers:
+            one.step()
+
+    found = [name for name in names(watched(step, body, head)) if name != "zero-grad-fills"]
+    assert found == (["missing-zero-grad"] if clears == "one" else [])
+
+
 @pytest.mark.parametrize("clear", ["none", "zero", "module"])
 def test_gradients_that_are_cleared_by_hand(clear: str) -> None:
     model = net()

@@ -197,3 +197,57 @@ def test_files_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None
     assert found.calls[0].line == ("a.py", 1, "f(1)")
     assert SourceFacts.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert short_name("/elsewhere/a.py", str(tmp_path)) == "/elsewhere/a.py"
+
+
+KEPT_ELSEWHERE = """
+class Trainer:
+    def fit(self):
+        for epoch in range(3):
+            for batch in data:
+                self.train_batch(batch)
+    def train_batch(self, batch):
+        out = self.model(batch)
+        out.mean().backward()
+        self.optimizer.step()
+        self.outputs.append(out.detach())
+
+class Features:
+    def __init__(self):
+        self.cache = {}
+    def __call__(self, key, x):
+        self.cache[key] = torch.cos(x)
+        return self.cache[key]
+
+seen = {"first": []}
+recent = {}
+def watch(name):
+    def hook(module, inputs, output):
+        seen[name].append(output.detach())
+        recent.clear()
+        recent[name] = output
+    return hook
+model.register_forward_hook(watch("first"))
+
+features = Features()
+for epoch in range(3):
+    rows[2:4] = torch.zeros(2)
+    table["mean"] = model(x)
+    loss = model(features(epoch, x))
+    loss.backward()
+"""
+
+
+def test_what_is_kept_in_methods_hooks_and_dicts() -> None:
+    kept = {one.container: (one.bounded, one.line[2]) for one in SourceFacts.of({"train.py": KEPT_ELSEWHERE}).kept}
+    assert kept == {
+        "self.outputs": (False, "self.outputs.append(out.detach())"),
+        "self.cache": (False, "self.cache[key] = torch.cos(x)"),
+        "seen": (False, "seen[name].append(output.detach())"),
+        "recent": (True, "recent[name] = output"),
+    }
+
+
+def test_a_loop_trains_where_a_function_does_that_it_calls() -> None:
+    facts = SourceFacts.of({"train.py": KEPT_ELSEWHERE})
+    assert {one.line[1] for one in facts.calling("self.train_batch", in_training_loop=True)} == {6}
+    assert facts.calling("self.optimizer.step", in_training_loop=True)
