@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from flatout.diagnose.check import Seen, check, where
 from flatout.diagnose.facts import Facts
 from flatout.script.behaviour_seen import LineTime
@@ -18,6 +20,9 @@ MANY_LOSSES = 16
 """Calls of a loss at one line in a step: more than tasks or scales, as few as the positions of a short sequence."""
 OPERATOR_SHARE, MANY_CALLS = 0.1, 100
 """Of a line's time, in operators: from here on the line computes with tensors, unless it calls that many in a step."""
+ELEMENT_OPERATORS = ("aten::item", "aten::is_nonzero", "aten::lift_fresh")
+"""They read or write one number of a tensor. A line that calls many in a step is a loop over numbers, operators and
+all."""
 
 
 @check(
@@ -95,17 +100,22 @@ def python_time(facts: Facts) -> Seen | None:
 
 
 def _own_python(facts: Facts) -> Seen | None:
-    """Lines of the script between the passes, less the operators that they call."""
+    """Lines of the script between the passes, less the operators that they call on whole tensors."""
     assert facts.profile is not None
     operators: dict[str, tuple[float, float]] = {}
+    by_element: Counter[str] = Counter()
     for row in facts.profile.operators:
         seconds, calls = operators.get(row.line, (0.0, 0.0))
         operators[row.line] = seconds + row.host_seconds, calls + row.calls
+        by_element[row.line] += int(row.calls) if row.name in ELEMENT_OPERATORS else 0
     lines: dict[tuple[str, int], tuple[LineTime, float]] = {}
     for one in facts.behaviour.times if facts.behaviour is not None else ():
         if one.activity != "script" or _kind(facts, one) != "script" or one.samples < LEAST_SAMPLES:
             continue
-        seconds, calls = operators.get(f"{one.line[0]}:{one.line[1]}", (0.0, 0.0))
+        place = f"{one.line[0]}:{one.line[1]}"
+        seconds, calls = operators.get(place, (0.0, 0.0))
+        if by_element[place] >= MANY_CALLS:
+            seconds = 0.0
         if seconds < OPERATOR_SHARE * one.seconds or calls >= MANY_CALLS:
             lines[one.line[:2]] = one, max(0.0, one.seconds - seconds)
     cost, whole = sum(left for _, left in lines.values()), facts.whole_step_seconds
@@ -164,10 +174,12 @@ def _spent(facts: Facts, kind: Kind, what: str, remedy: str) -> Seen | None:
 
 
 def _kind(facts: Facts, one: LineTime) -> str:
-    """'plotting', 'logging', 'disk', or what else the thread did there."""
-    if one.activity != "script" or facts.source is None:
+    """'plotting', 'logging', 'disk', or what else the thread did there. A line that logs is logging also while it
+    makes the text or writes the file."""
+    if facts.source is None or one.activity not in ("script", "disk"):
         return one.activity
-    return facts.source.kind_of(one.line)
+    kind = facts.source.kind_of(one.line)
+    return kind if one.activity == "script" or kind in ("plotting", "logging") else "disk"
 
 
 def _said(times: list[LineTime]) -> str:

@@ -110,6 +110,7 @@ TRAINING = ForwardSeen(
     module="Net", line=LINE, calls=50, training=True, grad=True, used=50, longest_run=1, updated=True,
     mode_layers=("Dropout",),
 )  # fmt: skip
+BY_ELEMENT = operator(name="aten::item", operator_class="other", calls=640, seconds=0.019, line="train.py:12")
 LOSS = ForwardSeen(module="CrossEntropyLoss", line=LINE, calls=50, training=True, grad=True, used=50)
 EVALUATION = ForwardSeen(
     module="Net", line=EVALUATION_LINE, calls=40, training=False, grad=False, longest_run=10, updated=True,
@@ -422,7 +423,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [facts(behaviour=behaviour(times=(time_of("disk", 0.2, samples=5),)))],
     ),
     "logging-time": (
-        [facts(behaviour=behaviour(times=(time_of("script", 0.2, ("train.py", 4, "")),)), source=WRITING)],
+        [
+            facts(behaviour=behaviour(times=(time_of("script", 0.2, ("train.py", 4, "")),)), source=WRITING),
+            facts(behaviour=behaviour(times=(time_of("disk", 0.2, ("train.py", 4, "")),)), source=WRITING),
+        ],
         [facts(behaviour=behaviour(times=(time_of("logging", 0.01),)))],
     ),
     "python-time": (
@@ -430,6 +434,10 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(times=(time_of("script", 0.2),))),
             facts(profile=None, behaviour=None, observed=observed(breakdown_seconds={"other": 0.05, "forward": 0.05})),
             facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 64, seconds=1.0),))),
+            facts(
+                behaviour=behaviour(times=(time_of("script", 0.2),)),
+                profile=profile(operators=(BY_ELEMENT,)),
+            ),
         ],
         [
             facts(behaviour=behaviour(forwards=(replace(LOSS, calls=50 * 64, seconds=0.4),))),
