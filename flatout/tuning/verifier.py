@@ -97,7 +97,7 @@ class Verifier:
         self._comparison_seconds = max(LEAST_COMPARISON_SECONDS, share, min(needed, max(2 * share, beside_proof)))
         self.warnings: list[str] = []
         before = deadline.reserving(self._comparison_seconds)
-        latest = deadline.reserving(least - last_comparison.UNDECIDED_SHARE * deadline.budget_seconds)
+        latest = deadline.reserving(least - last_comparison.LEAST_SHARE_BEYOND * deadline.budget_seconds)
         self._prover = Prover(trials, pattern, before, progress, latest)
         self._proved = 0
         """Size of the set that was proved and then partly dropped."""
