@@ -221,7 +221,7 @@ class Prover:
         if not near and self._repeats_how() == "no":
             return Judged("statistical", "", {})
         checked = self._record(choices, role="checked")
-        nudged = self._with_farther(plain, nudged, checked, choices)
+        nudged = self._with_farther(plain, nudged, checked)
         evidence: Evidence = {
             "loss_difference": judge.largest_loss_difference(plain, checked),
             "loss_floor": judge.largest_loss_difference(plain, nudged),
@@ -240,9 +240,7 @@ class Prover:
             return Judged("rejected", beyond, evidence)
         return self._reduced(plain, nudged, checked, choices, evidence)
 
-    def _with_farther(
-        self, plain: Numerics, nudged: Numerics, checked: Numerics, choices: Sequence[Choice]
-    ) -> Numerics:
+    def _with_farther(self, plain: Numerics, nudged: Numerics, checked: Numerics) -> Numerics:
         """The nudged run; where it seldom explains the checked one, with plain runs that were moved farther, which show
         the units that switch sides there."""
         for number in range(MOST_FARTHER):
@@ -252,7 +250,7 @@ class Prover:
                 if not self.has_time_for(1, self._latest):
                     break
                 self._progress("proof: do plain runs differ as much, where units switch sides?")
-                farther = self._record([], role="checked", nudge="rounding", nudge_seed=number + 1, then=choices)
+                farther = self._record([], role="checked", nudge="rounding", nudge_seed=number + 1)
                 self._farther.append(farther)
             nudged = judge.with_farther(plain, nudged, self._farther[number])
         return nudged

@@ -39,7 +39,9 @@ WARMS_BELOW_SECONDS = (0.2, 0.2, 5.0)
 SWITCH_SHARE = 0.1
 """Share of a window: where switching levers takes longer, a pair is one turn of long windows."""
 COMPILES_SECONDS, COMPILES_TIMES = 1.0, 20.0
-"""A step under a compiler that takes longer than both, the second in usual steps, compiled."""
+"""A step under a compiler that takes longer than both, the second in usual steps, compiled ..."""
+MOST_LATE_GRAPHS = 2
+"""... at most so often: that of an evaluation and of a last batch. Longer steps that come back are the script's own."""
 FIRST_STEPS = 3
 """Steps that pass before a trial takes commands."""
 
@@ -180,7 +182,7 @@ def compare_arms(
         began = time.monotonic()
     pairs = collected if collected is not None else []
     resident: list[tuple[int, int]] = []
-    turn = 0
+    turn = late_graphs = 0
     while True:
         turns: list[tuple[float, float]] = []
         while len(turns) < pace.turns:
@@ -188,8 +190,9 @@ def compare_arms(
             raise_if_rolled_back(theirs, choice)
             turn += 1
             turns.append((median(ours.seconds), median(theirs.seconds)))
-            if choice is not None and choice.lever.compiles:
+            if choice is not None and choice.lever.compiles and late_graphs < MOST_LATE_GRAPHS:
                 late = late_compilation_seconds(theirs)
+                late_graphs += late > 0
                 startup, began = startup + late, began + late * (not pace.counts_warm_up)
             resident.append((ours.resident_bytes, theirs.resident_bytes))
             if ours.apply_seconds + theirs.apply_seconds > SWITCH_SHARE * (sum(ours.seconds) + sum(theirs.seconds)):

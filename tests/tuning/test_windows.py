@@ -80,6 +80,20 @@ def test_a_second_graph_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) ->
     assert pairing.startup_seconds == pytest.approx(7.0, rel=0.01)
 
 
+def test_long_steps_that_come_back_are_no_part_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, choice = Pretended(0.005), Choice(Compiling(), 1)
+    plain = process.window
+
+    def window(choices: Sequence[Choice], **words: Any) -> Window:
+        found = plain(choices, **words)
+        return replace(found, seconds=(found.seconds[0] + 7.0, *found.seconds[1:])) if len(process.order) > 1 else found
+
+    monkeypatch.setattr(process, "window", window)
+    pairing = compare_arms(Arm(process), Arm(process, [choice]), PACE, choice)
+    assert pairing.comparison.verdict == "faster"
+    assert pairing.startup_seconds == pytest.approx(14.0, rel=0.01)
+
+
 def test_slower_and_no_difference() -> None:
     assert compare_arms(*arms(Pretended(0.02)), PACE, CHOICE).comparison.verdict == "slower"
     assert compare_arms(*arms(Pretended(0.01)), PACE, CHOICE).comparison.verdict == "not significant"
