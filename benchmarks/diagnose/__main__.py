@@ -17,7 +17,9 @@ import importlib.metadata
 import json
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,8 @@ def main(words: Sequence[str] | None = None) -> int:
     notes = Notes(arguments.out)
     with running.second_process_busy(arguments.loaded):
         for repeat in range(arguments.repeats):
-            for script in here:
-                _ask(notes, script, repeat, arguments)
+            with ThreadPoolExecutor(arguments.side_by_side) as pool:
+                list(pool.map(lambda script, repeat=repeat: _ask(notes, script, repeat, arguments), here))
     if not arguments.loaded and not arguments.untimed:
         for pair in _pairs(here):
             _time(notes, pair, arguments.pairs)
@@ -77,7 +79,10 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="how often each script is asked (default: %(default)s)")
     parser.add_argument("--loaded", action="store_true", help="a second process keeps a core busy meanwhile")
     parser.add_argument("--held-out", action="store_true", help="the scripts in held_out/ instead of the corpus")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="a script, a pair or a subject")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="a script, a pair, a subject, or a device")
+    parser.add_argument(
+        "--side-by-side", type=int, default=1, metavar="N", help="scripts asked at once; costs suffer (default: 1)"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="runs of each version to measure a gain (default: 5)")
     parser.add_argument("--untimed", action="store_true", help="measure no gains")
     parser.add_argument("--plain", action="store_true", help="only run each script, without Flatout")
@@ -88,7 +93,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _wanted(script: Script, only: Sequence[str] | None) -> bool:
-    return only is None or bool({script.name, script.pair, script.subject} & set(only))
+    return only is None or bool({script.name, script.pair, script.subject, script.device} & set(only))
 
 
 class Notes:
@@ -100,6 +105,7 @@ class Notes:
         if held and held.get("schema") != SCHEMA:
             raise SystemExit(f"{path} is no {SCHEMA} document: name another file")
         self.entries: dict[str, dict[str, Any]] = held.get("entries", {})
+        self._lock = threading.Lock()
         self.header = {"schema": SCHEMA, "machine": detect().to_json(), "versions": _versions()}
 
     def once(self, key: str, fingerprint: str, make: Asked) -> dict[str, Any]:
@@ -107,8 +113,9 @@ class Notes:
         held = self.entries.get(key)
         if held is None or held["fingerprint"] != fingerprint or held.get("error"):
             held = {"fingerprint": fingerprint, **make()}
-            self.entries[key] = held
-            self.save({})
+            with self._lock:
+                self.entries[key] = held
+                self.save({})
         return held
 
     def save(self, more: Mapping[str, Any]) -> None:

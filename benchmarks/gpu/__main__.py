@@ -40,7 +40,7 @@ class Stage:
     alone: bool = True
 
 
-def tuned(name: str, *script: str, budget: int = 90) -> Stage:
+def tuned(name: str, *script: str, budget: int = 60) -> Stage:
     """`flatout tune` of this script."""
     options = ("--budget", str(budget), "--out", f"{{folder}}/{name}")
     command = (PYTHON, "-m", "flatout", "tune", *options, *script)
@@ -49,7 +49,7 @@ def tuned(name: str, *script: str, budget: int = 90) -> Stage:
 
 
 STAGES = (
-    Stage(name="tests", command=(PYTHON, "-m", "pytest", "-q", "-rfE", "tests/gpu"), limit_seconds=240),
+    Stage(name="tests", command=(PYTHON, "-m", "pytest", "-q", "-rfE", "tests/gpu"), limit_seconds=240, alone=False),
     Stage(name="check", command=(PYTHON, "-m", "flatout", "check", "--measure"), limit_seconds=180),
     Stage(
         name="training",
@@ -66,10 +66,55 @@ STAGES = (
         limit_seconds=240,
         document="generation.json",
     ),
-    tuned("tune_gpt", *GPT, "--batch-size", "64", budget=180),
+    Stage(
+        name="kernels",
+        command=(
+            *(PYTHON, "-m", "benchmarks.kernels.linear_cross_entropy", "--device", "cuda"),
+            *("--out", "{folder}/linear_cross_entropy.json"),
+        ),
+        limit_seconds=180,
+        document="linear_cross_entropy.json",
+    ),
+    Stage(
+        name="profile",
+        command=(
+            *(PYTHON, "-m", "flatout", "profile", "--by", "shape", "--operators", "{folder}/operators.json"),
+            *("--trace", "{folder}/trace.json.gz", *GPT, "--batch-size", "64"),
+        ),
+        limit_seconds=120,
+    ),
+    Stage(
+        name="run",
+        command=(
+            *(PYTHON, "-m", "flatout", "run", "--no-plan", "--report", "{folder}/run/flatout-run.json"),
+            *(*GPT, "--batch-size", "64", "--steps", "200"),
+        ),
+        limit_seconds=120,
+        document="run/flatout-run.json",
+    ),
+    Stage(
+        name="watch",
+        command=(
+            *(PYTHON, "-m", "benchmarks.watch", "--device", "cuda", "--pairs", "12"),
+            *("--out", "{folder}/watch.json"),
+        ),
+        limit_seconds=180,
+        document="watch.json",
+    ),
+    tuned("tune_gpt", *GPT, "--batch-size", "64", budget=60),
     tuned("tune_digits_mlp", "examples/digits_mlp.py"),
     tuned("tune_digits_cnn", "examples/digits_cnn.py", "--epochs", "400"),
     tuned("tune_no_device", "benchmarks/gain/training.py", "gpt", "--width=256", "--batch=64", "--steps=100000"),
+    Stage(
+        name="diagnose",
+        command=(
+            *(PYTHON, "-m", "benchmarks.diagnose", "--only", "cuda", "--repeats", "1", "--untimed"),
+            *("--side-by-side", "5", "--out", "{folder}/diagnose.json"),
+        ),
+        limit_seconds=300,
+        document="diagnose.json",
+        alone=False,
+    ),
     Stage(
         name="memory",
         command=(PYTHON, "-m", "flatout", "memory", *GPT),

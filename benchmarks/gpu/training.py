@@ -3,7 +3,8 @@
 Every row is one way to run the same model, optimizer and batches (already on the GPU). Ways take turns, a window of
 steps each, in another order every round; a window lasts until the GPU is done. Ratios are those of paired windows
 against the plain loop in fp32 (exact signed-rank interval, 95 %). Memory is the peak of torch's allocator in one
-window of that way, with the other ways' weights taken off.
+window of that way, with the other ways' weights taken off. 'tuned' is what `flatout.tune(step, batches)` found within
+--tune-seconds; the peer is Fabric at its best settings, where Lightning is installed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import flatout
 from benchmarks.infer.surroundings import surroundings
 from flatout import Plan, TrainStep, supervised
 from flatout.models import GPT2, MLP, GPT2Config, MLPConfig, ResNet, ResNetConfig
@@ -85,7 +87,7 @@ def by_hand(workload: Workload, *, autocast: bool = False, compiled: bool = Fals
     return step
 
 
-def by_train_step(workload: Workload, plan: Plan | None = None) -> Step:
+def by_train_step(workload: Workload, plan: Plan | None = None) -> TrainStep:
     model = _model(workload)
     return TrainStep(model, torch.optim.AdamW(model.parameters(), 1e-4), supervised(loss), plan)
 
@@ -95,7 +97,36 @@ def _model(workload: Workload) -> nn.Module:
     return workload.model().cuda()
 
 
-def ways(workload: Workload) -> dict[str, Callable[[], Step]]:
+def by_fabric(workload: Workload) -> Step:
+    """bf16-mixed, compiled, channels_last for images, the fused optimizer."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-mixed")
+    model = _model(workload)
+    if workload.images:
+        model = model.to(memory_format=torch.channels_last)
+    model, optimizer = fabric.setup(torch.compile(model), torch.optim.AdamW(model.parameters(), 1e-4, fused=True))
+
+    def step(batch: Any) -> Any:
+        inputs, targets = batch
+        if workload.images:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        value = loss(model(inputs), targets)
+        fabric.backward(value)
+        optimizer.step()
+        return value
+
+    return step
+
+
+def tuned(workload: Workload, batches: Sequence[Any], budget_seconds: float) -> Step:
+    found = flatout.tune(by_train_step(workload), batches, seconds=budget_seconds)
+    print("  " + "\n  ".join(found.summary().splitlines()), flush=True)
+    return by_train_step(workload, found.plan)
+
+
+def ways(workload: Workload, batches: Sequence[Any], budget_seconds: float) -> dict[str, Callable[[], Step]]:
     """Name -> makes the step."""
     images: dict[str, Any] = {"memory_format": "channels_last"} if workload.images else {}
     bf16: dict[str, Any] = {"precision": "bf16", "optimizer": "fused", **images}
@@ -106,14 +137,18 @@ def ways(workload: Workload) -> dict[str, Callable[[], Step]]:
         "TrainStep, bf16 + fused": lambda: by_train_step(workload, Plan(**bf16)),
         "TrainStep, bf16 + fused + compile": lambda: by_train_step(workload, Plan(**bf16, compile="default")),
         "TrainStep, bf16 + fused + regional": lambda: by_train_step(workload, Plan(**bf16, compile="regional")),
+        "Fabric, bf16 + fused + compile": lambda: by_fabric(workload),
+        "TrainStep, tuned": lambda: tuned(workload, batches, budget_seconds),
         "by hand, bf16 + fused + compile": lambda: by_hand(workload, autocast=True, compiled=True, fused=True),
     }
 
 
-def measured(workload: Workload, rounds: int) -> dict[str, Any]:
+def measured(workload: Workload, rounds: int, budget_seconds: float, wanted: Sequence[str] | None) -> dict[str, Any]:
     batches = [tuple(one.cuda() for one in workload.batch()) for _ in range(BATCHES)]
     steps, first, peak = {}, {}, {}
-    for name, make in ways(workload).items():
+    for name, make in ways(workload, batches, budget_seconds).items():
+        if wanted and name != "by hand, fp32" and not any(word in name for word in wanted):
+            continue
         gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -183,6 +218,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", nargs="+", help="prefixes of workloads' names")
+    parser.add_argument("--ways", nargs="+", help="parts of the names of ways; the plain loop is always one")
+    parser.add_argument("--tune-seconds", type=float, default=60)
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
     results = []
@@ -190,7 +227,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.only and not any(workload.name.lower().startswith(one.lower()) for one in arguments.only):
             continue
         print(f"{workload.name} ({arguments.rounds} rounds)", flush=True)
-        results.append(measured(workload, arguments.rounds))
+        results.append(measured(workload, arguments.rounds, arguments.tune_seconds, arguments.ways))
         if arguments.out:
             document = {"benchmark": "gpu.training", **surroundings("triton"), "results": results}
             arguments.out.write_text(json.dumps(document, indent=1) + "\n")

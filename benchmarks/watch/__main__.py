@@ -34,14 +34,23 @@ class Loop:
     step: Callable[[], None]
 
 
-def loops() -> list[Loop]:
+def loops(device: str) -> list[Loop]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128)) for _ in range(12)]
     deep = nn.Sequential(*blocks, nn.Linear(128, 10))
     return [
-        _loop("tiny linear", nn.Linear(8, 4), torch.randn(4096, 8), torch.randint(0, 4, (4096,)), batch=16),
-        _loop("guides' MLP 784-256-10", _mlp(), torch.randn(8192, 784), torch.randint(0, 10, (8192,)), batch=64),
-        _loop("60 modules", deep, torch.randn(8192, 128), torch.randint(0, 10, (8192,)), batch=64),
+        _loop(
+            "tiny linear", nn.Linear(8, 4), torch.randn(4096, 8), torch.randint(0, 4, (4096,)), batch=16, device=device
+        ),
+        _loop(
+            "guides' MLP 784-256-10",
+            _mlp(),
+            torch.randn(8192, 784),
+            torch.randint(0, 10, (8192,)),
+            batch=64,
+            device=device,
+        ),
+        _loop("60 modules", deep, torch.randn(8192, 128), torch.randint(0, 10, (8192,)), batch=64, device=device),
     ]
 
 
@@ -49,7 +58,8 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def _loop(name: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batch: int) -> Loop:
+def _loop(name: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batch: int, device: str) -> Loop:
+    model.to(device)
     optimizer = torch.optim.Adam(model.parameters())
     loader = DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True)
     batches = iter(loader)
@@ -61,7 +71,7 @@ def _loop(name: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batc
             batches = iter(loader)
             data = next(batches)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(data[0]), data[1])
+        loss = nn.functional.cross_entropy(model(data[0].to(device)), data[1].to(device))
         loss.backward()
         optimizer.step()
 
@@ -89,11 +99,12 @@ def window(loop: Loop, steps: int, watched: bool) -> float:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="write everything measured there, as JSON")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     results = []
-    for loop in loops():
+    for loop in loops(arguments.device):
         step = window(loop, 50, watched=False)
         steps = max(20, int(WINDOW_SECONDS / step))
         plain, watched = [], []
@@ -109,9 +120,8 @@ def main(words: Sequence[str] | None = None) -> int:
             flush=True,
         )
     if arguments.out:
-        arguments.out.write_text(
-            json.dumps({"benchmark": "watch", "machine": detect().to_json(), "results": results}, indent=1) + "\n"
-        )
+        document = {"benchmark": "watch", "device": arguments.device, "machine": detect().to_json(), "results": results}
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

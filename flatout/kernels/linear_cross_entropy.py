@@ -10,6 +10,8 @@ on it costs about as much as torch's own way.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -101,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 raise
         context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         context.save_for_backward(terms.valid, *gradients)
-        return terms.loss / count
+        return terms.losses.sum() / count
 
     @staticmethod
     def backward(context: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Terms:
-    """The sum of the terms' losses, and the gradients of it, row chunk by row chunk."""
+    """The terms' losses, and the gradients of their sum, row chunk by row chunk."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignored: int, smoothing: float
@@ -126,7 +128,8 @@ class _Terms:
         self.smoothing = smoothing
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
         self.valid = targets != ignored
-        self.loss = torch.zeros((), dtype=self.exact, device=hidden.device)
+        self.losses = torch.zeros(len(hidden), dtype=self.exact, device=hidden.device)
+        self.one_launch = _in_one_launch(hidden)
 
     def run(
         self, chunk_bytes: int, scale: Tensor, *, hidden: bool, weight: bool, bias: bool
@@ -134,15 +137,15 @@ class _Terms:
         of_hidden = torch.empty_like(self.hidden) if hidden else None
         of_weight = torch.zeros(self.weight.shape, dtype=self.exact, device=self.weight.device) if weight else None
         of_bias = torch.zeros(self.weight.shape[0], dtype=self.exact, device=self.weight.device) if bias else None
-        rows = max(1, chunk_bytes // (self.weight.shape[0] * self.exact.itemsize))
+        held = self.hidden.dtype if self.one_launch else self.exact
+        rows = max(1, chunk_bytes // (self.weight.shape[0] * held.itemsize))
         for start in range(0, len(self.hidden), rows):
             part = slice(start, start + rows)
-            by_score = self._by_score(part, gradient=hidden or weight or bias)
+            by_score = self._by_score(part, scale, gradient=hidden or weight or bias)
             if by_score is None:
                 continue
-            by_score *= scale
             if of_bias is not None:
-                of_bias += by_score.sum(0)
+                of_bias += by_score.sum(0, dtype=self.exact)
             by_score = by_score.to(self.hidden.dtype)
             if of_hidden is not None:
                 torch.mm(by_score, self.weight, out=of_hidden[part])
@@ -150,30 +153,68 @@ class _Terms:
                 _add_product(of_weight, by_score.T, self.hidden[part])
         return of_hidden, of_weight, of_bias
 
-    def _by_score(self, part: slice, *, gradient: bool) -> Tensor | None:
-        """Add these rows' losses; returns the gradient by their scores, [rows, classes], made in the scores' place."""
+    def _by_score(self, part: slice, scale: Tensor, *, gradient: bool) -> Tensor | None:
+        """Note these rows' losses; returns the gradient by their scores, [rows, classes], made in the scores' place."""
         valid = self.valid[part]
         targets = torch.where(valid, self.targets[part], 0)[:, None]
-        scores = functional.linear(self.hidden[part], self.weight).to(self.exact)
+        scores = functional.linear(self.hidden[part], self.weight)
+        if self.one_launch:
+            return self._by_score_in_one_launch(part, scores, targets, scale, gradient=gradient)
+        scores = scores.to(self.exact)
         if self.bias is not None:
             scores += self.bias.to(self.exact)
         log_sum = scores.logsumexp(-1, keepdim=True)
         losses = log_sum - (1 - self.smoothing) * scores.gather(1, targets)
         if self.smoothing:
             losses -= self.smoothing * scores.mean(-1, keepdim=True)
-        self.loss += torch.where(valid, losses[:, 0], 0).sum()
+        self.losses[part] = torch.where(valid, losses[:, 0], 0)
         if not gradient:
             return None
         scores.sub_(log_sum).exp_()
         if self.smoothing:
             scores -= self.smoothing / scores.shape[1]
         scores.scatter_add_(1, targets, torch.full_like(log_sum, self.smoothing - 1))
-        return scores.mul_(valid[:, None])
+        return scores.mul_(valid[:, None]).mul_(scale)
+
+    def _by_score_in_one_launch(
+        self, part: slice, scores: Tensor, targets: Tensor, scale: Tensor, *, gradient: bool
+    ) -> Tensor | None:
+        from flatout.kernels.score_gradients import score_gradients_  # which imports Triton
+
+        valid, losses = self.valid[part], self.losses[part]
+        at_target = scores.gather(1, targets)[:, 0].to(self.exact)  # and torch's assertion on targets that are no class
+        if self.bias is not None:
+            at_target += self.bias.to(self.exact)[targets[:, 0]]
+        score_gradients_(
+            scores,
+            self.bias,
+            targets,
+            valid,
+            scale.to(torch.float32),
+            losses,
+            smoothing=self.smoothing,
+            gradient=gradient,
+        )
+        losses -= (1 - self.smoothing) * torch.where(valid, at_target, 0)
+        return scores if gradient else None
+
+
+def _in_one_launch(hidden: Tensor) -> bool:
+    """Whether these scores go through the Triton kernel: on CUDA, where Triton is, in the dtypes that it has."""
+    return hidden.is_cuda and hidden.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed up in total's dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:  # no product in the narrower dtype is written and read again
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
