@@ -76,10 +76,10 @@ def repeated_to(facts: Facts) -> Seen | None:
 )
 def hidden_sync(facts: Facts) -> Seen | None:
     seen = facts.behaviour
-    if seen is None or not facts.on_gpu or not seen.steps:
+    if seen is None or not facts.on_gpu or not seen.read_steps:
         return None
     reads = sorted((one for one in seen.calls if one.method in READING), key=lambda one: -one.seconds)
-    waited = sum(one.seconds for one in reads) / seen.steps
+    waited = sum(one.seconds for one in reads) / seen.read_steps
     causes = facts.profile.idle_causes if facts.profile is not None else ()
     idle = sum(one.seconds for one in causes if one.cause == "sync")
     cost = min(waited, idle) if causes else None
@@ -89,8 +89,8 @@ def hidden_sync(facts: Facts) -> Seen | None:
     return Seen(
         title=f"reading values makes the host wait for {share:.0%} of a step",
         evidence="; ".join(
-            f"{one.line[0]}:{one.line[1]} {one.method}: {one.calls / seen.steps:.3g} a step, "
-            f"{format_seconds(one.seconds / seen.steps)}"
+            f"{one.line[0]}:{one.line[1]} {one.method}: {one.calls / seen.read_steps:.3g} a step, "
+            f"{format_seconds(one.seconds / seen.read_steps)}"
             for one in reads[:4]
         ),
         remedy="keep values on the device, and read them once in many steps",

@@ -25,12 +25,11 @@ def score_gradients_(
     smoothing: float,
     gradient: bool,
 ) -> None:
-    """Write each row's log-sum-exp, less smoothing times the mean score, to `losses`, and with `gradient` the gradient
-    of the rows' loss times `scale` over the scores.
+    """Write each row's cross-entropy to `losses`, and with `gradient` its gradient times `scale` over the scores.
 
-    scores: [rows, classes] in fp32, bf16 or fp16, contiguous; bias: [classes] or None, added to the scores; targets:
-    int64 [rows], each a class; valid: bool [rows], False gives a loss and a gradient of zero; scale: fp32, a scalar;
-    losses: fp32 [rows]. The loss lacks (1 - smoothing) times the target's score, which the caller has before this call.
+    scores: [rows, classes] in fp32, bf16 or fp16, each row contiguous; bias: [classes] or None, added to the scores;
+    targets: int64 [rows], each a class; valid: bool [rows], False gives a loss and a gradient of zero; scale: fp32, a
+    scalar; losses: fp32 [rows].
     """
     rows, classes = scores.shape
     _kernel[(rows,)](
@@ -40,6 +39,7 @@ def score_gradients_(
         valid,
         scale,
         losses,
+        scores.stride(0),
         smoothing,
         CLASSES=classes,
         HAS_BIAS=bias is not None,
@@ -57,6 +57,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     valid,
     scale,
     losses,
+    row_stride,
     smoothing,
     CLASSES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -64,9 +65,13 @@ def _kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # rows x classes may exceed 32 bits
-    scores += row * CLASSES
+    scores += row * row_stride
     columns = tl.arange(0, BLOCK)
     counts = tl.load(valid + row)
+    target = tl.load(targets + row)
+    at_target = tl.load(scores + target).to(tl.float32)
+    if HAS_BIAS:
+        at_target += tl.load(bias + target).to(tl.float32)
 
     largest = -float("inf")
     total = 0.0
@@ -81,10 +86,10 @@ def _kernel(  # type: ignore[no-untyped-def]
         largest = higher
         summed += tl.sum(tl.where(inside, part, 0.0))
     log_sum = largest + tl.log(total)
-    tl.store(losses + row, tl.where(counts, log_sum - smoothing * summed / CLASSES, 0.0))
+    loss = log_sum - (1.0 - smoothing) * at_target - smoothing * summed / CLASSES
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
 
     if GRADIENT:
-        target = tl.load(targets + row)
         factor = tl.load(scale)
         for start in range(0, CLASSES, BLOCK):
             inside = start + columns < CLASSES

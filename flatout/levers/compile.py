@@ -62,7 +62,9 @@ class Compile(Lever):
             longer = usual_compile_seconds(observed) - usual_compile_seconds(observed, "regional")
             values.insert(0 if longer > LITTLE_LONGER_SECONDS else 1, "regional")
         if observed.device.startswith("cuda"):
-            values += ["reduce-overhead", "max-autotune"]
+            place = 0 if observed.waits_for_launches else len(values)
+            values[place:place] = ["reduce-overhead"]
+            values.append("max-autotune")
         return offer(*values, reason="fuses the operations between matrix products")
 
     @contextlib.contextmanager

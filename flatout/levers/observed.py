@@ -13,6 +13,7 @@ from typing import Any
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Machine
 
+LAUNCH_BOUND_SECONDS = 20e-6
 USUAL_BUSY_SHARE, USUAL_PRODUCTS = 0.6, 0.5
 """Where nothing was measured: the share of forward and backward in a step, and of products in these."""
 
@@ -143,6 +144,14 @@ class Observed:
         if peak is None or not self.flops_per_step or not self.step_seconds:
             return USUAL_PRODUCTS * self.busy_share
         return min(self.busy_share, self.flops_per_step / peak.value / self.step_seconds)
+
+    @property
+    def waits_for_launches(self) -> bool:
+        """Does a GPU get its work more slowly than it does it? An operation takes the host some 5 to 10 microseconds,
+        and that is about all that one of this step takes."""
+        if not self.device.startswith("cuda") or not self.operations_per_step or not self.step_seconds:
+            return False
+        return self.busy_share * self.step_seconds / self.operations_per_step < LAUNCH_BOUND_SECONDS
 
     def share_of_operations(self, seconds: float) -> float:
         """The share of a step that `seconds` for each of its operations take; 0 where they were not counted."""

@@ -114,6 +114,8 @@ class Subject:
         the parameter, and how many other optimizers step before that optimizer."""
         self.updating = False
         """Is such an update running? Its optimizer step is not one of the script's."""
+        self.last_device: str | None = None
+        """Where its weights were when they were last looked at; models may be gone before a run's end."""
         self.samples_drawn: int | None = None
         """By the loaders that feed training; None where they are not counted."""
 

@@ -9,7 +9,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
@@ -18,6 +18,9 @@ _BACKWARD_SCOPE = 1
 """torch's RecordScope::BACKWARD_FUNCTION."""
 DISTURBED = 2.0
 _EVALUATES = "autograd::engine::evaluate_function"
+Links = dict[tuple[str, int, str], int]
+"""(kind of device, number, name) of an event -> number of the operator that it belongs to. Calls of CUDA's runtime are
+numbered by another count than operators."""
 _COMMUNICATION = ("nccl", "ncclKernel", "ncclDevKernel")
 
 
@@ -73,12 +76,35 @@ class Recording:
     """Steps that took much longer than the others: what disturbed them belongs to none."""
 
 
-def recorded(function_events: Iterable[FunctionEvent], *, steps: int | None = None) -> Recording:
+def links_of(raw_events: Iterable[Any]) -> Links:
+    """From the profiler's own events (`kineto_results.events()`), for a torch whose FunctionEvents lack it (2.11)."""
+    found: Links = {}
+    for one in raw_events:
+        linked = one.linked_correlation_id()
+        if linked:
+            found[str(one.device_type()).rpartition(".")[2], one.correlation_id(), one.name()] = linked
+    return found
+
+
+def recorded(
+    function_events: Iterable[FunctionEvent], *, steps: int | None = None, links: Links | None = None
+) -> Recording:
     """The events that `torch.profiler.profile(...).events()` returns: ordered by their start.
 
-    steps: how many steps labelled 'ProfilerStep' were whole; what lies outside of them is left out.
+    steps: how many steps labelled 'ProfilerStep' were whole; what lies outside of them is left out. links: for events
+    that do not say themselves which operator they belong to.
     """
     given = list(function_events)
+
+    def _linked(one: FunctionEvent) -> int:
+        """The number of the operator that a kernel, or a call of the driver, belongs to; 0 for an operator."""
+        own = getattr(one, "linked_correlation_id", None)
+        return (
+            int(own or 0)
+            if own is not None or links is None
+            else links.get((_kind_of_device(one), one.id, one.name), 0)
+        )
+
     host = [one for one in given if _kind_of_device(one) == "CPU" and not one.is_async]
     whole = _steps(host)[:steps] if steps is not None else []
     kept = typical(whole)
@@ -92,7 +118,7 @@ def recorded(function_events: Iterable[FunctionEvent], *, steps: int | None = No
         kernels = [one for one in kernels if _linked(one) in by_correlation]
     return Recording(
         events=tuple(_event(one, index) for one in host),
-        kernels=tuple(_kernel(one, by_correlation) for one in kernels),
+        kernels=tuple(_kernel(one, by_correlation.get(_linked(one))) for one in kernels),
         steps=len(kept) if kept else None,
         left_out=len(whole) - len(kept),
     )
@@ -145,7 +171,7 @@ def _kind_of_device(one: FunctionEvent) -> str:
     return str(one.device_type).rpartition(".")[2]
 
 
-def _kernel(one: FunctionEvent, by_correlation: dict[int, int]) -> Kernel:
+def _kernel(one: FunctionEvent, operator: int | None) -> Kernel:
     name = one.name
     kind: Literal["kernel", "copy", "set", "communication"] = "kernel"
     if name.startswith(("Memcpy", "memcpy")):
@@ -159,14 +185,9 @@ def _kernel(one: FunctionEvent, by_correlation: dict[int, int]) -> Kernel:
         begin=one.time_range.start / 1e6,
         end=one.time_range.end / 1e6,
         kind=kind,
-        operator=by_correlation.get(_linked(one)),
+        operator=operator,
         size_bytes=_copied(one) if kind == "copy" else None,
     )
-
-
-def _linked(one: FunctionEvent) -> int:
-    """The number of the operator that a kernel, or a call of the driver, belongs to; 0 for an operator."""
-    return int(getattr(one, "linked_correlation_id", 0) or 0)
 
 
 def _copied(one: FunctionEvent) -> float | None:

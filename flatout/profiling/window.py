@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 from flatout.profiling.attribution import Attributed, attribute, lines_of, modules_of, short_place
 from flatout.profiling.following import MOST_OPERATORS, OperatorFollower
 from flatout.profiling.parts import idle_causes, parts_by_operators, parts_on_cpu, parts_on_gpu
 from flatout.profiling.profile import OperatorRow, Profile, StepParts
-from flatout.profiling.recorded_events import DISTURBED, Recording, recorded
+from flatout.profiling.recorded_events import DISTURBED, Links, Recording, links_of, recorded
 from flatout.torch_private.dispatch import profiler_is_on
 
 MOST_OPERATORS_PROFILED = 20_000
@@ -64,7 +65,15 @@ class ProfilerWindow:
             return None
         with _silent():
             self._profiler.__exit__(None, None, None)
-            return recorded(self._profiler.function_events or (), steps=steps)
+            events = self._profiler.function_events or ()
+            return recorded(events, steps=steps, links=self._links(events))
+
+    def _links(self, events: Sequence[FunctionEvent]) -> Links | None:
+        assert self._profiler is not None
+        results = self._profiler.kineto_results
+        if not self._on_gpu or not events or results is None or hasattr(events[0], "linked_correlation_id"):
+            return None
+        return links_of(results.events())
 
     def export(self, path: Path) -> None:
         """The Chrome trace of the window."""

@@ -7,7 +7,7 @@
     watch.stop()                     # everything is as before
     watch.result().backwards
 
-It is for trials alone: it reads values of tensors, so a GPU waits for it, and it slows steps down. Nothing is timed
+It is for trials alone: it reads values of tensors, in the first steps on a GPU, and it slows steps down. Nothing is timed
 while it is on except what it times itself. No error in here reaches the script: it ends the watching, and is a note.
 """
 
@@ -67,6 +67,8 @@ SLOWING_SETTINGS = {
 LEAST_SEED = 1 << 32
 """A seed that nobody chose has 53 random bits."""
 FOLLOWED_STEP, HELD_STEPS = 2, 8
+VALUE_STEPS = 12
+"""On a GPU values are looked at in these steps alone; later ones show what the script's own reads wait for."""
 SCHEDULER_WARNING = "Detected call of `lr_scheduler.step()` before `optimizer.step()`"
 
 
@@ -88,6 +90,7 @@ class BehaviourWatch:
         self._began: float | None = None
         self._seconds = self._system_from = self._system_seconds = 0.0
         self._steps = 0
+        self._on_gpu = False
         self._backwards_at_step = 0
         self._compiled_before = 0
         self._compiling_before: float | None = None
@@ -106,6 +109,8 @@ class BehaviourWatch:
     def start(self, subject: Subject) -> None:
         """Watch from here on. Call it in the thread that trains, at the end of a step."""
         self._subject = subject
+        self._on_gpu = device_name(subject) != "cpu"
+        self._calls.follows_reads = False
         self._guard(self._remember_state)
         compiled = compile_was_asked_for()
         self._update.on_backward = self._backward
@@ -114,7 +119,7 @@ class BehaviourWatch:
         self._guard(lambda: self._update.start(subject))
         if not compiled:  # compiled code must not see wrappers of ours that it was not compiled with
             self._guard(self._forward.start)
-            self._guard(lambda: self._calls.start(reads=device_name(subject) != "cpu"))
+            self._guard(lambda: self._calls.start(reads=self._on_gpu))
         self._hold()
         self._guard(self._kept.begin)
         gc.freeze()  # what is there already is not looked through again at each step
@@ -130,6 +135,9 @@ class BehaviourWatch:
         self._seconds = now - self._began - self._not_counted
         self._update.step_ended()
         self._forward.steps = self._steps
+        if self._steps == VALUE_STEPS and self._on_gpu:
+            self._update.reads_values = self._forward.reads_values = False
+            self._calls.follows_reads = True
         self._guard(self._note_first_batch)
         if self._steps <= HELD_STEPS:
             self._hold()
@@ -184,13 +192,14 @@ class BehaviourWatch:
         if self._fault or threading.get_ident() != self._thread:
             return
         before, self._sampler.own = self._sampler.own, True
+        self._calls.own = True
         try:
             with without_torch_function():
                 call()
         except Exception as error:
             self._fault = _said(error)
         finally:
-            self._sampler.own = before
+            self._sampler.own = self._calls.own = before
 
     def _remember_state(self) -> None:
         import torch
@@ -288,6 +297,7 @@ class BehaviourWatch:
             padding=forward.padding,
             compiled=self._compile_seen(),
             calls=self._calls.found(),
+            read_steps=max(0, self._steps - VALUE_STEPS) if self._on_gpu else 0,
             times=self._sampler.times(self._steps),
             parallel=self._parallel_seen(list(subject.modules)),
             workers=self._workers_seen(),

@@ -6,6 +6,7 @@ whatever reads a value (`.item`, `.tolist`, `.cpu`, `bool(tensor)`, `torch.cuda.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -83,17 +84,16 @@ class DeviceCalls:
 
 
 def device_name(subject: Subject) -> str:
-    """'cpu' or 'cuda:0': where the weights are."""
+    """'cpu' or 'cuda:0': where the weights are, or were before the script dropped them."""
     from flatout.torch_private.dispatch import without_torch_function
 
     with without_torch_function():  # the script's own modes must not see our operations
-        for module in subject.modules:
-            for parameter in module.parameters():
-                return str(parameter.device)
-        for optimizer in subject.optimizers:
-            for moved in parameters_of(optimizer):
-                return str(moved.device)
-    return "cpu"
+        of_modules = (one for module in subject.modules for one in module.parameters())
+        of_optimizers = (one for optimizer in subject.optimizers for one in parameters_of(optimizer))
+        for parameter in itertools.chain(of_modules, of_optimizers):
+            subject.last_device = str(parameter.device)
+            break
+    return subject.last_device or "cpu"
 
 
 def device_of(subject: Subject) -> Device:

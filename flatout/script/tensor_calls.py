@@ -43,6 +43,9 @@ class TensorCalls:
         self._sums: dict[tuple[str, tuple[str, int]], _Sums] = {}
         self._converted: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
         self._on = self._inside = False
+        self.own = False
+        """Is what is called now a part of the watching?"""
+        self.follows_reads = True
 
     def start(self, *, reads: bool) -> None:
         import torch
@@ -63,7 +66,7 @@ class TensorCalls:
 
     def _wrap(self, original: Call, name: str, converts: bool) -> Call:
         def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
-            if not self._on or self._inside:
+            if not self._on or self._inside or self.own or not (converts or self.follows_reads):
                 return original(tensor, *args, **kwargs)
             self._inside, began = True, time.perf_counter()
             try:

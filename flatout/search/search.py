@@ -117,6 +117,10 @@ class Search(ABC, Generic[C]):
     def after_proposal(self, name: str) -> None:
         """Called when a proposal has been tried."""
 
+    def leading(self) -> Sequence[str]:
+        """Names whose best value is tried before everything else, a bundle too."""
+        return ()
+
     def without(self, choice: C, others: Sequence[C]) -> Comparison | None:
         """Compare all that is kept with all but this choice; None: not tested, or it could not be measured."""
         return None
@@ -156,8 +160,11 @@ class Search(ABC, Generic[C]):
         """Returns the record."""
         try:
             self.observe()
+            leading = self.leading()
+            for name in leading:
+                self._propose(name, most=1)
             names = self._bundled(list(self.names()))
-            self._propose_all(names, most=1)
+            self._propose_all([name for name in names if name not in leading], most=1)
             self._propose_all([name for name in names if self._open(name)])
             self._second_look()
             for pair in self._pairs():

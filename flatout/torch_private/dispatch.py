@@ -57,6 +57,9 @@ current_function_mode: Callable[[], object] = private("torch.overrides._get_curr
 current_graph_task: Callable[[], int] = private("torch._C._current_graph_task_id")
 """Identifies the backward pass running in this thread; -1 outside of one. No public equivalent."""
 
+keeps_graph: Callable[[], bool] = private("torch._C._autograd._get_current_graph_task_keep_graph")
+"""Does the backward pass running in this thread keep its graph for another one? No public equivalent."""
+
 current_node: Callable[[], object] = private("torch._C._current_autograd_node")
 """The node that the backward pass is executing; no public equivalent."""
 

@@ -92,6 +92,11 @@ class Proposals:
         first = lever.comes_first and saving.expected > 0
         return first, saving_per_second(lever, saving.expected, state.observed, state.restart_seconds, value)
 
+    def leading(self) -> list[str]:
+        """Levers of which the others depend, as where the model is: what these save is measured under them."""
+        offered = {name: found.candidates[0] for name in self.names() if (found := self.proposal(name)).candidates}
+        return [name for name, one in offered.items() if one.lever.comes_first and self.saving(one).expected > 0]
+
     def bundle(self, trial_seconds: float, seconds_left: float) -> tuple[Choice, ...]:
         """Levers that are predicted to help and quick to switch, where there is no time to try even a few one by
         one."""

@@ -139,6 +139,9 @@ class TrainingSearch(Search[Choice]):
         needed = self.needed_seconds(self.combined((candidate,)))
         return needed < self._remaining() < needed + another
 
+    def leading(self) -> Sequence[str]:
+        return self._proposals.leading()
+
     def bundle(self) -> tuple[Choice, ...]:
         return self._proposals.bundle(self.usual_trial_seconds, self._remaining())
 

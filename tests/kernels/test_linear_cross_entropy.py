@@ -139,3 +139,13 @@ def test_a_target_that_is_no_class_is_named(wrong: int) -> None:
     targets[3] = wrong
     with pytest.raises(UsageError, match=rf"a target is class {wrong}; weight has {CLASSES} rows"):
         linear_cross_entropy(hidden, weight, targets)
+
+
+def test_gradients_are_scaled_anew_in_every_backward_pass() -> None:
+    hidden, weight, bias, targets = inputs()
+    leaves = [hidden, weight, bias]
+    expected = torch.autograd.grad(functional.cross_entropy(functional.linear(*leaves), targets), leaves)
+    loss = linear_cross_entropy(hidden, weight, targets, bias)
+    for factor, retain in ((3.0, True), (0.5, True), (7.0, False)):
+        found = torch.autograd.grad(loss * factor, leaves, retain_graph=retain)
+        torch.testing.assert_close(found, tuple(one * factor for one in expected))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatout.profiling.recorded_events import recorded
+from flatout.profiling.recorded_events import links_of, recorded
 from flatout.profiling.window import MOST_STEPS_UNCOUNTED, steps_to_profile
 
 
@@ -91,6 +91,28 @@ def test_kernels_belong_to_the_operator_that_launched_them_however_late_they_run
     assert {one.operator for one in found.kernels} == {1}
     assert found.kernels[1].size_bytes == 1000
     assert found.events[1].device_seconds == pytest.approx(30e-6)
+
+
+def test_kernels_where_the_profilers_events_alone_say_who_launched_them() -> None:
+    """As in torch 2.11. The driver's call has the kernel's number, which may be that of another operator."""
+    step = function_event("ProfilerStep*", 0, 10, number=1)
+    product = function_event("aten::mm", 1, 3, number=7)
+    launch = function_event("cudaLaunchKernel", 2, 3, number=9, parent=product)
+    other = function_event("aten::relu", 4, 5, number=9)
+    kernel = function_event("gemm", 20, 50, number=9, device="DeviceType.CUDA")
+    events = [step, product, launch, other, kernel]
+    for one in events:
+        del one.linked_correlation_id
+
+    def raw(one: Any, linked: int) -> Any:
+        values = {"device_type": one.device_type, "correlation_id": one.id, "name": one.name}
+        return SimpleNamespace(
+            linked_correlation_id=lambda: linked, **{name: lambda value=value: value for name, value in values.items()}
+        )
+
+    links = links_of([raw(product, 0), raw(launch, 7), raw(other, 0), raw(kernel, 7)])
+    found = recorded(events, steps=1, links=links)
+    assert [(one.name, one.operator) for one in found.kernels] == [("gemm", 1)]
 
 
 @pytest.mark.parametrize(
