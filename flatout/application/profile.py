@@ -137,6 +137,8 @@ def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machi
     """What the checks find. profile: with ceilings."""
     behaviour = watched.behaviour
     files = behaviour.files if behaviour is not None else ()
+    ceilings = load_ceilings(machine, "cpu")
+    cpu = ceilings.gemm_flops_per_second.get("fp32") if ceilings is not None else None
     facts = Facts(
         command=shlex.join(watched.target.command),
         observed=watched.observed,
@@ -146,6 +148,7 @@ def findings_of(watched: ProfileWatched, profile: Profile | None, machine: Machi
         run=RunFacts(steps=watched.steps) if watched.status in (None, 0) else None,
         machine=machine,
         gpus=tuple(gpu.name for gpu in machine.usable_gpus),
+        cpu_flops_per_second=None if cpu is None else cpu.value,
     )
     return check_facts(facts)
 

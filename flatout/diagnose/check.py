@@ -93,6 +93,12 @@ def where(*groups: Iterable[SourceLine] | SourceLine | None) -> tuple[SourceLine
     return tuple(found.values())[:MOST_LINES]
 
 
+def source_line(place: str) -> SourceLine | None:
+    """Of 'train.py:12'; None where there is no such place."""
+    file, _, number = place.rpartition(":")
+    return (file, int(number), "") if file and number.isdigit() else None
+
+
 def check(
     *, means: str, needs: str, if_wrong: str, always_note: bool = False
 ) -> Callable[[Callable[[Facts], Seen | None]], Check]:

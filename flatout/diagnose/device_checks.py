@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
 from flatout.units import format_seconds
 
 COPY_SHARE, SYNC_SHARE, REPEATED_SHARE = 0.02, 0.02, 0.02
 LEAST_REPEATED = 3
-READING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
 IDLE_SHARE = 0.5
+LAUNCH_SECONDS = 10e-6
+"""Of an operator on a GPU's host, Python included: 7 on an H100's for the operation alone."""
 CLEARLY_FASTER = 2.0
+ANY_CPUS_FLOPS_PER_SECOND = 20e9
+"""Two cores of ten years ago reach it; assumed where the CPU was not measured."""
 
 
 @check(
-    means="Batches are copied to the GPU from pageable memory, which the driver first copies to pinned memory.",
-    needs="such copies take at least 2 % of a step",
+    means="Batches are copied to the GPU from pageable memory, which the driver first copies to pinned memory while "
+    "the host waits.",
+    needs="such copies, and the time after them for which the GPU has no work, take at least 2 % of a step",
     if_wrong="pinned memory is taken from the host's other uses",
 )
 def pageable_copies(facts: Facts) -> Seen | None:
@@ -24,13 +28,14 @@ def pageable_copies(facts: Facts) -> Seen | None:
     copies = [
         one for one in facts.profile.kernels if one.kind == "copy" and "HtoD" in one.name and "Pageable" in one.name
     ]
-    seconds = sum(one.seconds for one in copies)
+    seconds = sum(one.seconds for one in copies) + _idle_after(facts, "copies")
     share = facts.share(seconds)
-    if share is None or share < COPY_SHARE:
+    if not copies or share is None or share < COPY_SHARE:
         return None
     return Seen(
         title=f"copies from pageable memory take {share:.0%} of a step",
-        evidence=f"{sum(one.calls for one in copies):,.0f} copies of {format_seconds(seconds)} a step",
+        evidence=f"{sum(one.calls for one in copies):,.0f} copies a step, {format_seconds(seconds)} with the time "
+        "after them for which the GPU has no work",
         remedy="DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)",
         cost_seconds=seconds,
         cost_share=share,
@@ -70,45 +75,52 @@ def repeated_to(facts: Facts) -> Seen | None:
 
 
 @check(
-    means="The script reads values from the GPU, and waits for everything that is queued before.",
-    needs="reads at these lines wait for at least 2 % of a step; on a CPU there is nothing to wait for",
+    means="The script reads values from the GPU, or has it find sizes (masks, nonzero): the host waits until it is "
+    "done, and the GPU then has no work until more is queued.",
+    needs="the GPU is idle for at least 2 % of a step after such waits, by the recorded kernels",
     if_wrong="a value is printed later than it was computed",
 )
 def hidden_sync(facts: Facts) -> Seen | None:
-    seen = facts.behaviour
-    if seen is None or not facts.on_gpu or not seen.read_steps:
+    if facts.profile is None or not facts.on_gpu:
         return None
-    reads = sorted((one for one in seen.calls if one.method in READING), key=lambda one: -one.seconds)
-    waited = sum(one.seconds for one in reads) / seen.read_steps
-    causes = facts.profile.idle_causes if facts.profile is not None else ()
-    idle = sum(one.seconds for one in causes if one.cause == "sync")
-    cost = min(waited, idle) if causes else None
-    share = facts.share(waited)
-    if share is None or share < SYNC_SHARE or (causes and (facts.share(idle) or 0.0) < SYNC_SHARE):
+    cost, waits = _idle_after(facts, "sync"), facts.profile.waits
+    share = facts.share(cost)
+    if share is None or share < SYNC_SHARE:
         return None
     return Seen(
-        title=f"reading values makes the host wait for {share:.0%} of a step",
+        title=f"waiting for the GPU leaves it without work for {share:.0%} of a step",
         evidence="; ".join(
-            f"{one.line[0]}:{one.line[1]} {one.method}: {one.calls / seen.read_steps:.3g} a step, "
-            f"{format_seconds(one.seconds / seen.read_steps)}"
-            for one in reads[:4]
+            f"{one.line or 'line unknown'} {one.operator.removeprefix('aten::') or 'synchronize'}: {one.calls:.3g} a "
+            f"step, {format_seconds(one.seconds)}"
+            for one in waits[:4]
         ),
-        remedy="keep values on the device, and read them once in many steps",
+        remedy="keep values on the device, and read them once in many steps; torch.where instead of a mask's indices",
         cost_seconds=cost,
-        cost_share=facts.share(cost),
-        lines=where([one.line for one in reads]),
-        unknown="" if cost is not None else "the idle time of the GPU was not measured",
+        cost_share=share,
+        lines=where([line for one in waits if (line := source_line(one.line)) is not None]),
     )
+
+
+def _idle_after(facts: Facts, cause: str) -> float:
+    """Seconds of a step for which the GPU is idle for this cause."""
+    causes = facts.profile.idle_causes if facts.profile is not None else ()
+    return sum(one.seconds for one in causes if one.cause == cause)
 
 
 @check(
     means="The script trains on the CPU although this machine has a GPU that torch can use.",
-    needs="the weights are on the CPU",
-    if_wrong="small models may be slower on a GPU",
+    needs="all weights are on the CPU, and a step takes at least twice as long as a GPU's host needs to launch it, at "
+    "10 microseconds an operator",
+    if_wrong="the model may be slower on the GPU",
 )
 def model_on_cpu(facts: Facts) -> Seen | None:
     seen = facts.observed
     if seen is None or seen.device != "cpu" or not facts.gpus or not seen.modules:
+        return None
+    if facts.behaviour is not None and "cuda" in facts.behaviour.devices:
+        return None
+    calls = facts.profile.operator_calls if facts.profile is not None else None
+    if calls and facts.step_seconds and facts.step_seconds < CLEARLY_FASTER * LAUNCH_SECONDS * calls:
         return None
     return Seen(
         title="the script trains on the CPU although there is a GPU",
@@ -147,31 +159,29 @@ def mixed_devices(facts: Facts) -> Seen | None:
 
 @check(
     means="The model is so small that this machine's CPU would train it faster than its GPU.",
-    needs="the GPU idles for half of a step or more, and the products of a step at the CPU's measured rate, with "
-    "what calling its operators takes, need less than half of the step",
+    needs="the GPU idles for half of a step or more, and the products of a step at a quarter of the CPU's measured "
+    "rate (of 20 GFLOP/s, where it was not measured), with what calling its operators takes, need less than half of it",
     if_wrong="the script is slower on the CPU, and moves back",
 )
 def slower_on_gpu(facts: Facts) -> Seen | None:
-    profile, machine = facts.profile, facts.machine
-    if profile is None or not facts.on_gpu or profile.parts is None or machine is None or machine.ceilings is None:
+    profile, step = facts.profile, facts.step_seconds
+    if profile is None or not facts.on_gpu or profile.parts is None or step is None:
         return None
-    peak = machine.ceilings.gemm_flops_per_second.get("fp32") if machine.ceilings.device == "cpu" else None
-    step = facts.step_seconds
-    if peak is None or step is None or profile.flops is None or not profile.operator_calls:
+    if profile.flops is None or not profile.operator_calls:
         return None
     idle = profile.parts.idle / step
     host = sum(one.host_seconds for one in profile.operators)
-    on_cpu = profile.flops / (0.25 * peak.value) + 0.5 * host
-    if idle < IDLE_SHARE or CLEARLY_FASTER * on_cpu > step:
+    rate = facts.cpu_flops_per_second or ANY_CPUS_FLOPS_PER_SECOND
+    if idle < IDLE_SHARE or CLEARLY_FASTER * (profile.flops / (0.25 * rate) + 0.5 * host) > step:
         return None
     return Seen(
         title="this model would train faster on the CPU",
-        evidence=f"the GPU is idle for {idle:.0%} of a step; its products need "
-        f"{format_seconds(profile.flops / peak.value)} at the CPU's measured rate, a step takes "
-        f"{format_seconds(step)}",
+        evidence=f"the GPU is idle for {idle:.0%} of a step of {format_seconds(step)}, whose products are "
+        f"{profile.flops / 1e9:.3g} GFLOP",
         remedy="a larger batch, CUDA graphs (torch.compile(mode='reduce-overhead')), or the CPU",
         certain=False,
         fault=True,
         cost_seconds=None,
+        lines=where(facts.lines_calling("to", "cuda")),
         unknown="the script was not timed on the CPU",
     )

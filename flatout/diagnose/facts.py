@@ -45,6 +45,8 @@ class Facts:
     machine: Machine | None = None
     model: ModelFacts | None = None
     """A model that was built but not run, as by `flatout check net.py:make`."""
+    cpu_flops_per_second: float | None = None
+    """Of fp32 products on the processor, as measured before; also where the script trains on a GPU."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs of this machine that torch can use."""
 
@@ -90,6 +92,10 @@ class Facts:
     def tune(self) -> str | None:
         """The command that tries the levers, where no plan is in force."""
         return None if self.planned or not self.command else f"flatout tune {self.command}"
+
+    def lines_setting(self, attribute: str) -> tuple[SourceLine, ...]:
+        """Lines of the script that assign to this attribute: 'cudnn.benchmark'."""
+        return () if self.source is None else self.source.lines_setting(attribute)
 
     def lines_calling(self, *names: str, in_training_loop: bool = False) -> tuple[SourceLine, ...]:
         """Lines of the script with a call of one of these: 'clip_grad_norm_', 'torch.save'."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
 from flatout.profiling.profile import OperatorRow
 from flatout.script.behaviour_seen import SourceLine
@@ -31,7 +31,8 @@ def channels_last_missing(facts: Facts) -> Seen | None:
     seen, profile = facts.observed, facts.profile
     if timed is None or seen is None or profile is None or any(one.channels_last for one in seen.modules):
         return None
-    seconds = sum(one.seconds for one in profile.operators if one.operator_class == "convolution")
+    rows = [one for one in profile.operators if one.operator_class == "convolution"]
+    seconds = sum(one.seconds for one in rows)
     share = facts.share(seconds) or 0.0
     if share < CONVOLUTION_SHARE or timed.low_ratio <= 1:
         return None
@@ -48,6 +49,7 @@ def channels_last_missing(facts: Facts) -> Seen | None:
         certain=False,
         cost_seconds=saved,
         cost_share=facts.share(saved),
+        lines=where(_lines_of(rows)),
         command=facts.tune,
         plan={"memory_format": "channels_last"},
     )
@@ -69,6 +71,7 @@ def cudnn_benchmark_changing_shapes(facts: Facts) -> Seen | None:
         evidence=f"such as {', '.join(behaviour.example_shapes[:3])}, in {behaviour.steps} steps",
         remedy="pad inputs to a few shapes, or leave torch.backends.cudnn.benchmark off",
         fault=True,
+        lines=where(facts.lines_setting("cudnn.benchmark")),
         unknown="it was not timed without",
         command=facts.tune,
     )
@@ -182,9 +185,5 @@ def _numbers(shapes: str) -> int:
 
 
 def _lines_of(rows: list[OperatorRow]) -> list[SourceLine]:
-    found = []
-    for one in sorted(rows, key=lambda row: -row.seconds)[:3]:
-        file, _, number = one.line.rpartition(":")
-        if file and number.isdecimal():
-            found.append((file, int(number), ""))
-    return found
+    longest = sorted(rows, key=lambda row: -row.seconds)[:3]
+    return [line for one in longest if (line := source_line(one.line)) is not None]

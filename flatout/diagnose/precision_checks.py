@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from flatout.diagnose.check import Seen, check, where
+from flatout.diagnose.check import Seen, check, source_line, where
 from flatout.diagnose.facts import Facts
 from flatout.units import format_seconds
 
@@ -37,6 +37,7 @@ def fp32_matmul(facts: Facts) -> Seen | None:
         return None
     rows = [one for one in profile.operators if one.operator_class in PRODUCTS and one.dtype == "float32"]
     seconds, ratio = sum(one.seconds for one in rows), peaks[fast].value / peaks["fp32"].value
+    rows.sort(key=lambda one: -one.seconds)
     share = facts.share(seconds) or 0.0
     saved = seconds * (1 - 1 / ratio) if ratio > 0 else 0.0
     if share < LEAST_PRODUCT_SHARE or ratio < LEAST_RATIO or saved / facts.step_seconds < LEAST_SAVING:
@@ -50,6 +51,7 @@ def fp32_matmul(facts: Facts) -> Seen | None:
         certain=False,
         cost_seconds=saved,
         cost_share=saved / facts.step_seconds,
+        lines=where([line for one in rows if (line := source_line(one.line)) is not None]),
         command=facts.tune,
         plan={"matmul_precision": "high"} if fast == "tf32" else {"precision": "bf16"},
     )
@@ -75,9 +77,7 @@ def unaligned_shapes(facts: Facts) -> Seen | None:
         evidence=f"{rows[0].name} of {rows[0].shapes}: sizes that are no multiples of {MULTIPLE}",
         remedy=f"round vocabulary and widths up to a multiple of {MULTIPLE} (64 for a vocabulary)",
         certain=False,
-        lines=where(
-            [(file, int(line), "") for one in rows[:3] for file, _, line in [one.line.rpartition(":")] if line]
-        ),
+        lines=where([line for one in rows[:3] if (line := source_line(one.line)) is not None]),
         unknown="no aligned size was timed",
         fault=True,
     )

@@ -49,10 +49,10 @@ def linear_cross_entropy(
     `torch.nn.functional.cross_entropy`: ignored targets count neither in the sum nor in the mean, and a mean over none
     is NaN, with gradients of zero.
 
-    Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 64 MiB), and forgotten. For the backward pass only
-    the gradients are kept, which are computed with the loss: as large as hidden, weight and bias. The result is
-    torch's but for the order of summation. Under autocast the products are in its dtype, the rest is in fp32. It
-    cannot be differentiated twice.
+    Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 64 MiB), and forgotten. For
+    the backward pass only the gradients are kept, which are computed with the loss: as large as hidden, weight and
+    bias. The result is torch's but for the order of summation. Under autocast the products are in its dtype, the rest
+    is in fp32. It cannot be differentiated twice.
 
         loss = flatout.linear_cross_entropy(hidden, model.head.weight, targets, model.head.bias)
 

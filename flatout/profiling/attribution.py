@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flatout.profiling.operator_classes import operator_class
-from flatout.profiling.profile import KernelRow, LineRow, ModuleRow, OperatorRow, Phase
+from flatout.profiling.profile import KernelRow, LineRow, ModuleRow, OperatorRow, Phase, WaitRow
 from flatout.profiling.recorded_events import Event, Kernel, Recording
+from flatout.profiling.waits import Wait, cost_of, waits_in
 
 if TYPE_CHECKING:
     from flatout.profiling.following import FollowedModule, FollowedOperator, Origin
@@ -81,6 +82,12 @@ class Attributed:
     """Of a GPU, at which anything ran."""
     busy_by_phase: Mapping[str, float] = field(default_factory=dict)
     launches: float = 0.0
+    waits: tuple[WaitRow, ...] = ()
+    """Without those of copies to the GPU."""
+    waiting_cost_seconds: float = 0.0
+    """Of these waits."""
+    copying_cost_seconds: float = 0.0
+    """Of the waits of copies to the GPU."""
 
 
 def attribute(
@@ -94,6 +101,7 @@ class _Attribution:
     def __init__(
         self, recording: Recording, followed: Sequence[FollowedOperator], *, steps: int, on_gpu: bool, folder: str
     ) -> None:
+        self._recording = recording
         self._events, self._kernels = recording.events, recording.kernels
         self._steps, self._on_gpu, self._folder = max(1, steps), on_gpu, folder
         self._exact = _Queues(followed, lambda one: (one.phase == "backward", one.name, one.shapes))
@@ -112,6 +120,7 @@ class _Attribution:
         rows, calls, by_name = self._rows()
         total = sum(row.seconds for row in rows) or 1.0
         busy, by_phase = self._busy()
+        waits, copies = self._waits()
         return Attributed(
             operators=_bounded(rows),
             calls=calls / self._steps,
@@ -121,6 +130,9 @@ class _Attribution:
             busy_seconds=busy / self._steps,
             busy_by_phase={phase: seconds / self._steps for phase, seconds in by_phase.items()},
             launches=len(self._kernels) / self._steps,
+            waits=self._wait_rows(waits),
+            waiting_cost_seconds=cost_of(waits) / self._steps,
+            copying_cost_seconds=cost_of(copies) / self._steps,
         )
 
     def _match(self) -> None:
@@ -240,6 +252,27 @@ class _Attribution:
                 by_phase[phase] = by_phase.get(phase, 0.0) + alone
                 total, until = total + alone, kernel.end
         return total, by_phase
+
+    def _waits(self) -> tuple[list[Wait], list[Wait]]:
+        """(of reads and of what the script waits for by itself, of copies to the GPU)"""
+        found = waits_in(self._recording) if self._on_gpu else []
+        return [one for one in found if not one.copies_to_device], [one for one in found if one.copies_to_device]
+
+    def _wait_rows(self, waits: Sequence[Wait]) -> tuple[WaitRow, ...]:
+        sums: dict[tuple[str, str], list[float]] = {}
+        for one in waits:
+            number = self._events[one.event].parent
+            top = self._top[number] if number is not None else None
+            number = number if top is None else top
+            where = self._where[number] if number is not None else None
+            line = short_place(where.origin.line, self._folder) if where is not None and where.origin else ""
+            operator = self._events[number].name if number is not None else ""
+            sums.setdefault((operator, line), []).append(one.seconds)
+        rows = [
+            WaitRow(operator=operator, line=line, calls=len(seconds) / self._steps, seconds=sum(seconds) / self._steps)
+            for (operator, line), seconds in sums.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.seconds)[:MOST_LINES])
 
     def _kernel_rows(self) -> tuple[KernelRow, ...]:
         grouped: dict[tuple[str, str, str], list[Kernel]] = {}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from flatout.profiling.attribution import Attributed
 from flatout.profiling.profile import IdleCause, OperatorRow, StepParts
+from flatout.units import format_seconds
 
 _BUSY = ("copies", "forward", "backward", "optimizer", "communication")
 
@@ -61,24 +63,24 @@ def parts_by_operators(operators: Sequence[OperatorRow], step_seconds: float) ->
     return StepParts(**named, idle=0.0, other=max(0.0, step_seconds - sum(named.values())))
 
 
-def idle_causes(parts: StepParts, spans: Mapping[str, float], launches: float) -> tuple[IdleCause, ...]:
+def idle_causes(parts: StepParts, attributed: Attributed) -> tuple[IdleCause, ...]:
     """Of a GPU, longest first."""
     found = []
     if parts.data > 0:
         found.append(
             IdleCause(cause="loader", seconds=parts.data, evidence="the GPU had no work while the loader was awaited")
         )
-    sync = min(parts.idle, spans.get("sync", 0.0))
+    left = parts.idle
+    copies = min(left, attributed.copying_cost_seconds)
+    sync = min(left - copies, attributed.waiting_cost_seconds)
+    if copies > 0:
+        evidence = "after copies from pageable memory, for which the host waits"
+        found.append(IdleCause(cause="copies", seconds=copies, evidence=evidence))
     if sync > 0:
-        found.append(
-            IdleCause(cause="sync", seconds=sync, evidence="around reads of values (.item(), .cpu()) and synchronize()")
-        )
-    if parts.idle - sync > 0:
-        found.append(
-            IdleCause(
-                cause="host late",
-                seconds=parts.idle - sync,
-                evidence=f"the host did not queue the {launches:,.0f} kernels and copies of a step fast enough",
-            )
-        )
+        calls, seconds = (sum(getattr(one, name) for one in attributed.waits) for name in ("calls", "seconds"))
+        evidence = f"after the host had waited for the GPU {calls:.3g} times a step, {format_seconds(seconds)} in all"
+        found.append(IdleCause(cause="sync", seconds=sync, evidence=evidence))
+    if (late := left - copies - sync) > 0:
+        evidence = f"the host did not queue the {attributed.launches:,.0f} kernels and copies of a step fast enough"
+        found.append(IdleCause(cause="host late", seconds=late, evidence=evidence))
     return tuple(sorted(found, key=lambda one: -one.seconds))

@@ -150,7 +150,7 @@ class RooflineRow:
 class IdleCause:
     """Time at which the device had no work, per step."""
 
-    cause: Literal["loader", "sync", "host late", "unknown"]
+    cause: Literal["loader", "copies", "sync", "host late", "unknown"]
     seconds: float
     evidence: str
 
@@ -167,6 +167,18 @@ class KernelRow:
     """The operator that launched it."""
     bytes: float | None = None
     """Copied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitRow:
+    """Waits of the host for the GPU at one line, per step: reads of values, and operators that need one."""
+
+    operator: str
+    """Such as aten::_local_scalar_dense, which .item() calls; '' where the script synchronizes by itself."""
+    line: str
+    """'' where it is not known."""
+    calls: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +229,8 @@ class Profile:
     roofline: tuple[RooflineRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()
     """Of a GPU, longest first."""
+    waits: tuple[WaitRow, ...] = ()
+    """Longest first, without copies to the GPU."""
     matrix_units: MatrixUnits | None = None
     idle_causes: tuple[IdleCause, ...] = ()
     operator_calls: float | None = None

@@ -176,7 +176,7 @@ class Windows:
                 f"and {'is' if count == 1 else 'are'} left out"
             )
         parts = self._parts(found, attributed)
-        causes = () if parts is None or not self.on_gpu else idle_causes(parts, self.spans or {}, attributed.launches)
+        causes = () if parts is None or not self.on_gpu else idle_causes(parts, attributed)
         return replace(
             found,
             parts=parts,
@@ -184,6 +184,7 @@ class Windows:
             modules=modules_of(attributed.operators, self.follower.modules) if self.follower is not None else (),
             lines=lines_of(attributed.operators, self._text, self._functions()),
             kernels=attributed.kernels,
+            waits=attributed.waits if self.on_gpu else (),
             idle_causes=causes,
             operator_calls=attributed.calls,
             launches=attributed.launches if self.on_gpu else None,

@@ -7,7 +7,7 @@
     watch.stop()                     # everything is as before
     watch.result().backwards
 
-It is for trials alone: it reads values of tensors, in the first steps on a GPU, and it slows steps down. Nothing is timed
+It is for trials alone: it reads values of tensors, so a GPU waits for it, and it slows steps down. Nothing is timed
 while it is on except what it times itself. No error in here reaches the script: it ends the watching, and is a note.
 """
 
@@ -67,8 +67,6 @@ SLOWING_SETTINGS = {
 LEAST_SEED = 1 << 32
 """A seed that nobody chose has 53 random bits."""
 FOLLOWED_STEP, HELD_STEPS = 2, 8
-VALUE_STEPS = 12
-"""On a GPU values are looked at in these steps alone; later ones show what the script's own reads wait for."""
 SCHEDULER_WARNING = "Detected call of `lr_scheduler.step()` before `optimizer.step()`"
 
 
@@ -90,7 +88,6 @@ class BehaviourWatch:
         self._began: float | None = None
         self._seconds = self._system_from = self._system_seconds = 0.0
         self._steps = 0
-        self._on_gpu = False
         self._backwards_at_step = 0
         self._compiled_before = 0
         self._compiling_before: float | None = None
@@ -109,9 +106,7 @@ class BehaviourWatch:
     def start(self, subject: Subject) -> None:
         """Watch from here on. Call it in the thread that trains, at the end of a step."""
         self._subject = subject
-        self._on_gpu = device_name(subject) != "cpu"
-        self._calls.follows_reads = False
-        self._guard(self._remember_state)
+        self._guard(lambda: self._remember_state(subject))
         compiled = compile_was_asked_for()
         self._update.on_backward = self._backward
         self._update.on_step = self._forward.interrupted
@@ -119,7 +114,7 @@ class BehaviourWatch:
         self._guard(lambda: self._update.start(subject))
         if not compiled:  # compiled code must not see wrappers of ours that it was not compiled with
             self._guard(self._forward.start)
-            self._guard(lambda: self._calls.start(reads=self._on_gpu))
+            self._guard(self._calls.start)
         self._hold()
         self._guard(self._kept.begin)
         gc.freeze()  # what is there already is not looked through again at each step
@@ -135,9 +130,6 @@ class BehaviourWatch:
         self._seconds = now - self._began - self._not_counted
         self._update.step_ended()
         self._forward.steps = self._steps
-        if self._steps == VALUE_STEPS and self._on_gpu:
-            self._update.reads_values = self._forward.reads_values = False
-            self._calls.follows_reads = True
         self._guard(self._note_first_batch)
         if self._steps <= HELD_STEPS:
             self._hold()
@@ -201,14 +193,16 @@ class BehaviourWatch:
         finally:
             self._sampler.own = self._calls.own = before
 
-    def _remember_state(self) -> None:
+    def _remember_state(self, subject: Subject) -> None:
         import torch
 
         self._debug = tuple(_debug_settings())
         self._compiled_before = compilations()
         self._compiling_before = compiling_seconds()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._allocations_before = int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+        device = device_name(subject)
+        if device != "cpu":
+            self._allocations_before = int(torch.cuda.memory_stats(device).get("num_device_alloc", 0))
+            torch.cuda.reset_peak_memory_stats(device)  # what earlier phases needed is not needed now
 
     def _follow_one_step(self) -> None:
         """One step under a dispatch mode that looks at the values; its time counts for nothing."""
@@ -297,7 +291,6 @@ class BehaviourWatch:
             padding=forward.padding,
             compiled=self._compile_seen(),
             calls=self._calls.found(),
-            read_steps=max(0, self._steps - VALUE_STEPS) if self._on_gpu else 0,
             times=self._sampler.times(self._steps),
             parallel=self._parallel_seen(list(subject.modules)),
             workers=self._workers_seen(),
@@ -324,11 +317,12 @@ class BehaviourWatch:
         return self._places.line(place) if place is not None else None
 
     def _device_allocations(self) -> int | None:
-        if self._allocations_before is None:
+        if self._allocations_before is None or self._subject is None:
             return None
         import torch
 
-        return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) - self._allocations_before
+        found = torch.cuda.memory_stats(device_name(self._subject)).get("num_device_alloc", 0)
+        return int(found) - self._allocations_before
 
     def _compile_seen(self) -> CompileSeen | None:
         if not compile_was_asked_for():

@@ -289,8 +289,6 @@ class Behaviour:
     packs_sequences: bool = False
     compiled: CompileSeen | None = None
     calls: tuple[CallSeen, ...] = ()
-    read_steps: int = 0
-    """Steps in which reads of values were followed; 0 on a CPU."""
     times: tuple[LineTime, ...] = ()
     parallel: tuple[ParallelSeen, ...] = ()
     workers: WorkersSeen | None = None

@@ -89,8 +89,6 @@ class ForwardWatch:
         self._shapes: Counter[str] = Counter()
         self._first_dimensions: list[int] = []
         self._padding: list[tuple[int, int, int, bool]] = []
-        self.reads_values = True
-        """May tensors' values be looked at? On a GPU that waits for it."""
         self._depth = 0
         self._on = False
         self._hooks: list[Callable[[], None]] = []
@@ -212,7 +210,7 @@ class ForwardWatch:
 
         if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < LEAST_TOKENS:
             return
-        if not is_grad_enabled() or len(self._padding) >= 64 or not self.reads_values:
+        if not is_grad_enabled() or len(self._padding) >= 64:
             return
         self._padding.append(padding_of(tokens.detach(), getattr(module, "padding_idx", None)))
 

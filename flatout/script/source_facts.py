@@ -99,6 +99,8 @@ class SourceFacts:
     """(scheduler's step, optimizer's step) where the first stands before the second in the same block."""
     loss_divided: tuple[SourceLine, ...] = ()
     """Divisions and products of something called a loss, or of gradients."""
+    settings: tuple[tuple[str, SourceLine], ...] = ()
+    """Attributes that are assigned: ('torch.backends.cudnn.benchmark', line)."""
     names: tuple[str, ...] = ()
     """All names in the files, lower case."""
     unreadable: tuple[str, ...] = ()
@@ -119,6 +121,7 @@ class SourceFacts:
             layers=tuple(one for reader in readers for one in reader.layers()),
             scheduler_first=tuple(one for reader in readers for one in reader.scheduler_first()),
             loss_divided=tuple(one for reader in readers for one in reader.loss_divided()),
+            settings=tuple(one for reader in readers for one in reader.settings()),
             names=tuple(sorted({name.lower() for reader in readers for name in reader.names()})),
             unreadable=tuple(unreadable),
         )
@@ -134,6 +137,10 @@ class SourceFacts:
 
     def lines_calling(self, *names: str, in_training_loop: bool = False) -> tuple[SourceLine, ...]:
         return tuple(dict.fromkeys(one.line for one in self.calling(*names, in_training_loop=in_training_loop)))
+
+    def lines_setting(self, attribute: str) -> tuple[SourceLine, ...]:
+        """Assignments to this attribute, whatever it is an attribute of: 'cudnn.benchmark'."""
+        return tuple(line for name, line in self.settings if name == attribute or name.endswith("." + attribute))
 
     def with_option(self, option: str, value: object) -> tuple[CallFact, ...]:
         """Calls with this keyword and this constant."""
@@ -228,6 +235,12 @@ class _Reader:
                 yield node.arg
             elif isinstance(node, ast.alias):
                 yield node.name
+
+    def settings(self) -> Iterator[tuple[str, SourceLine]]:
+        for node in self._order:
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute):
+                    yield _dotted(target), self.line(node)
 
     def calls(self) -> Iterator[CallFact]:
         for node in sorted(self._calls, key=lambda one: (one.lineno, one.col_offset)):

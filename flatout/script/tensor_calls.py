@@ -1,7 +1,6 @@
-"""Conversions of tensors, and reads of their values, by line of the script.
+"""Conversions of tensors, by line of the script.
 
-A conversion counts as repeated where the same tensor, unchanged, was converted to the same before. Reads are followed
-on a GPU alone: there they wait for the device; a tensor on the host has its value.
+A conversion counts as repeated where the same tensor, unchanged, was converted to the same before.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONVERTING = ("to", "cuda", "float", "double", "half", "bfloat16", "long", "int", "type")
-READING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
 MOST_REMEMBERED = 512
 Call = Callable[..., object]
 
@@ -45,28 +43,25 @@ class TensorCalls:
         self._on = self._inside = False
         self.own = False
         """Is what is called now a part of the watching?"""
-        self.follows_reads = True
 
-    def start(self, *, reads: bool) -> None:
+    def start(self) -> None:
         import torch
 
         self._on = True
         for name in CONVERTING:
-            self._patches.replace(torch.Tensor, name, self._wrapper(name, converts=True))
-        for name in READING if reads else ():
-            self._patches.replace(torch.Tensor, name, self._wrapper(name, converts=False))
+            self._patches.replace(torch.Tensor, name, self._wrapper(name))
 
     def stop(self) -> None:
         self._on = False
         self._patches.undo()
         self._converted.clear()
 
-    def _wrapper(self, name: str, *, converts: bool) -> Callable[[Call], Call]:
-        return lambda original: self._wrap(original, name, converts)
+    def _wrapper(self, name: str) -> Callable[[Call], Call]:
+        return lambda original: self._wrap(original, name)
 
-    def _wrap(self, original: Call, name: str, converts: bool) -> Call:
+    def _wrap(self, original: Call, name: str) -> Call:
         def call(tensor: Tensor, *args: object, **kwargs: object) -> object:
-            if not self._on or self._inside or self.own or not (converts or self.follows_reads):
+            if not self._on or self._inside or self.own:
                 return original(tensor, *args, **kwargs)
             self._inside, began = True, time.perf_counter()
             try:
@@ -77,9 +72,7 @@ class TensorCalls:
             finally:
                 self._inside = False
             seconds = time.perf_counter() - began
-            if not converts:
-                self._guard(lambda: self._note_read(name, tensor, seconds))
-            elif result is not tensor:
+            if result is not tensor:
                 self._guard(lambda: self._note_conversion(name, tensor, result, seconds))
             return result
 
@@ -87,13 +80,6 @@ class TensorCalls:
 
     def _at(self, name: str) -> _Sums:
         return self._sums.setdefault((name, self._places.here(3)), _Sums())
-
-    def _note_read(self, name: str, tensor: Tensor, seconds: float) -> None:
-        if tensor.device.type == "cpu":
-            return
-        sums = self._at(name)
-        sums.calls += 1
-        sums.seconds += seconds
 
     def _note_conversion(self, name: str, tensor: Tensor, result: object, seconds: float) -> None:
         from torch import Tensor

@@ -120,8 +120,8 @@ class UpdateWatch:
         self._clips: dict[Place, _Clips] = {}
         self._schedules: dict[Place, _Schedule] = {}
         self._retained: list[_Retained] = []
-        self._losses: dict[Place, list[float | Tensor]] = {}
-        self._pending_loss: float | Tensor | None = None
+        self._losses: dict[Place, list[float]] = {}
+        self._pending_loss: float | None = None
         self.gradients = GradientWatch()
         self._stepping: StepHook | None = None
         """Before steps alone: torch must not find one more hook, or one less, while it calls those after a step, and
@@ -133,8 +133,6 @@ class UpdateWatch:
         self.scaler = False
         self.anomaly = False
         """Was anomaly detection on in a backward pass?"""
-        self.reads_values = True
-        """May tensors' values be looked at? On a GPU that waits for it."""
         self.steps = 0
         self.backward_passes = 0
         self.on_backward: Callable[[bool], None] = lambda begins: None
@@ -232,7 +230,7 @@ class UpdateWatch:
             values = self._losses.setdefault(place, [])
             if len(values) < MOST_LOSSES:
                 pending, self._pending_loss = self._pending_loss, None
-                values.append(_value(root) if pending is None else pending)
+                values.append(float(root.detach()) if pending is None else pending)
         if found.calls <= REACHED_PASSES:
             self.gradients.reach(parameters_of(root))
         self._note_retained(place, root, args, kwargs)
@@ -322,7 +320,7 @@ class UpdateWatch:
             from torch import Tensor
 
             if isinstance(outputs, Tensor) and outputs.numel() == 1:
-                self._pending_loss = _value(outputs)
+                self._pending_loss = float(outputs.detach())
 
         self._guard(note)
 
@@ -360,12 +358,10 @@ class UpdateWatch:
                 state.accumulated += not state.cleared
         state.cleared = state.arrived = False
         used = [one.grad for reference in state.followed if (one := reference()) is not None and one.grad is not None]
-        state.used_zeros = (
-            self.reads_values and bool(used) and not any(one.is_sparse or bool(one.any()) for one in used)
-        )
+        state.used_zeros = bool(used) and not any(one.is_sparse or bool(one.any()) for one in used)
         state.since = self._first_event + len(self._events)
         state.steps += 1
-        if state.steps <= EXAMINED_STEPS and self.reads_values:
+        if state.steps <= EXAMINED_STEPS:
             modules = self._subject.modules if self._subject is not None else ()
             self.gradients.measure(modules, optimizer, state.parameters)
 
@@ -403,11 +399,9 @@ class UpdateWatch:
             state.removes.append(parameter.register_hook(arrives).remove)
 
     def _arrived(self, state: _OptimizerState, parameter: Tensor | None) -> None:
-        gradient = parameter.grad if parameter is not None else None
-        if gradient is not None and not self.reads_values:
-            return  # whether it was cleared is not known, so it does not count as one that arrived
         state.arrived = True
         if not state.cleared and parameter is not None:
+            gradient = parameter.grad
             state.cleared = gradient is None or gradient.is_sparse or not bool(gradient.any())
 
     # what was found
@@ -446,8 +440,7 @@ class UpdateWatch:
     def losses(self) -> tuple[float | None, ...]:
         """Where all backward passes start at one line; a loss among several need not fall."""
         found = next(iter(self._losses.values())) if len(self._losses) == 1 else []
-        losses = [float(one) for one in found]
-        return tuple(loss if math.isfinite(loss) else None for loss in losses)
+        return tuple(loss if math.isfinite(loss) else None for loss in found)
 
     def updates(self, identity: int) -> bool:
         """Has an optimizer that holds parameters of the module with this id stepped?"""
@@ -481,9 +474,3 @@ class UpdateWatch:
     def zero_seconds(self) -> float:
         """Per step."""
         return self._zero_seconds / max(1, self.steps)
-
-
-def _value(scalar: Tensor) -> float | Tensor:
-    """The number, or on a GPU a copy there, so that nothing waits for it."""
-    detached = scalar.detach()
-    return float(detached) if detached.device.type == "cpu" else detached.clone()

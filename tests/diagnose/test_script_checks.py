@@ -17,7 +17,7 @@ from flatout.diagnose.learning_checks import trend
 from flatout.levers.observed import LoaderSeen, ModuleSeen, Observed, OptimizerSeen
 from flatout.machine.ceilings import Ceilings, Peak
 from flatout.machine.description import Gpu, Machine
-from flatout.profiling.profile import IdleCause, KernelRow, ModuleRow, OperatorRow, Profile, StepParts
+from flatout.profiling.profile import IdleCause, KernelRow, ModuleRow, OperatorRow, Profile, StepParts, WaitRow
 from flatout.script.behaviour_seen import (
     BackwardSeen,
     Behaviour,
@@ -228,8 +228,8 @@ CHANNELS = ChannelsLastSeen(
 )
 CONVOLUTION = profile(operators=(operator(name="aten::convolution", operator_class="convolution", seconds=0.06),))
 PAGEABLE = KernelRow(name="Memcpy HtoD (Pageable -> Device)", kind="copy", calls=2, seconds=0.01)
-SYNC = CallSeen(method="item", line=LINE, calls=50, seconds=1.0)
-SYNC_IDLE = {"idle_causes": (IdleCause(cause="sync", seconds=0.02, evidence=""),)}
+WAIT = WaitRow(operator="aten::_local_scalar_dense", line="train.py:12", calls=1, seconds=0.05)
+SYNC_IDLE = IdleCause(cause="sync", seconds=0.02, evidence="")
 H100 = Gpu(index=0, name="H100", memory_total_bytes=80 << 30)
 RISING = tuple(1.0 + 0.1 * step for step in range(150))
 BREAK = GraphBreakSeen(reason="call to print", line=LINE, count=1)
@@ -450,14 +450,11 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
     ),
     "hidden-sync": (
-        [on_gpu(behaved={"calls": (SYNC,)}, profiled=SYNC_IDLE)],
+        [on_gpu(profiled={"waits": (WAIT,), "idle_causes": (SYNC_IDLE,)})],
         [
-            facts(behaviour=behaviour(calls=(SYNC,))),
-            on_gpu(
-                behaved={"calls": (SYNC,)},
-                profiled={"idle_causes": (IdleCause(cause="loader", seconds=0.02, evidence=""),)},
-            ),
-            on_gpu(behaved={"calls": (replace(SYNC, seconds=0.01),)}, profiled=SYNC_IDLE),
+            on_gpu(profiled={"waits": (WAIT,)}),
+            on_gpu(profiled={"waits": (WAIT,), "idle_causes": (replace(SYNC_IDLE, cause="loader"),)}),
+            on_gpu(profiled={"waits": (WAIT,), "idle_causes": (replace(SYNC_IDLE, seconds=0.001),)}),
         ],
     ),
     "pageable-copies": (
