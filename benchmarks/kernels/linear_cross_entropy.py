@@ -107,9 +107,11 @@ def extra_bytes(loss: Loss, inputs: Sequence[Tensor], device: str) -> int:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     else:
-        with Tracker() as tracker:
+        with Tracker() as tracker:  # which counts only what it has seen made
+            inputs = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+            before = sum(one.untyped_storage().nbytes() for one in inputs)
             result = called(loss, inputs)
-        peak = tracker.peak_bytes
+        peak = tracker.peak_bytes - before
     return peak - sum(one.untyped_storage().nbytes() for one in result)
 
 

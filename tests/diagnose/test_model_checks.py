@@ -33,9 +33,11 @@ def module(init: str, forward: str = "return x", *, name: str = "Net") -> str:
 
 def found(source: str, folder: Path, made: str = "Net") -> list[Finding]:
     """Of the model that `made` names in a file of this text."""
-    (folder / "net.py").write_text(HEAD + source)
-    model, _ = load_model(f"{folder / 'net.py'}:{made}")
-    return check_facts(Facts(model=read_model(model, str(folder))), CHECKS)
+    place = folder / str(len(list(folder.iterdir())))  # another one each time: Python may not see a quick change
+    place.mkdir()
+    (place / "net.py").write_text(HEAD + source)
+    model, _ = load_model(f"{place / 'net.py'}:{made}")
+    return check_facts(Facts(model=read_model(model, str(place))), CHECKS)
 
 
 GELU = module("", "return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))", name="Gelu") + module(

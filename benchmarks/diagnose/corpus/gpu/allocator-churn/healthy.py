@@ -15,7 +15,7 @@ blocks = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
 model = nn.Sequential(*blocks, nn.Linear(1024, 10)).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
 for step in range(100):
-    chosen = torch.randint(0, 4096, (1024,), device="cuda")
+    chosen = torch.randint(0, 4096, (4096,), device="cuda")
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[chosen]), y[chosen])
     loss.backward()

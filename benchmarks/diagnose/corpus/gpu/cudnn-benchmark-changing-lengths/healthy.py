@@ -1,4 +1,5 @@
 # subject: cudnn-benchmark-changing-shapes
+# follows: allocator-churn
 # thread: https://github.com/pytorch/pytorch/issues/2759
 # steps: 80
 # gain: yes

@@ -1,4 +1,5 @@
 # subject: cudnn-benchmark-changing-shapes
+# follows: allocator-churn
 # thread: https://github.com/pytorch/vision/pull/5985
 # steps: 60
 # gain: yes

@@ -12,7 +12,7 @@ from torch import nn
 torch.manual_seed(216)
 x = torch.randn(4096, 256, device="cuda")
 y = x[:, :10].argmax(1)
-blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(16)]
+blocks = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU()) for _ in range(16)]
 model = nn.Sequential(*blocks, nn.Linear(256, 10)).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(200):

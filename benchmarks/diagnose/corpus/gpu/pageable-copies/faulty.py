@@ -14,8 +14,8 @@ if __name__ == "__main__":
     images = torch.randn(3200, 3, 224, 224)
     labels = (images[:, 0].mean((1, 2)) > 0).long()
     loader = DataLoader(TensorDataset(images, labels), batch_size=64, shuffle=True, num_workers=4)  # <- here
-    model = nn.Sequential(nn.Conv2d(3, 32, 7, stride=4), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU())
-    model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2)]).cuda()
+    model = nn.Sequential(nn.Conv2d(3, 64, 7, stride=2), nn.ReLU(), nn.Conv2d(64, 256, 3), nn.ReLU())
+    model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 2)]).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for epoch in range(2):
         for x, y in loader:
