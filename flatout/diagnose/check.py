@@ -73,7 +73,7 @@ class Check:
             cost_seconds=seen.cost_seconds,
             cost_bytes=seen.cost_bytes,
             cost_share=seen.cost_share,
-            lines=seen.lines,
+            lines=tuple((file, number, text or facts.text_of(file, number)) for file, number, text in seen.lines),
             confidence="certain" if seen.certain else "likely",
             if_wrong=self.if_wrong,
             plan_change=seen.plan,

@@ -13,6 +13,9 @@ from flatout.script.epochs import EpochStarts
 from flatout.script.growth import Growth
 from flatout.script.source_facts import SourceFacts
 
+CHANGING_SHAPES = 4
+"""Of the inputs in a window of steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
@@ -92,6 +95,11 @@ class Facts:
     def tune(self) -> str | None:
         """The command that tries the levers, where no plan is in force."""
         return None if self.planned or not self.command else f"flatout tune {self.command}"
+
+    def text_of(self, file: str, line: int) -> str:
+        """Of a line of the script that the profile names; '' where it names it not."""
+        rows = self.profile.lines if self.profile is not None else ()
+        return next((row.text for row in rows if (row.file, row.line) == (file, line)), "")
 
     def lines_setting(self, attribute: str) -> tuple[SourceLine, ...]:
         """Lines of the script that assign to this attribute: 'cudnn.benchmark'."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.check import Seen, check, source_line, where
-from flatout.diagnose.facts import Facts
+from flatout.diagnose.facts import CHANGING_SHAPES, Facts
 from flatout.profiling.profile import OperatorRow
 from flatout.script.behaviour_seen import SourceLine
 from flatout.units import format_bytes, format_seconds
 
 CONVOLUTION_SHARE, LEAST_GAIN = 0.4, 0.2
-CHANGING_SHAPES = 4
 WIDE, WIDE_BYTES, SOFTMAX_SHARE = 8192, 64 << 20, 0.1
 LAYER_SHARE = 0.05
 ATTENTION_SHARE = 0.1

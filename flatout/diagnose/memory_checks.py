@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from flatout.diagnose.check import Seen, check, where
-from flatout.diagnose.facts import Facts
+from flatout.diagnose.facts import CHANGING_SHAPES, Facts
 from flatout.diagnose.finding import SourceLine
 from flatout.units import format_bytes, format_seconds
 
@@ -195,7 +195,7 @@ def costly_checkpointing(facts: Facts) -> Seen | None:
 
 @check(
     means="The GPU's allocator has reserved memory that no tensor uses.",
-    needs="at least 40 % of what is reserved, and 1 GiB, above the peak of the window",
+    needs="at least 40 % of what is reserved, and 1 GiB, above the peak of a window whose inputs have few shapes",
     if_wrong="empty_cache() makes the next steps ask the driver again, which takes about a millisecond each time",
     always_note=True,
 )
@@ -203,6 +203,8 @@ def reserved_unused(facts: Facts) -> Seen | None:
     seen = facts.behaviour
     if seen is None or not seen.reserved_bytes or seen.allocated_bytes is None:
         return None
+    if seen.batch_shapes >= CHANGING_SHAPES:
+        return None  # a larger input may need it again
     unused = seen.reserved_bytes - seen.allocated_bytes
     if unused < LEAST_RESERVED or unused < RESERVED_SHARE * seen.reserved_bytes:
         return None

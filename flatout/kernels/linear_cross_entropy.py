@@ -27,6 +27,8 @@ Reduction = Literal["mean", "sum"]
 CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 32 * 1024**2, 64 * 1024**2
 """Of scores: small beside a step, large enough for products at full speed. On a GPU each chunk also costs a pass over
 the gradient of the weights, so there are fewer."""
+TILE = 128
+"""Rows that a GPU's products compute together; a chunk of so many, or a multiple, leaves none of them half empty."""
 ALIGNED = 64
 """Numbers: a GPU's products of rows that begin at multiples of this are several times faster than others."""
 
@@ -160,8 +162,9 @@ class _Terms:
                 _add_product(of_weight, by_score.T, self.hidden[part])
         return of_hidden, of_weight, of_bias
 
-    def _parts(self, chunk_bytes: int, row_bytes: int) -> list[slice]:
+    def _parts(self, chunk_bytes: int, row_bytes: int, tile: int = 1) -> list[slice]:
         rows = max(1, chunk_bytes // row_bytes)
+        rows -= rows % tile if rows > tile else 0
         return [slice(start, start + rows) for start in range(0, len(self.hidden), rows)]
 
     def _chunks(self, chunk_bytes: int, scale: Tensor, *, gradient: bool) -> Iterator[tuple[slice, Tensor]]:
@@ -194,7 +197,7 @@ class _Terms:
         # The kernel reads at the targets: torch's assertion comes before it where one of them is no class.
         self.weight[:, 0].gather(0, self.targets)
         stride = -(-classes // ALIGNED) * ALIGNED
-        parts = self._parts(chunk_bytes, stride * self.hidden.dtype.itemsize)
+        parts = self._parts(chunk_bytes, stride * self.hidden.dtype.itemsize, tile=TILE)
         rows = min(len(self.hidden), parts[0].stop) if parts else 0
         buffer = self.hidden.new_empty(rows, stride)[:, :classes]
         for part in parts:

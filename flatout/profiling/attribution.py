@@ -254,16 +254,25 @@ class _Attribution:
         return total, by_phase
 
     def _waits(self) -> tuple[list[Wait], list[Wait]]:
-        """(of reads and of what the script waits for by itself, of copies to the GPU)"""
-        found = waits_in(self._recording) if self._on_gpu else []
+        """(of reads and of what the script waits for by itself, of copies to the GPU). Without those of convolutions,
+        for which cuDNN times its algorithms: the script has no part in them."""
+        found = [one for one in waits_in(self._recording) if self._on_gpu and not self._is_in_convolution(one)]
         return [one for one in found if not one.copies_to_device], [one for one in found if one.copies_to_device]
+
+    def _operator_around(self, wait: Wait) -> int | None:
+        """The followed operator that waits, or else the innermost one."""
+        number = self._events[wait.event].parent
+        top = self._top[number] if number is not None else None
+        return number if top is None else top
+
+    def _is_in_convolution(self, wait: Wait) -> bool:
+        number = self._operator_around(wait)
+        return number is not None and operator_class(self._events[number].name) == "convolution"
 
     def _wait_rows(self, waits: Sequence[Wait]) -> tuple[WaitRow, ...]:
         sums: dict[tuple[str, str], list[float]] = {}
         for one in waits:
-            number = self._events[one.event].parent
-            top = self._top[number] if number is not None else None
-            number = number if top is None else top
+            number = self._operator_around(one)
             where = self._where[number] if number is not None else None
             line = short_place(where.origin.line, self._folder) if where is not None and where.origin else ""
             operator = self._events[number].name if number is not None else ""
