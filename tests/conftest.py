@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -29,6 +30,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup, whose wish a tune respects
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_loaded_is_not_walked() -> None:
+    """torch, its compiler and all files of tests are a million objects, and a full collection takes a second: many
+    tests and the code under test ask for one. What a file of tests leaves behind is collected before it is frozen."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

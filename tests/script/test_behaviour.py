@@ -89,6 +89,7 @@ def nothing_stays() -> Iterator[None]:
     before = [dict(vars(owner)) for owner in owners]
     yield
     gc.collect()
+    gc.freeze()
     for owner, known in zip(owners, before, strict=True):
         changed = {name for name, value in vars(owner).items() if known.get(name) is not value}
         assert {name for name in changed if not name.startswith("__warn")} == set(), owner
@@ -122,6 +123,17 @@ def test_a_healthy_loop() -> None:
     assert len(found.gradients[0].layers) == 2
     (clip,) = found.clips
     assert (clip.steps, clip.before_backward) == (STEPS - 1, 0)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_the_script_froze_stays_frozen(frozen: bool) -> None:
+    if frozen:
+        gc.freeze()
+    else:
+        gc.unfreeze()
+    model = net()
+    watched(healthy(model, torch.optim.SGD(model.parameters(), 0.01)), model)
+    assert (gc.get_freeze_count() > 0) == frozen
 
 
 def test_gradients_that_are_never_cleared() -> None:
