@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ TEST_SECONDS = 600
 # Threads that wait for each other on a busy machine take many times as long, and workers run side by side. torch is not
 # imported yet: this holds for it and for processes of tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where the environment forbids it too: each worker would compile all tests, and each process of a test the package.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What tests measure and build is kept for the next run of tests, and never for the user's own runs.
 os.environ["FLATOUT_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout")
 os.environ["FLATOUT_RUNS_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout-runs")
