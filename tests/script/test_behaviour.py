@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import warnings
@@ -20,7 +21,7 @@ from flatout.profiling.profile import Profile
 from flatout.script import behaviour
 from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
-from flatout.script.source_facts import read_source
+from flatout.script.source_facts import SourceFacts, read_source
 
 STEPS = 14
 HERE = Path(__file__)
@@ -56,13 +57,18 @@ def watched(step: Step, *models: nn.Module, steps: int = STEPS) -> Behaviour:
     return found
 
 
+@functools.cache
+def own_source() -> SourceFacts:
+    return read_source([str(HERE)], str(HERE.parent))
+
+
 def names(found: Behaviour, *, step_seconds: float = 0.01) -> list[str]:
     """Of the checks that fire, other than those of time, which a test must not judge."""
     profile = Profile(
         name="t", device="cpu", step_kind="optimizer", steps=5, timed_steps=5, warm_up_steps=1,
         step_seconds=step_seconds, profiled_step_seconds=step_seconds, parts=None,
     )  # fmt: skip
-    facts = Facts(behaviour=found, profile=profile, source=read_source([str(HERE)], str(HERE.parent)))
+    facts = Facts(behaviour=found, profile=profile, source=own_source())
     timed = ("python-time", "logging-time", "disk-time", "plotting-time", "no-seed", "repeated-to")
     return [one.name for one in check_facts(facts) if one.name not in timed]
 
