@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ TEST_SECONDS = 600
 # Threads that wait for each other on a busy machine take many times as long, and workers run side by side. torch is not
 # imported yet: this holds for it and for processes of tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where the environment forbids it too: each worker would compile all tests, and each process of a test the package.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What tests measure and build is kept for the next run of tests, and never for the user's own runs.
 os.environ["FLATOUT_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout")
 os.environ["FLATOUT_RUNS_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "flatout-runs")
@@ -29,6 +34,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup, whose wish a tune respects
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_loaded_is_not_walked() -> None:
+    """torch, its compiler and all files of tests are a million objects, and a full collection takes a second: many
+    tests and the code under test ask for one. What a file of tests leaves behind is collected before it is frozen."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

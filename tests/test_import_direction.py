@@ -55,7 +55,7 @@ def imports(name: str, path: Path, known: dict[str, Path], *, types: bool = True
 def _nodes(path: Path, types: bool) -> list[ast.AST]:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if not types and isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
             node.body = [ast.Pass()]
     return list(ast.walk(tree))
 

@@ -100,6 +100,7 @@ class BehaviourWatch:
         self._work: StepWork | None = None
         self._finish_work: Callable[[], StepWork] | None = None
         self._followed_from = self._not_counted = 0.0
+        self._was_frozen = False
         self._held: list[object] = []
         self._result: Behaviour | None = None
 
@@ -117,6 +118,7 @@ class BehaviourWatch:
             self._guard(self._calls.start)
         self._hold()
         self._guard(self._kept.begin)
+        self._was_frozen = gc.get_freeze_count() > 0
         gc.freeze()  # what is there already is not looked through again at each step
         self._began, self._system_from = time.perf_counter(), os.times().system
         self._sampler.start()
@@ -166,6 +168,8 @@ class BehaviourWatch:
                 self._result = self._made()
         except Exception as error:
             self._result = Behaviour(steps=self._steps, seconds=self._seconds, notes=(_said(error),))
+        if self._was_frozen:  # by the script, for which a collection would be slow, or copy pages that it shares
+            gc.freeze()
 
     def result(self) -> Behaviour:
         """What was seen; of a window that never began, nothing."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from torch import Tensor, nn
 from flatout.memory.holders import Found, HolderSearch
 
 HELD_GLOBALLY: list[Any] = []
+
+
+@pytest.fixture
+def nothing_is_frozen() -> Iterator[None]:
+    """The collector names no referrer that is: the tests' `conftest.py` freezes the variables of this file too."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def tensors(count: int = 3) -> list[Tensor]:
@@ -33,6 +42,7 @@ class Recorder:
         self.log: dict[str, list[Any]] = {"out": []}
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_a_list_in_the_modules_globals_is_named() -> None:
     made = tensors()
     HELD_GLOBALLY.extend({"out": one} for one in made)
@@ -155,5 +165,6 @@ def test_a_traceback_that_is_kept_holds_the_locals_of_its_frames() -> None:
     assert found.name == "Errors.kept"
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_nobody_of_the_script_holds_has_no_name() -> None:
     assert common([torch.zeros(2)]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import warnings
@@ -20,7 +21,7 @@ from flatout.profiling.profile import Profile
 from flatout.script import behaviour
 from flatout.script.behaviour import BehaviourWatch
 from flatout.script.behaviour_seen import Behaviour
-from flatout.script.source_facts import read_source
+from flatout.script.source_facts import SourceFacts, read_source
 
 STEPS = 14
 HERE = Path(__file__)
@@ -56,13 +57,18 @@ def watched(step: Step, *models: nn.Module, steps: int = STEPS) -> Behaviour:
     return found
 
 
+@functools.cache
+def own_source() -> SourceFacts:
+    return read_source([str(HERE)], str(HERE.parent))
+
+
 def names(found: Behaviour, *, step_seconds: float = 0.01) -> list[str]:
     """Of the checks that fire, other than those of time, which a test must not judge."""
     profile = Profile(
         name="t", device="cpu", step_kind="optimizer", steps=5, timed_steps=5, warm_up_steps=1,
         step_seconds=step_seconds, profiled_step_seconds=step_seconds, parts=None,
     )  # fmt: skip
-    facts = Facts(behaviour=found, profile=profile, source=read_source([str(HERE)], str(HERE.parent)))
+    facts = Facts(behaviour=found, profile=profile, source=own_source())
     timed = ("python-time", "logging-time", "disk-time", "plotting-time", "no-seed", "repeated-to")
     return [one.name for one in check_facts(facts) if one.name not in timed]
 
@@ -89,6 +95,7 @@ def nothing_stays() -> Iterator[None]:
     before = [dict(vars(owner)) for owner in owners]
     yield
     gc.collect()
+    gc.freeze()
     for owner, known in zip(owners, before, strict=True):
         changed = {name for name, value in vars(owner).items() if known.get(name) is not value}
         assert {name for name in changed if not name.startswith("__warn")} == set(), owner
@@ -122,6 +129,17 @@ def test_a_healthy_loop() -> None:
     assert len(found.gradients[0].layers) == 2
     (clip,) = found.clips
     assert (clip.steps, clip.before_backward) == (STEPS - 1, 0)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_the_script_froze_stays_frozen(frozen: bool) -> None:
+    if frozen:
+        gc.freeze()
+    else:
+        gc.unfreeze()
+    model = net()
+    watched(healthy(model, torch.optim.SGD(model.parameters(), 0.01)), model)
+    assert (gc.get_freeze_count() > 0) == frozen
 
 
 def test_gradients_that_are_never_cleared() -> None:
