@@ -111,7 +111,8 @@ def compare_in_fresh_processes(
             most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
         if spent + spent / len(groups) > most and len(groups) >= least:
             if too_few and started:
-                groups += _of_started(started, pace, deadline)
+                windows_seconds = min(max(LEAST_SECONDS, available - spent), MOST_SECONDS)
+                groups += _of_started(started, replace(pace, seconds=windows_seconds), deadline)
             break
         if _is_narrow(found, len(groups), undecided=undecided):
             break
@@ -131,7 +132,7 @@ def _of_started(arms: tuple[Arm, Arm], pace: Pace, deadline: Deadline) -> list[P
     """Windows of processes that are there already; none where they end or fail, as they have done their work."""
     pairs: Pairs = []
     with deadline.stage("the last comparison"), contextlib.suppress(TrialError):
-        compare_arms(*arms, replace(pace, seconds=LEAST_SECONDS), collected=pairs)
+        compare_arms(*arms, pace, collected=pairs)
     return [pairs] if len(pairs) >= LEAST_WINDOWS else []
 
 
