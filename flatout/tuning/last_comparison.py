@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from flatout.errors import TrialError
 from flatout.levers.lever import Choice, split_by_switch
 from flatout.script.trial.answers import TrialEnded
 from flatout.search.deadline import Deadline
@@ -69,11 +70,13 @@ def compare_in_fresh_processes(
     deadline: Deadline,
     seconds: float,
     few: FewSteps | None = None,
+    started: tuple[Arm, Arm] | None = None,
 ) -> Pairing:
     """Takes about `seconds`, or what `deadline` leaves if that is more, until the interval is narrow.
 
     Takes longer where starts or steps are so long that fewer windows would prove nothing. few: the script's length,
-    where whole runs are compared; the length of windows does not matter then.
+    where whole runs are compared; the length of windows does not matter then. started: a pair of processes that have
+    started already, which is used where time is too short for the fewest new pairs.
 
     Raises TrialError if a process fails, TrialEnded if the script is too short even for windows of one step.
     """
@@ -100,11 +103,16 @@ def compare_in_fresh_processes(
         groups.append(pairs)
         spent, found = deadline.elapsed_seconds - began, comparison_of_groups(groups, pace.least_gain)
         undecided = found.verdict == "not significant" and found.ratio > 1 + pace.least_gain
-        beyond = UNDECIDED_SHARE * deadline.budget_seconds if undecided else 0.0
-        most = available + beyond
-        if undecided and len(groups) < LEAST_PROCESS_PAIRS:
+        too_few = undecided and len(groups) < LEAST_PROCESS_PAIRS
+        most = available
+        if undecided and not (too_few and started):
+            most += UNDECIDED_SHARE * deadline.budget_seconds
+        if too_few and not started:
             most = max(most, left_at_first + LEAST_SHARE_BEYOND * deadline.budget_seconds)
         if spent + spent / len(groups) > most and len(groups) >= least:
+            if too_few and started:
+                windows_seconds = min(max(LEAST_SECONDS, available - spent), MOST_SECONDS)
+                groups += _of_started(started, replace(pace, seconds=windows_seconds), deadline)
             break
         if _is_narrow(found, len(groups), undecided=undecided):
             break
@@ -120,6 +128,14 @@ def compare_in_fresh_processes(
     )
 
 
+def _of_started(arms: tuple[Arm, Arm], pace: Pace, deadline: Deadline) -> list[Pairs]:
+    """Windows of processes that are there already; none where they end or fail, as they have done their work."""
+    pairs: Pairs = []
+    with deadline.stage("the last comparison"), contextlib.suppress(TrialError):
+        compare_arms(*arms, pace, collected=pairs)
+    return [pairs] if len(pairs) >= LEAST_WINDOWS else []
+
+
 def least_seconds(
     step_seconds: float,
     restart_seconds: float,
@@ -127,12 +143,14 @@ def least_seconds(
     levers_start_seconds: float = 0.0,
     few: FewSteps | None = None,
     process_pairs: int = LEAST_PROCESS_PAIRS,
+    started_pairs: int = 0,
 ) -> float:
     """Time for an interval that shows a large gain, from this many pairs of processes; usually the fewest that can
     differ.
 
     restart_seconds: of one of `trials`, which should be those that the comparison is made with.
-    levers_start_seconds: what turning the levers on takes (compilation). few: as for the comparison.
+    levers_start_seconds: what turning the levers on takes (compilation). few: as for the comparison. started_pairs: of
+    them, those that have started already.
     """
     if few is not None:
         pair_seconds = few.pair_seconds(step_seconds, restart_seconds)
@@ -140,7 +158,8 @@ def least_seconds(
     pace = Pace.for_step(step_seconds, seconds=0.0)
     steps = 2 * (pace.warm_steps + pace.first_window) + 2 * LEAST_WINDOWS * pace.pair_steps
     starting = restart_seconds * (1 if trials.starts_overlap else 2)
-    return process_pairs * (starting + levers_start_seconds + steps * step_seconds)
+    new_pairs = process_pairs - started_pairs
+    return new_pairs * (starting + levers_start_seconds) + process_pairs * steps * step_seconds
 
 
 def comparison_of_groups(groups: Sequence[Pairs], least_gain: float) -> Comparison:

@@ -10,6 +10,7 @@ runs. While one run is recorded the next one already starts, where they do not d
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import tempfile
@@ -30,6 +31,7 @@ from flatout.tuning.few_steps import FewSteps
 from flatout.tuning.numerics import Numerics
 from flatout.tuning.results import Claim, Proof, ProofVerdict
 from flatout.tuning.trials import RunningTrial, Trials
+from flatout.tuning.windows import Arm
 
 WANTED_STEPS = {"bit-identical": 300, "rounding": 300, "reduced": 500}
 WANTED_EPOCHS, MOST_STEPS = 2.2, 20_000
@@ -150,6 +152,10 @@ class Prover:
         """Verdicts so far: proving a set again without one of its levers repeats only some claims."""
         self._prestarted: tuple[list[Choice], RunningTrial] | None = None
         """(levers on from its start, a process that starts while another is recorded)"""
+        self.keeps_processes = False
+        """Do the latest process of each side stay where their recording ended, for `arms`?"""
+        self._kept: dict[bool, tuple[list[Choice], RunningTrial]] = {}
+        """Is it with levers? -> (levers, process)"""
 
     def __enter__(self) -> Prover:
         return self
@@ -163,8 +169,20 @@ class Prover:
         run_seconds = pattern.startup_seconds + RECORDING_FACTOR * (self._steps or LEAST_STEPS) * pattern.step_seconds
         return runs * run_seconds <= (deadline or self._deadline).seconds_left
 
+    def arms(self, choices: Sequence[Choice]) -> tuple[Arm, Arm] | None:
+        """(plain, planned): new processes too, which have started and compiled; None where none was kept of one side,
+        or its script has ended. They end with the prover."""
+        plain, planned = self._kept.get(False), self._kept.get(True)
+        if plain is None or planned is None or planned[0] != [*choices]:
+            return None
+        if not (plain[1].alive and planned[1].alive):
+            return None
+        _, live = split_by_switch(choices)
+        return Arm(plain[1], suspended=True), Arm(planned[1], live, suspended=True)
+
     def close(self) -> None:
         self._drop_prestarted()
+        self._drop_kept()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def prove(self, choices: Sequence[Choice]) -> Proof:
@@ -384,16 +402,36 @@ class Prover:
         )
         from_start, live = split_by_switch(choices)
         process, alone = self._spawned(from_start, then)
-        with self._deadline.stage("the proof"), process:
+        alone = alone and not self._kept
+        with self._deadline.stage("the proof"), contextlib.ExitStack() as stack:
+            stack.enter_context(process)
             try:
                 process.start()
-                return Numerics.from_answer(process.numerics(live, request))
+                found = Numerics.from_answer(process.numerics(live, request))
             except TrialError:
                 if alone:
                     raise
+            else:
+                if self.keeps_processes and not found.ended:
+                    self._keep(process, choices)
+                    stack.pop_all()
+                return found
         self._drop_prestarted()
+        self._drop_kept()
+        self.keeps_processes = False
         # Two processes at once may need more memory than there is.
         return self._record(choices, role=role, nudge=nudge, nudge_seed=nudge_seed, gradient_noise=gradient_noise)
+
+    def _keep(self, process: RunningTrial, choices: Sequence[Choice]) -> None:
+        before = self._kept.pop(bool(choices), None)
+        if before is not None:
+            before[1].close()
+        self._kept[bool(choices)] = [*choices], process
+
+    def _drop_kept(self) -> None:
+        for _, process in self._kept.values():
+            process.close()
+        self._kept.clear()
 
     def _check_steps(self, steps: int) -> tuple[int, ...]:
         """For few steps, every second one, so that a step from the run's own state lies in between, and the last, whose

@@ -36,8 +36,8 @@ from flatout.tuning.worth_trying import COMPARISON_SECONDS, least_trial_seconds
 from flatout.units import format_bytes
 
 OBSERVED_STEPS = 30
-COMPILED_AGAIN_BY = 4
-"""Processes of the verifier that compile again: two in the proof, two in the last comparison."""
+COMPILED_AGAIN_BY = 3
+"""Processes of the verifier that compile again at least: two in the proof, one in the last comparison."""
 WHILE_NOTHING_IS_KEPT = 1.5
 """Times the verifier's minimum: what is reserved for it while nothing is kept."""
 FIRST_STEPS_SHARE, MOST_FIRST_STEPS = 0.05, 4

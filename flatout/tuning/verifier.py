@@ -46,14 +46,21 @@ def least_seconds(
     """What a search must leave for proof and last comparison. few: the script's length, where runs are compared."""
     compared = trials_as_used(trials, few)
     compared_start_seconds = restart_seconds + trials.loading_seconds - compared.loading_seconds
+    proofs = _pairs_of_proof(trials, few)
     starts, whole = (
         prover.least_seconds(Pattern(step_seconds=seconds, startup_seconds=restart_seconds, few=few), trials)
-        + last_comparison.least_seconds(seconds, compared_start_seconds, compared, few=few)
+        + last_comparison.least_seconds(seconds, compared_start_seconds, compared, few=few, started_pairs=proofs)
         for seconds in (0.0, step_seconds)
     )
     if few is not None:  # runs cannot be shortened: a budget that is too short for them is rejected
         return whole
     return starts + min(whole - starts, STEPS_SHARE * budget_seconds)
+
+
+def _pairs_of_proof(trials: Trials, few: FewSteps | None) -> int:
+    """Pairs of processes of the proof that can be compared as well, where there is no time for more new ones. A proof
+    of a TrainStep makes copies in one process, and one of whole runs ends them."""
+    return int(few is None and trials.kind == "script")
 
 
 class FailedClaim(NamedTuple):
@@ -89,8 +96,12 @@ class Verifier:
                 pattern.levers_start_seconds,
                 state.few_steps,
                 process_pairs,
+                proofs,
             )
-            for process_pairs in (last_comparison.LEAST_PROCESS_PAIRS, last_comparison.WANTED_PROCESS_PAIRS)
+            for process_pairs, proofs in (
+                (last_comparison.LEAST_PROCESS_PAIRS, _pairs_of_proof(trials, state.few_steps)),
+                (last_comparison.WANTED_PROCESS_PAIRS, 0),
+            )
         )
         claims = {choice.exactness for choice in state.kept}
         beside_proof = deadline.seconds_left - PROOF_MARGIN * prover.least_seconds(pattern, trials, claims)
@@ -99,6 +110,9 @@ class Verifier:
         before = deadline.reserving(self._comparison_seconds)
         latest = deadline.reserving(least - last_comparison.LEAST_SHARE_BEYOND * deadline.budget_seconds)
         self._prover = Prover(trials, pattern, before, progress, latest)
+        # They take memory while others run, so they stay only where time may be too short for pairs of new ones.
+        short = beside_proof < needed and state.first_observed.device == "cpu"
+        self._prover.keeps_processes = short and bool(_pairs_of_proof(trials, state.few_steps))
         self._proved = 0
         """Size of the set that was proved and then partly dropped."""
 
@@ -239,7 +253,13 @@ class Verifier:
         pace = pace.within(self.state.total_steps)
         try:
             return compare_in_fresh_processes(
-                self._compared, self.state.kept, pace, self._deadline, self._comparison_seconds, self.state.few_steps
+                self._compared,
+                self.state.kept,
+                pace,
+                self._deadline,
+                self._comparison_seconds,
+                self.state.few_steps,
+                self._prover.arms(self.state.kept),
             )
         except TrialError as error:
             self.warnings.append(f"the last comparison {self.trials.afresh} was cut short: {error}")

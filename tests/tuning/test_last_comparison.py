@@ -109,6 +109,62 @@ def test_the_second_pair_may_exceed_the_budget_by_a_tenth(
     assert found.comparison.pairs == 8 * pairs
 
 
+@pytest.mark.parametrize(
+    ("pair_seconds", "ratio", "pairs"),
+    [
+        (8.0, 1.3, 8 + 8),  # no time for a second new one: that of the proof
+        (8.0, 2.0, 8),  # one is enough
+        (4.0, 1.3, 8 + 8 + 8),  # there is time for new ones
+    ],
+)
+def test_the_proofs_processes_are_compared_where_time_is_short(
+    pair_seconds: float, ratio: float, pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    arms: Any = ("plain", "planned")
+
+    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+        nonlocal now
+        now += pair_seconds
+        pairs += group(ratio)
+        return pairing_of_runs(pairs, pace), pace
+
+    def compare(plain: str, planned: str, pace: Pace, collected: list[Any]) -> None:
+        assert (plain, planned) == arms
+        collected += group(ratio)
+
+    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    monkeypatch.setattr(last_comparison, "compare_arms", compare)
+    setup = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path)
+    deadline = Deadline(100.0, clock=lambda: now).within(12.0)
+    found = compare_in_fresh_processes(setup, [], Pace.for_step(1e-3, seconds=9.0), deadline, 9.0, started=arms)
+    assert found.comparison.pairs == pairs
+    assert found.comparison.verdict == "faster"
+
+
+def test_processes_of_the_proof_that_have_ended_add_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def one_pair(trials: Any, choices: Any, pace: Pace, deadline: Any, left: float, wanted: int, pairs: Any) -> Any:
+        nonlocal now
+        now += 8.0
+        pairs += group(1.3)
+        return pairing_of_runs(pairs, pace), pace
+
+    def ended(*arms: Any, collected: list[Any]) -> None:
+        collected += group(9.9, 1)
+        raise TrialEnded("train.py", 0, steps=3)
+
+    monkeypatch.setattr(last_comparison, "_one_pair_of_processes", one_pair)
+    monkeypatch.setattr(last_comparison, "compare_arms", ended)
+    setup, arms = TrialSetup(target=Target(path="train.py"), work_folder=tmp_path), ("plain", "planned")
+    deadline = Deadline(100.0, clock=lambda: now).within(12.0)
+    pace = Pace.for_step(1e-3, seconds=9.0)
+    found = compare_in_fresh_processes(setup, [], pace, deadline, 9.0, started=arms)  # type: ignore[arg-type]
+    assert found.comparison.pairs == 8
+    assert found.comparison.verdict == "not significant"
+
+
 def test_a_budget_that_is_nearly_spent_still_buys_an_interval(tmp_path: Path) -> None:
     assert compared(tmp_path, 100_000, seconds=0.001, budget_seconds=0.001) >= LEAST_WINDOWS
 

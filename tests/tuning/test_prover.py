@@ -262,6 +262,8 @@ FROM_START = Choice(FromStart("allocator", "bit-identical"), True)
 class Started:
     """In place of a trial; `log` has what was done in which order, `failing` the starts that fail."""
 
+    alive = True
+
     log: ClassVar[list[str]] = []
     failing: ClassVar[list[int]] = []
     count: ClassVar[int] = 0
@@ -325,6 +327,34 @@ def test_with_the_network_of_the_machine_one_runs_after_the_other(tmp_path: Path
         prover._record([], then=[FROM_START])
         prover._record([FROM_START])
     assert started.log == ["spawn 1", "record 1", "close 1", "spawn 2+", "record 2+", "close 2+"]
+
+
+def test_the_last_process_of_each_side_stays_for_the_comparison(tmp_path: Path, started: type[Started]) -> None:
+    with unrecorded(tmp_path) as prover:
+        prover.keeps_processes = True
+        prover._record([])
+        assert prover.arms([BITS]) is None
+        prover._record([])
+        prover._record([BITS])
+        assert started.log == [
+            *("spawn 1", "record 1", "spawn 2", "record 2", "close 1", "spawn 3", "record 3"),
+        ]
+        arms = prover.arms([BITS])
+        assert arms is not None
+        assert [arm.process.name for arm in arms] == ["2", "3"]  # type: ignore[attr-defined]
+        assert [arm.choices for arm in arms] == [(), [BITS]]
+        assert prover.arms([BITS, FROM_START]) is None
+    assert started.log[-2:] == ["close 2", "close 3"]
+
+
+def test_processes_that_stay_make_room_where_another_one_fails(tmp_path: Path, started: type[Started]) -> None:
+    started.failing = [2]
+    with unrecorded(tmp_path) as prover:
+        prover.keeps_processes = True
+        prover._record([])
+        prover._record([BITS])
+        assert started.log == ["spawn 1", "record 1", "spawn 2", "close 2", "close 1", "spawn 3", "record 3", "close 3"]
+        assert prover.arms([BITS]) is None
 
 
 def test_what_fails_beside_another_run_is_tried_alone(tmp_path: Path, started: type[Started]) -> None:
