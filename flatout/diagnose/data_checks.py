@@ -151,7 +151,8 @@ def padding_waste(facts: Facts) -> Seen | None:
     padding = facts.behaviour.padding if facts.behaviour is not None else None
     if padding is None or padding.share < PADDING_LIMIT or padding.positions < LEAST_POSITIONS:
         return None
-    if facts.source is not None and any(map(facts.source.mentions, ("pack_padded", "pack_sequence", "nested_tensor"))):
+    packs = {"pack_padded_sequence", "pack_sequence", "nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged"}
+    if facts.source is not None and packs & {*facts.source.names}:
         return None
     passes = [facts.part_seconds(part) for part in ("forward", "backward")]
     known = None if None in passes else sum(one or 0.0 for one in passes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from flatout.diagnose.check import Seen, check, where
 from flatout.diagnose.facts import Facts
-from flatout.script.behaviour_seen import GradientsSeen, LayerGradients
+from flatout.script.behaviour_seen import BroadcastSeen, GradientsSeen, LayerGradients
 
 LEAST_SAME, LEAST_NONFINITE = 8, 3
 LEAST_LOSSES = 120
@@ -22,17 +22,20 @@ CHANGES_LEARNING = "it changes what is learned, not the time"
 
 
 @check(
-    means="The loss does not fall, because nothing is learned.",
-    needs="in the steps that were watched: no weight changed at all; or the loss was exactly the same in 8 steps in "
-    "a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test at 1 in 1,000, to twice "
-    "their level",
+    means="The loss does not fall, because nothing is learned, or something else than was meant.",
+    needs="in the steps that were watched: no weight changed at all; or every gradient was exactly 0; or the loss was "
+    "exactly the same in 8 steps in a row; or it was NaN or infinite in 3; or 120 losses or more rise, by a rank test "
+    "at 1 in 1,000, to twice their level; or predictions and targets are broadcast against each other to more elements "
+    "than either has, such as [80, 1] and [80]",
     if_wrong="a run is stopped that would have learned later",
 )
 def loss_not_falling(facts: Facts) -> Seen | None:
     seen = facts.behaviour
     if seen is None:
         return None
-    why = _why_not_falling(seen.losses, moves=seen.weights_move)
+    if seen.broadcast_losses:
+        return _broadcast(seen.broadcast_losses)
+    why = _why_not_falling(seen.losses, moves=seen.weights_move) or _dead(seen.gradients, seen.losses)
     if not why:
         return None
     return Seen(
@@ -44,6 +47,31 @@ def loss_not_falling(facts: Facts) -> Seen | None:
         lines=where([one.line for one in seen.backwards], seen.optimizer_lines),
         unknown=CHANGES_LEARNING,
     )
+
+
+def _broadcast(losses: Sequence[BroadcastSeen]) -> Seen:
+    first = losses[0]
+    return Seen(
+        title="the loss compares every prediction with every target",
+        evidence=f"predictions of shape {first.predictions} and targets of shape {first.targets} are broadcast against "
+        f"each other, in {sum(one.calls for one in losses)} calls: the model learns the mean of the targets",
+        remedy="give both the same shape: targets.unsqueeze(1), or predictions.squeeze(1)",
+        fault=True,
+        lines=where([one.line for one in losses]),
+        unknown=CHANGES_LEARNING,
+    )
+
+
+def _dead(gradients: Sequence[GradientsSeen], losses: Sequence[float | None]) -> str:
+    if not any(losses):
+        return ""  # 0, or not known
+    for one in gradients:
+        if len(one.norms) >= LEAST_SAME and not one.nonfinite_steps and not any((*one.norms, *one.largest_vectors)):
+            return (
+                f"every gradient of {one.module} was exactly 0 in all {len(one.norms)} steps, as after a softmax over "
+                "one column, or where no unit is active"
+            )
+    return ""
 
 
 def _why_not_falling(losses: Sequence[float | None], *, moves: bool | None) -> str:
@@ -77,18 +105,22 @@ def trend(values: Sequence[float]) -> float:
 @check(
     means="Gradients of the first layers are so small that they learn nothing.",
     needs="in at least 5 steps and every one of them, the mean gradient of a weight is below a millionth of the "
-    "largest layer's, is not exactly 0, and sizes fall towards the input",
+    "largest layer's, is not exactly 0, and sizes fall towards the input; or those of all weights are below a "
+    "millionth of a bias's, as the signal dies on its way forward",
     if_wrong="normalisation or another activation changes a network that trained",
 )
 def vanishing_gradients(facts: Facts) -> Seen | None:
     for one in facts.behaviour.gradients if facts.behaviour is not None else ():
         found = _vanished(one)
         if found:
-            first = found[0]
+            first, largest = found[0], max(map(_middle, one.layers))
+            other = f"the largest layer: {largest:.2g}"
+            if found == list(one.layers):
+                other = f"the largest layer: {largest:.2g}, a bias: {statistics.median(one.largest_vectors):.2g}"
             return Seen(
                 title=f"gradients vanish in {len(found)} layer{'s' if len(found) > 1 else ''} of {one.module}",
-                evidence=f"{first.name}: {_middle(first):.2g} (root mean square), the largest layer: "
-                f"{max(map(_middle, one.layers)):.2g}, medians of {len(first.rms)} steps",
+                evidence=f"{first.name}: {_middle(first):.2g} (root mean square), {other}, medians of {len(first.rms)} "
+                "steps",
                 remedy="residual connections, normalisation, ReLU-like activations, or another initialisation",
                 fault=True,
                 certain=False,
@@ -103,6 +135,9 @@ def _vanished(seen: GradientsSeen) -> list[LayerGradients]:
     if len(layers) < LEAST_LAYERS:
         return []
     largest = [max(one.rms[step] for one in layers) for step in range(len(layers[0].rms))]
+    pairs = list(zip(largest, seen.largest_vectors, strict=False))
+    if pairs and len(layers) == len(seen.layers) and all(0 < weight < VANISHED * bias for weight, bias in pairs):
+        return layers
     gone = [
         one
         for one in layers

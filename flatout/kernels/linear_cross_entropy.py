@@ -217,8 +217,10 @@ class _Terms:
 
 
 def _in_one_launch(hidden: Tensor) -> bool:
-    """Whether these scores go through the Triton kernel: on CUDA, where Triton is, in the dtypes that it has."""
-    return hidden.is_cuda and hidden.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
+    """Whether these scores go through the Triton kernel: on CUDA, where Triton is, in the dtypes that it has. Compiled
+    code fuses the operations by itself."""
+    known = hidden.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return hidden.is_cuda and known and not torch.compiler.is_compiling() and _has_triton()
 
 
 @functools.cache
@@ -230,7 +232,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, summed up in total's dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:  # no product in the narrower dtype is written and read again
+    elif total.is_cuda and torch.version.hip is None:  # no product in the narrower dtype is written and read again
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

@@ -6,6 +6,7 @@ exponential, one-hot, mask, scale, conversion back. Here a row is read twice and
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,21 +33,22 @@ def score_gradients_(
     scalar; losses: fp32 [rows].
     """
     rows, classes = scores.shape
-    _kernel[(rows,)](
-        scores,
-        scores if bias is None else bias,
-        targets,
-        valid,
-        scale,
-        losses,
-        scores.stride(0),
-        smoothing,
-        CLASSES=classes,
-        HAS_BIAS=bias is not None,
-        GRADIENT=gradient,
-        BLOCK=min(BLOCK, triton.next_power_of_2(classes)),
-        num_warps=WARPS if classes > BLOCK // 4 else 4,
-    )
+    with torch.cuda.device_of(scores):  # Triton launches on the current GPU
+        _kernel[(rows,)](
+            scores,
+            scores if bias is None else bias,
+            targets,
+            valid,
+            scale,
+            losses,
+            scores.stride(0),
+            smoothing,
+            CLASSES=classes,
+            HAS_BIAS=bias is not None,
+            GRADIENT=gradient,
+            BLOCK=min(BLOCK, triton.next_power_of_2(classes)),
+            num_warps=WARPS if classes > BLOCK // 4 else 4,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

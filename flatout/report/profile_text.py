@@ -163,6 +163,7 @@ def _rows(profile: Profile, by: GroupBy, sort: SortBy) -> list[tuple[str, str]]:
     rows += labelled("ceilings", _ceilings(profile))
     rows += labelled("units", _units(profile))
     rows += labelled("idle", [f"{format_seconds(c.seconds)}: {c.cause}: {c.evidence}" for c in profile.idle_causes])
+    rows += labelled("waits", _waits(profile))
     rows += labelled("measured", _measured(profile))
     rows += labelled("note", list(profile.notes)[:NOTES_SHOWN])
     return rows
@@ -251,6 +252,15 @@ def _operator(row: OperatorRow, total: float, by: GroupBy) -> str:
     elif row.bytes and row.seconds:
         parts.append(format_rate(row.bytes / row.seconds, "B/s"))
     return "  ".join(parts)
+
+
+def _waits(profile: Profile) -> list[str]:
+    """Where the host waits for the GPU, which costs nothing while the GPU has work: see 'idle'."""
+    return [
+        f"{format_seconds(one.seconds):>8}  {one.calls:,.4g} x {one.operator.removeprefix('aten::') or 'synchronize'}  "
+        f"{one.line or 'line unknown'}"
+        for one in profile.waits[:KERNELS_SHOWN]
+    ]
 
 
 def _kernel(profile: Profile, number: int) -> str:

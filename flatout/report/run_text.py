@@ -194,7 +194,9 @@ def run_document(summary: RunSummary, *, include_private: bool = False) -> dict[
     }
     if summary.processes:
         spreads = {"step": step_spread(summary.processes), "outside_backward": own_spread(summary.processes)}
-        payload["processes"] = [one.to_json() for one in summary.processes]
+        names = process_names(summary.processes)
+        processes = zip(names, summary.processes, strict=True)
+        payload["processes"] = [{"name": name, **one.to_json()} for name, one in processes]
         payload["process_spread"] = {
             name: None if spread is None else {**asdict(spread), "share": spread.share}
             for name, spread in spreads.items()

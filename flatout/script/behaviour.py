@@ -112,7 +112,7 @@ class BehaviourWatch:
         self._update.on_backward = self._backward
         self._update.on_step = self._forward.interrupted
         self._stack.enter_context(subject.before_iterators(self._iterator))
-        self._guard(lambda: self._update.start(subject))
+        self._guard(lambda: self._update.start(subject, compiled=compiled))
         if not compiled:  # compiled code must not see wrappers of ours that it was not compiled with
             self._guard(self._forward.start)
             self._guard(self._calls.start)
@@ -287,6 +287,7 @@ class BehaviourWatch:
             kept_steps=self._kept.kept_steps,
             kept_bytes_per_step=self._kept.bytes_per_step,
             live_bytes=tuple(self._kept.live_bytes),
+            broadcast_losses=update.broadcast_losses(),
             losses=update.losses(),
             gradients=update.gradients.gradients(),
             batch_shapes=max(1, len(forward.shapes)),

@@ -155,9 +155,21 @@ class GradientsSeen:
     norms: tuple[float, ...]
     """Of all gradients together."""
     weight_norm: float
+    largest_vectors: tuple[float, ...] = ()
+    """Root mean square of the largest gradient of a bias or another vector."""
     nonfinite_steps: int = 0
     first_nonfinite: str = ""
     """The layer, in the first such step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BroadcastSeen:
+    """A loss of predictions and targets that are broadcast against each other, such as [80, 1] and [80]."""
+
+    line: SourceLine
+    predictions: str
+    targets: str
+    calls: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +289,7 @@ class Behaviour:
     kept_bytes_per_step: float | None = None
     live_bytes: tuple[int, ...] = ()
     """Of the tensors made in the window that Python holds, at the ends of consecutive steps."""
+    broadcast_losses: tuple[BroadcastSeen, ...] = ()
     losses: tuple[float | None, ...] = ()
     """Of backward passes in order; None: NaN or infinite. Empty where passes start at several lines."""
     gradients: tuple[GradientsSeen, ...] = ()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-MOST_LAYERS = 48
+MOST_LAYERS, MOST_VECTORS = 48, 16
 SAMPLED = 4
 """Parameters of an optimizer that are followed through its steps."""
 MOST_NUMBERS = 8192
@@ -40,6 +40,8 @@ class GradientWatch:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._norms: dict[int, list[list[float]]] = {}
         self._total_norms: dict[int, list[float]] = {}
+        self._vectors: dict[int, list[nn.Parameter]] = {}
+        self._largest_vectors: dict[int, list[float]] = {}
         self._nonfinite: dict[int, tuple[int, str]] = {}
         self._samples: list[_Sample] = []
         self._unchanged = self._changed = 0
@@ -72,6 +74,8 @@ class GradientWatch:
         if identity not in self._layers:
             weights = [(name, one) for name, one in module.named_parameters() if one.ndim >= 2]
             self._layers[identity] = weights[:: max(1, -(-len(weights) // MOST_LAYERS))]
+            vectors = [one for one in module.parameters() if one.ndim == 1]
+            self._vectors[identity] = vectors[-MOST_VECTORS:]  # the last ones are those next to the loss
             self._modules[identity] = weakref.ref(module)
         if not any(id(one) in held for _, one in self._layers[identity]):
             return
@@ -90,6 +94,10 @@ class GradientWatch:
             self._nonfinite[identity] = (steps + 1, first)
         self._norms.setdefault(identity, []).append(rms)
         self._total_norms.setdefault(identity, []).append(squares**0.5)
+        of_vectors = [one.grad for one in self._vectors[identity]]
+        sizes = [float(one.norm()) / max(1, one.numel()) ** 0.5 for one in of_vectors if one is not None]
+        largest = max((one for one in sizes if one < math.inf), default=0.0)
+        self._largest_vectors.setdefault(identity, []).append(largest)
 
     def compare(self) -> None:
         """After an optimizer's step: at the next one, or at the end of the training step.
@@ -121,6 +129,7 @@ class GradientWatch:
                         for index, (name, _) in enumerate(self._layers[identity])
                     ),
                     norms=tuple(self._total_norms[identity]),
+                    largest_vectors=tuple(self._largest_vectors[identity]),
                     weight_norm=_norm([one for _, one in self._layers[identity]]),
                     nonfinite_steps=steps,
                     first_nonfinite=first,

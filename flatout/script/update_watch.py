@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flatout.levers.subject import Subject
 from flatout.script.behaviour_seen import (
     BackwardSeen,
+    BroadcastSeen,
     ClipSeen,
     SchedulerSeen,
     SourceLine,
@@ -41,6 +42,8 @@ Call = Callable[..., object]
 Place = tuple[str, int]
 MOST_EVENTS = 8192
 MOST_LOSSES = 5000
+LOSSES_BY_ELEMENT = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+"""They broadcast; others refuse shapes that differ."""
 EXAMINED_STEPS = 24
 """Steps at which gradients are measured."""
 REACHED_PASSES = 8
@@ -122,6 +125,7 @@ class UpdateWatch:
         self._retained: list[_Retained] = []
         self._losses: dict[Place, list[float]] = {}
         self._pending_loss: float | None = None
+        self._broadcast: dict[tuple[Place, tuple[str, str]], int] = {}
         self.gradients = GradientWatch()
         self._stepping: StepHook | None = None
         """Before steps alone: torch must not find one more hook, or one less, while it calls those after a step, and
@@ -138,7 +142,8 @@ class UpdateWatch:
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self.on_step: Callable[[], None] = lambda: None
 
-    def start(self, subject: Subject) -> None:
+    def start(self, subject: Subject, *, compiled: bool = False) -> None:
+        """compiled: code of the script is, and may call losses, which must not change under it."""
         import torch
         from torch.nn.utils import clip_grad
         from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -158,6 +163,8 @@ class UpdateWatch:
         else:
             replace(torch.nn.utils, "clip_grad_norm_", noting(self._note_clip_of_parameters))
         replace(torch.nn.utils, "clip_grad_value_", noting(self._note_clip_of_parameters))
+        for name in () if compiled else LOSSES_BY_ELEMENT:
+            replace(torch.nn.functional, name, noting(self._note_loss_by_element))
         scaler = torch.amp.grad_scaler.GradScaler
         replace(scaler, "scale", noting(self._note_scale))
         replace(scaler, "unscale_", noting(self._note_unscale))
@@ -309,6 +316,35 @@ class UpdateWatch:
     def _note_clip_of_parameters(self, *args: object, **kwargs: object) -> None:
         if self._on:
             self._here("clip")
+
+    def _note_loss_by_element(
+        self, predictions: object, targets: object = None, *args: object, **kwargs: object
+    ) -> None:
+        from torch import Tensor
+
+        if not self._on or not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
+            return
+        if predictions.shape != targets.shape:
+            place = self._places.here(3)
+            self._guard(lambda: self._note_broadcast(place, predictions.shape, targets.shape))
+
+    def _note_broadcast(self, place: Place, predictions: Sequence[int], targets: Sequence[int]) -> None:
+        """Only where the result has more elements than either: then each is compared with every other one."""
+        import torch
+
+        try:
+            together = math.prod(torch.broadcast_shapes(tuple(predictions), tuple(targets)))
+        except RuntimeError:
+            return  # the script's own error, in a moment
+        if together > max(math.prod(predictions), math.prod(targets)):
+            shapes = str([*predictions]), str([*targets])
+            self._broadcast[place, shapes] = self._broadcast.get((place, shapes), 0) + 1
+
+    def broadcast_losses(self) -> tuple[BroadcastSeen, ...]:
+        return tuple(
+            BroadcastSeen(line=self._places.line(place), predictions=predictions, targets=targets, calls=calls)
+            for (place, (predictions, targets)), calls in self._broadcast.items()
+        )
 
     def _note_scale(self, scaler: GradScaler, outputs: object = None, *args: object, **kwargs: object) -> None:
         if not self._on or not scaler.is_enabled():

@@ -21,6 +21,7 @@ from flatout.profiling.profile import IdleCause, KernelRow, ModuleRow, OperatorR
 from flatout.script.behaviour_seen import (
     BackwardSeen,
     Behaviour,
+    BroadcastSeen,
     CallSeen,
     ChannelsLastSeen,
     ClipSeen,
@@ -228,6 +229,9 @@ CHANNELS = ChannelsLastSeen(
 )
 CONVOLUTION = profile(operators=(operator(name="aten::convolution", operator_class="convolution", seconds=0.06),))
 PAGEABLE = KernelRow(name="Memcpy HtoD (Pageable -> Device)", kind="copy", calls=2, seconds=0.01)
+DEAD = gradients(layers=layers(0.0, 0.0, 0.0, 0.0), norms=(0.0,) * 10, largest_vectors=(0.0,) * 10)
+FAINT = layers(2e-9, 1e-9, 3e-9, 2e-9)
+BROADCAST = BroadcastSeen(line=LINE, predictions="[80, 1]", targets="[80]", calls=50)
 WAIT = WaitRow(operator="aten::_local_scalar_dense", line="train.py:12", calls=1, seconds=0.05)
 SYNC_IDLE = IdleCause(cause="sync", seconds=0.02, evidence="")
 H100 = Gpu(index=0, name="H100", memory_total_bytes=80 << 30)
@@ -332,8 +336,13 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
             facts(behaviour=behaviour(losses=(0.7,) * 20)),
             facts(behaviour=behaviour(losses=(1.0, 2.0, *[None] * 9))),
             facts(behaviour=behaviour(losses=RISING)),
+            facts(behaviour=behaviour(losses=(0.7, 0.6), gradients=(DEAD,))),
+            facts(behaviour=behaviour(broadcast_losses=(BROADCAST,))),
         ],
         [
+            facts(behaviour=behaviour(losses=(0.0, 0.0), gradients=(DEAD,))),
+            facts(behaviour=behaviour(losses=(0.7, 0.6), gradients=(replace(DEAD, largest_vectors=(0.1,) * 10),))),
+            facts(behaviour=behaviour(losses=(0.7, 0.6), gradients=(replace(DEAD, norms=(0.0,) * 5),))),
             facts(behaviour=behaviour(losses=tuple(1.0 + 0.1 * (step % 7) for step in range(200)))),
             facts(behaviour=behaviour(losses=RISING[:40])),
             facts(behaviour=behaviour(losses=())),
@@ -358,8 +367,12 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         ],
     ),
     "vanishing-gradients": (
-        [facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-12, 1e-10, 1e-7, 1e-5, 1e-3, 1e-2)),)))],
         [
+            facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-12, 1e-10, 1e-7, 1e-5, 1e-3, 1e-2)),))),
+            facts(behaviour=behaviour(gradients=(gradients(layers=FAINT, largest_vectors=(0.1,) * 10),))),
+        ],
+        [
+            facts(behaviour=behaviour(gradients=(gradients(layers=FAINT, largest_vectors=(1e-8,) * 10),))),
             facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-5, 1e-4, 1e-3, 1e-2)),))),
             facts(behaviour=behaviour(gradients=(gradients(layers=layers(0.0, 1e-4, 1e-3, 1e-2)),))),
             facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-3, 1e-2, 1e-12, 1e-11)),))),

@@ -105,6 +105,12 @@ OFFERED: list[tuple[str, Machine, Observed, tuple[Any, ...]]] = [
     ("torch.compile", CPU, SEEN, ("default",)),
     ("torch.compile", CPU, replace(SEEN, modules=(replace(MODULE, repeated_block="B"),)), ("default", "regional")),
     ("torch.compile", AMPERE, ON_GPU, ("default", "reduce-overhead", "max-autotune")),
+    (
+        "torch.compile",
+        AMPERE,
+        replace(ON_GPU, step_seconds=2e-3, operations_per_step=200),
+        ("reduce-overhead", "default", "max-autotune"),
+    ),
     ("pinned memory", AMPERE, ON_GPU, (True,)),
     ("overlapped copies", AMPERE, ON_GPU, (True,)),
     ("allocator", CPU, SEEN, ("jemalloc",)),

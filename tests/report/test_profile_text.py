@@ -20,6 +20,7 @@ from flatout.profiling.profile import (
     Profile,
     RooflineRow,
     StepParts,
+    WaitRow,
 )
 from flatout.report.profile_text import profile_document, profile_text, script_text, verdict
 from flatout.script.entry import Target
@@ -169,10 +170,13 @@ def test_a_step_on_a_gpu() -> None:
     kernel = KernelRow(name="sgemm", kind="kernel", calls=2, seconds=6e-3, operator="aten::addmm")
     copy = KernelRow(name="Memcpy HtoD", kind="copy", calls=1, seconds=1e-3, bytes=12e6)
     cause = IdleCause(cause="host late", seconds=2e-3, evidence="the host did not queue")
-    text = profile_text(replace(PROFILE, device="cuda:0", kernels=(kernel, copy), idle_causes=(cause,)))
+    wait = WaitRow(operator="aten::_local_scalar_dense", line="train.py:12", calls=2, seconds=3e-3)
+    found = replace(PROFILE, device="cuda:0", kernels=(kernel, copy), idle_causes=(cause,), waits=(wait,))
+    text = profile_text(found)
     assert "2 x sgemm (aten::addmm)" in text
     assert "1 x Memcpy HtoD (copy, 12 GB/s)" in text
     assert "idle       2 ms: host late: the host did not queue" in text
+    assert "waits          3 ms  2 x _local_scalar_dense  train.py:12" in text
     assert "of this GPU's measured fp32 rate" in text
 
 

@@ -752,3 +752,37 @@ def test_a_watch_that_never_started_has_a_result() -> None:
     watch = BehaviourWatch("/")
     watch.stop()
     assert watch.result().steps == 0
+
+
+def test_predictions_and_targets_that_are_broadcast_against_each_other() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x, y = torch.randn(32, 6), torch.randn(32)
+
+    def step(targets: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = nn.MSELoss()(model(x), targets)  # the line that is named
+        loss.backward()
+        optimizer.step()
+
+    (found,) = watched(lambda number: step(y), model).broadcast_losses
+    assert (found.predictions, found.targets, found.calls) == ("[32, 1]", "[32]", STEPS)
+    assert "the line that is named" in found.line[2]
+    assert not watched(lambda number: step(y[:, None]), model).broadcast_losses
+    assert not watched(lambda number: step(y[:1]), model).broadcast_losses  # one number for all
+
+
+def test_gradients_of_vectors_are_measured_beside_those_of_weights() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        torch.softmax(model(torch.randn(16, 6)), 1).mean().backward()  # over one column: always 1
+        optimizer.step()
+
+    (found,) = watched(step, model).gradients
+    assert len(found.largest_vectors) == len(found.norms) > 8
+    assert not any((*found.norms, *found.largest_vectors))

@@ -58,6 +58,7 @@ class Scripted(Search[Change]):
         self.measured: list[list[str]] = []
         self.during: Callable[[], object] = lambda: None
         self.together: tuple[Change, ...] = ()
+        self.first: tuple[str, ...] = ()
 
     def observe(self) -> None:
         pass
@@ -84,6 +85,9 @@ class Scripted(Search[Change]):
     def without(self, choice: Change, others: Sequence[Change]) -> Comparison | None:
         self.now += TRIAL_SECONDS
         return self._against(others).comparison
+
+    def leading(self) -> Sequence[str]:
+        return self.first
 
     def bundle(self) -> tuple[Change, ...]:
         return self.together
@@ -249,6 +253,14 @@ def test_what_takes_from_a_bundle_goes_before_anything_else_is_tried() -> None:
     search.run()
     assert asked == ["", "precision bf16"]
     assert {one.label for one in search.state.kept} == {"precision bf16", "optimizer fused"}
+
+
+def test_what_leads_is_tried_before_a_bundle_and_once() -> None:
+    search = Scripted(by(threads_1=0.5, precision_bf16=0.8, optimizer_fused=0.9), BF16, OPTIMIZER, THREADS)
+    search.first, search.together = (THREADS.name,), (BF16, OPTIMIZER)
+    search.run()
+    assert search.measured == [["threads 1"], ["precision bf16", "optimizer fused"]]
+    assert {one.label for one in search.state.kept} == {"threads 1", "precision bf16", "optimizer fused"}
 
 
 def test_a_bundle_that_does_not_help_is_tried_piece_by_piece() -> None:

@@ -24,6 +24,7 @@ from flatout.report.html.finding_section import findings
 from flatout.report.html.machine_sections import machine, reproduce
 from flatout.report.html.memory_section import memory
 from flatout.report.html.profile_sections import profile, roofline
+from flatout.report.html.rank_section import ranks
 from flatout.report.html.reading import Part
 from flatout.report.html.step_sections import before_after, step
 from flatout.report.html.trial_section import trials
@@ -40,6 +41,7 @@ def report_html(documents: Sequence[tuple[Path, Document]]) -> str:
     ordered = [
         before_after(sources),
         step(sources),
+        ranks(sources),
         memory(sources),
         roofline(sources),
         profile(sources),

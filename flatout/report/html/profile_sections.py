@@ -125,7 +125,7 @@ def profile(sources: Sources) -> Section | None:
     if "profile" not in sources:
         return None
     doc = sources["profile"].at("profile")
-    blocks: list[Block] = [*_lines(doc), *_modules(doc), *_operators(doc), *_kernels(doc)]
+    blocks: list[Block] = [*_lines(doc), *_modules(doc), *_operators(doc), *_kernels(doc), *_waits(doc)]
     reasons = doc.at("reasons")
     blocks += [
         Text(text=f"{clean(name).replace('_', ' ')}: unknown, because {_because(reasons.text(name))}")
@@ -240,6 +240,26 @@ def _kernels(doc: Part) -> list[Block]:
         Head(text="copied", numeric=True),
     )
     return _long_table("GPU kernels and copies", heads, made, _more(rows))
+
+
+def _waits(doc: Part) -> list[Block]:
+    rows = doc.parts("waits")
+    made = [
+        (
+            Cell(text=row.text("line") or "line unknown", code=True),
+            Cell(text=row.text("operator") or "synchronize"),
+            Cell(text=f"{row.number('calls') or 0:.3g}"),
+            _seconds(row),
+        )
+        for row in rows[:MOST_ROWS]
+    ]
+    heads = (
+        Head(text="line"),
+        Head(text="operator"),
+        Head(text="calls", numeric=True),
+        Head(text="waited a step", numeric=True),
+    )
+    return _long_table("Waits for the GPU, which cost nothing while it has work", heads, made, _more(rows))
 
 
 def _long_table(caption: str, heads: tuple[Head, ...], rows: Sequence[tuple[Cell, ...]], more: str) -> list[Block]:

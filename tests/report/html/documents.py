@@ -104,6 +104,32 @@ RUN = {
         "advice": ["a batch of 16 instead of 64 would have needed a quarter of the graph"],
     },
     "warnings": ["a warning"],
+    "processes": [
+        {
+            "name": f"rank {rank}",
+            "pid": 100 + rank,
+            "rank": rank,
+            "steps": 40,
+            "step_seconds": 0.02 + 0.01 * rank,
+            "parts": {"data": 0.001, "forward": 0.009, "backward": 0.01},
+            "device": "cpu",
+            "peak_resident_bytes": 1 << 29,
+            "peak_device_bytes": None,
+            "ended": rank == 0,
+            "fault": None,
+        }
+        for rank in range(2)
+    ],
+    "process_spread": {
+        "step": {
+            "slowest": "rank 1",
+            "slowest_seconds": 0.03,
+            "fastest": "rank 0",
+            "fastest_seconds": 0.02,
+            "share": 0.5,
+        },
+        "outside_backward": None,
+    },
 }
 MEMORY = {
     **recorded("memory"),
@@ -216,6 +242,7 @@ PROFILE = {
         "kernels": [
             {"name": "gemm", "kind": "kernel", "calls": 1.0, "seconds": 0.001, "operator": "aten::mm", "bytes": 4}
         ],
+        "waits": [{"operator": "aten::index", "line": "train.py:23", "calls": 2.0, "seconds": 0.0005}],
         "matrix_units": {"unit": "AMX", "share": 0.2, "reason": "", "rest": [["float32 is not supported", 0.003]]},
         "idle_causes": [{"cause": "loader", "seconds": 0.002, "evidence": "it waited for workers"}],
         "samples_per_step": 64.0,

@@ -108,6 +108,11 @@ def test_each_part_of_the_documents_is_there(page: Page) -> None:
         "batched_fetch = true",
         "samples a second",
         "float32 is not supported",
+        "Waits for the GPU",
+        "train.py:23",
+        "rank 1",
+        "not completed: it was killed, or still ran",
+        "Slowest: rank 1, 30 ms a step; fastest: rank 0, 20 ms.",
     ):
         assert expected in page.text, expected
 
