@@ -15,6 +15,8 @@ LEAST_LOSSES = 120
 """Fewer say nothing of a trend against the noise of batches."""
 LEAST_STEPS = 5
 VANISHED, LEAST_LAYERS = 1e-6, 4
+FIRST_LAYERS = 3
+"""So many from the input on, and no others, show a fall too, in whatever order their sizes are."""
 EXPLODED = 1e4
 ELASTIC = 1e4
 """Relative change of the loss for a relative change of all weights: a few tens in deep nets that train."""
@@ -124,7 +126,10 @@ def vanishing_gradients(facts: Facts) -> Seen | None:
                 remedy="residual connections, normalisation, ReLU-like activations, or another initialisation",
                 fault=True,
                 certain=False,
-                lines=where(facts.lines_calling("sigmoid", "Sigmoid", "tanh", "Tanh")),
+                lines=where(
+                    facts.lines_calling("sigmoid", "Sigmoid", "tanh", "Tanh")
+                    or [back.line for back in (facts.behaviour.backwards if facts.behaviour is not None else ())]
+                ),
                 unknown=CHANGES_LEARNING,
             )
     return None
@@ -144,7 +149,7 @@ def _vanished(seen: GradientsSeen) -> list[LayerGradients]:
         if all(0 < rms < VANISHED * most for rms, most in zip(one.rms, largest, strict=True) if most)
     ]
     sizes = [math.log10(max(_middle(one), 1e-300)) for one in layers]
-    falls_to_input = trend(sizes) > 1.6
+    falls_to_input = trend(sizes) > 1.6 or (len(gone) >= FIRST_LAYERS and gone == layers[: len(gone)])
     return gone if gone and falls_to_input and layers.index(gone[0]) < len(layers) / 2 else []
 
 

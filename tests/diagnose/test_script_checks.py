@@ -370,6 +370,7 @@ CASES: dict[str, tuple[list[Facts], list[Facts]]] = {
         [
             facts(behaviour=behaviour(gradients=(gradients(layers=layers(1e-12, 1e-10, 1e-7, 1e-5, 1e-3, 1e-2)),))),
             facts(behaviour=behaviour(gradients=(gradients(layers=FAINT, largest_vectors=(0.1,) * 10),))),
+            facts(behaviour=behaviour(gradients=(gradients(layers=layers(7e-13, 4e-13, 3e-13, 2e-13, 1e-9, 1e-5)),))),
         ],
         [
             facts(behaviour=behaviour(gradients=(gradients(layers=FAINT, largest_vectors=(1e-8,) * 10),))),
