@@ -31,6 +31,9 @@ COMPARISON_SHARE, LEAST_COMPARISON_SECONDS = 0.25, 5.0
 a conclusive comparison, everything that was found is dropped."""
 PROOF_MARGIN = 1.5
 """Times the minimum of a proof."""
+KEEPING_MARGIN = 2.0
+"""Times the expected length of the last comparison: where there is less, processes of the proof stay for it. Pairs of
+new processes took up to twice as long as the restarts of a search let expect."""
 STEPS_SHARE = 0.4
 """Share of the whole budget that a search reserves at most for the verifier's steps, besides its starts."""
 
@@ -111,7 +114,7 @@ class Verifier:
         latest = deadline.reserving(least - last_comparison.LEAST_SHARE_BEYOND * deadline.budget_seconds)
         self._prover = Prover(trials, pattern, before, progress, latest)
         # They take memory while others run, so they stay only where time may be too short for pairs of new ones.
-        short = beside_proof < needed and state.first_observed.device == "cpu"
+        short = beside_proof < KEEPING_MARGIN * needed and state.first_observed.device == "cpu"
         self._prover.keeps_processes = short and bool(_pairs_of_proof(trials, state.few_steps))
         self._proved = 0
         """Size of the set that was proved and then partly dropped."""
