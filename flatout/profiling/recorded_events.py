@@ -98,12 +98,9 @@ def recorded(
 
     def _linked(one: FunctionEvent) -> int:
         """The number of the operator that a kernel, or a call of the driver, belongs to; 0 for an operator."""
-        own = getattr(one, "linked_correlation_id", None)
-        return (
-            int(own or 0)
-            if own is not None or links is None
-            else links.get((_kind_of_device(one), one.id, one.name), 0)
-        )
+        if links is not None:
+            return links.get((_kind_of_device(one), one.id, one.name), 0)
+        return int(getattr(one, "linked_correlation_id", 0) or 0)
 
     host = [one for one in given if _kind_of_device(one) == "CPU" and not one.is_async]
     whole = _steps(host)[:steps] if steps is not None else []

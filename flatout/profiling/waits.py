@@ -38,7 +38,8 @@ def waits_in(recording: Recording) -> list[Wait]:
     """In the order of the calls."""
     kernels = sorted(recording.kernels, key=lambda one: one.begin)
     begins, ends = [one.begin for one in kernels], list(accumulate((one.end for one in kernels), max))
-    copying = {one.operator for one in kernels if one.kind == "copy" and "HtoD" in one.name}
+    copies = [one for one in kernels if one.kind == "copy" and "HtoD" in one.name]
+    copying = {one.operator for one in copies if one.operator is not None}
     found, counted = [], set[int]()
     for number, event in enumerate(recording.events):
         if event.name not in WAITING:

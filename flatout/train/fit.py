@@ -140,27 +140,44 @@ def fit(
     ):
         while (ended := _ended(run, epochs, steps)) is None:
             whole = _train_epoch(run, bar, stop, stopping, steps, save_every_steps, after_step)
-            figures = run.end_epoch(evaluation, whole=whole)
-            bar.say_figures(source.epoch, figures)
-            if whole and after_epoch is not None:
-                run.call(after_epoch, step, source.epoch, dict(figures))
-            if whole and stop_when is not None:
-                run.stopped = _any_rank(run.call(stop_when, dict(figures)), step)
-            run.save_epoch(ranked=evaluation is not None)
+            _end_epoch(run, bar, evaluation, after_epoch, stop_when, whole=whole)
             if stopping.alone and stop.requested:
                 run.leave(stop, saved=True)
     step.finish()
     if run.checkpoints is not None:
         run.checkpoints.wait()
+    return _result(run, step.steps - first, time.perf_counter() - began, resumed_at, ended)
+
+
+def _end_epoch(
+    run: Run,
+    bar: Progress,
+    evaluation: Evaluation | None,
+    after_epoch: AfterEpoch | None,
+    stop_when: StopWhen | None,
+    *,
+    whole: bool,
+) -> None:
+    """Evaluate, log, call the script's functions and save; the functions only after a whole epoch."""
+    figures = run.end_epoch(evaluation, whole=whole)
+    bar.say_figures(run.source.epoch, figures)
+    if whole and after_epoch is not None:
+        run.call(after_epoch, run.step, run.source.epoch, dict(figures))
+    if whole and stop_when is not None:
+        run.stopped = _any_rank(run.call(stop_when, dict(figures)), run.step)
+    run.save_epoch(ranked=evaluation is not None)
+
+
+def _result(run: Run, steps: int, seconds: float, resumed_at: int | None, ended: Ended) -> FitResult:
     return FitResult(
-        steps=step.steps - first,
-        epochs=source.epoch,
-        seconds=time.perf_counter() - began,
+        steps=steps,
+        epochs=run.source.epoch,
+        seconds=seconds,
         loss=run.train_figures.get("loss"),
         figures={name: value for name, value in run.train_figures.items() if name != "loss"},
         evaluations=tuple(run.evaluations),
-        skipped=step.skipped,
-        nonfinite_losses=step.nonfinite_losses,
+        skipped=run.step.skipped,
+        nonfinite_losses=run.step.nonfinite_losses,
         resumed_at_step=resumed_at,
         ended=ended,
     )

@@ -52,6 +52,13 @@ def test_at_the_ends_of_the_recording_nothing_is_known() -> None:
     assert waits_in(Recording(events=tuple(read(0.0, 0.1)), kernels=(kernel(0.3, 1.0),)))[0].idle_seconds == 0
 
 
+def test_a_copy_whose_operator_is_unknown_explains_no_wait() -> None:
+    copy = kernel(0.0, 0.5, name="Memcpy HtoD (Pageable -> Device)", kind="copy")
+    events = (Event(name="cudaDeviceSynchronize", begin=0.6, end=1.0),)
+    (wait,) = waits_in(Recording(events=events, kernels=(copy, kernel(1.2, 2.0))))
+    assert not wait.copies_to_device
+
+
 def test_copies_to_the_gpu_are_told_apart_from_reads() -> None:
     events = (
         Event(name="aten::copy_", begin=0.0, end=1.0),
