@@ -143,9 +143,7 @@ def fit(
             _end_epoch(run, bar, evaluation, after_epoch, stop_when, whole=whole)
             if stopping.alone and stop.requested:
                 run.leave(stop, saved=True)
-    step.finish()
-    if run.checkpoints is not None:
-        run.checkpoints.wait()
+    _finish(run)
     return _result(run, step.steps - first, time.perf_counter() - began, resumed_at, ended)
 
 
@@ -166,6 +164,13 @@ def _end_epoch(
     if whole and stop_when is not None:
         run.stopped = _any_rank(run.call(stop_when, dict(figures)), run.step)
     run.save_epoch(ranked=evaluation is not None)
+
+
+def _finish(run: Run) -> None:
+    """Wait for what the step and the last save still have to do."""
+    run.step.finish()
+    if run.checkpoints is not None:
+        run.checkpoints.wait()
 
 
 def _result(run: Run, steps: int, seconds: float, resumed_at: int | None, ended: Ended) -> FitResult:

@@ -83,14 +83,13 @@ class Proposals:
         own = choice.lever.saving(self._machine, self._state.observed)
         return self._history.corrected(own, choice.label, self._training)
 
-    def promise(self, name: str) -> tuple[bool, float]:
+    def promise(self, name: str) -> float:
         """The greatest is tried next."""
         lever, state = self._levers[name], self._state
         best = next(iter(self.proposal(name).candidates), None)
         saving = lever.saving(self._machine, state.observed) if best is None else self.saving(best)
         value = None if best is None else best.value
-        first = lever.comes_first and saving.expected > 0
-        return first, saving_per_second(lever, saving.expected, state.observed, state.restart_seconds, value)
+        return saving_per_second(lever, saving.expected, state.observed, state.restart_seconds, value)
 
     def leading(self) -> list[str]:
         """Levers of which the others depend, as where the model is: what these save is measured under them."""

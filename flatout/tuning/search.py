@@ -126,8 +126,8 @@ class TrainingSearch(Search[Choice]):
     def _is_too_late_for(self, choice: Choice) -> bool:
         return self._remaining() <= self.needed_seconds(self.combined((choice,)))
 
-    def promise(self, name: str) -> tuple[bool, bool, float]:
-        return self._is_last_chance(name), *self._proposals.promise(name)
+    def promise(self, name: str) -> tuple[bool, float]:
+        return self._is_last_chance(name), self._proposals.promise(name)
 
     def _is_last_chance(self, name: str) -> bool:
         """Is there time for it now, but not after another trial, and is it expected to save much?"""
