@@ -230,6 +230,14 @@ class Choices:
         levers=("attention:FusedAttention",),
         in_forecasts=False,
     )
+    linear: Literal["amx"] | None = choice(
+        "linear layers on the CPU: amx = products in bf16 by Flatout's kernel for the processor's matrix units",
+        scopes=("script", "step"),
+        exactness="reduced",
+        levers=("matrix_units:MatrixUnits",),
+        pairs_with=("precision",),
+        in_forecasts=False,
+    )
     loss: Literal["chunked"] | None = choice(
         "cross-entropy of a last linear layer's scores: chunked = these are never held whole (saves memory)",
         scopes=("script", "step"),
@@ -262,7 +270,7 @@ class Choices:
     )
     allocator: Literal["retain", "jemalloc", "tcmalloc", "mimalloc"] | None = choice(
         "CPU memory: retain = glibc keeps freed memory for reuse; else the allocator to preload",
-        scopes=("script",),
+        scopes=("script", "step"),
         exactness="bit-identical",
         levers=("allocator:RetainMemory", "allocator:PreloadedAllocator"),
         in_forecasts=False,

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from flatout.arguments import wrong
 from flatout.errors import UsageError
+from flatout.memory.fake_run import is_fake
 from flatout.torch_private.dispatch import keeps_graph
 
 Reduction = Literal["mean", "sum"]
@@ -99,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         with torch.autocast(device, enabled=False):
-            terms = _Terms(hidden.to(dtype), weight.to(dtype), bias, targets, ignore_index, label_smoothing)
+            terms = _Terms(hidden.to(dtype), weight, bias, targets, ignore_index, label_smoothing)
             needs = context.needs_input_grad
             count = terms.valid.sum() if reduction == "mean" else terms.valid.new_ones((), dtype=terms.exact)
             try:
@@ -134,7 +135,10 @@ class _Terms:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignored: int, smoothing: float
     ) -> None:
+        self.on_matrix_units = _on_matrix_units(hidden, weight)
         self.hidden, self.weight, self.bias = hidden, weight, bias
+        if not self.on_matrix_units:
+            self.weight = weight.to(hidden.dtype)
         self.smoothing = smoothing
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
         self.valid = targets != ignored
@@ -145,6 +149,8 @@ class _Terms:
     def run(
         self, chunk_bytes: int, scale: Tensor, *, hidden: bool, weight: bool, bias: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.on_matrix_units:
+            return self._run_on_matrix_units(scale, [hidden, weight, bias])
         of_hidden = torch.empty_like(self.hidden) if hidden else None
         of_weight = torch.zeros(self.weight.shape, dtype=self.exact, device=self.weight.device) if weight else None
         of_bias = torch.zeros(self.weight.shape[0], dtype=self.exact, device=self.weight.device) if bias else None
@@ -160,6 +166,20 @@ class _Terms:
                 torch.mm(by_score, self.weight, out=of_hidden[part])
             if of_weight is not None:
                 _add_product(of_weight, by_score.T, self.hidden[part])
+        return of_hidden, of_weight, of_bias
+
+    def _run_on_matrix_units(
+        self, scale: Tensor, wanted: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The same without chunks: scores are never in memory."""
+        from flatout.kernels.linear_loss import IGNORED, linear_loss  # whose operator is registered when it is needed
+
+        targets = torch.where(self.valid, self.targets, IGNORED)
+        self.losses, *found = linear_loss(
+            self.hidden, self.weight, self.bias, targets, self.smoothing, scale.item(), wanted
+        )
+        made = iter(found)
+        of_hidden, of_weight, of_bias = (next(made) if one else None for one in wanted)
         return of_hidden, of_weight, of_bias
 
     def _parts(self, chunk_bytes: int, row_bytes: int, tile: int = 1) -> list[slice]:
@@ -221,6 +241,17 @@ def _in_one_launch(hidden: Tensor) -> bool:
     code fuses the operations by itself."""
     known = hidden.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return hidden.is_cuda and known and not torch.compiler.is_compiling() and _has_triton()
+
+
+def _on_matrix_units(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether these scores are computed on a CPU's matrix units: in bf16, where there are such units."""
+    if hidden.device.type != "cpu" or hidden.dtype != torch.bfloat16 or torch.compiler.is_compiling():
+        return False
+    if is_fake(hidden):
+        return False
+    from flatout.kernels.matrix_units import obstacle, readable
+
+    return readable(weight) and hidden.numel() > 0 and obstacle() is None
 
 
 @functools.cache

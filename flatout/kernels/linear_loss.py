@@ -1,0 +1,122 @@
+"""Cross-entropy of a linear layer's scores on the CPU's matrix units, with all gradients: `torch.ops.flatout.linear_loss`.
+
+The scores are computed twice, once for the losses and once for the gradients, and are never in memory
+(native_sources/linear_loss.cpp). `flatout.linear_cross_entropy` is the public way to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from flatout.kernels.matrix_units import SideStruct, left_side, library, readable, right_side
+from flatout.kernels.panels import pointer
+
+IGNORED = torch.iinfo(torch.int64).min
+"""A target that counts for nothing."""
+
+_DEFINITIONS = torch.library.Library("flatout", "FRAGMENT")
+_DEFINITIONS.define(
+    "linear_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float smoothing, float scale,"
+    " bool[3] wanted) -> Tensor[]"
+)
+
+
+class _LossStruct(ctypes.Structure):
+    """`Loss` of native_sources/linear_loss.cpp."""
+
+    _fields_ = (
+        ("hidden", SideStruct),
+        ("weight", SideStruct),
+        ("bias", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("smoothing", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("losses", "of_hidden", "of_weight", "of_bias")),
+        ("threads", ctypes.c_int64),
+    )
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float,
+    scale: float,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Losses fp32 [rows]; then those of the gradients of hidden, weight and bias that are wanted, times `scale`, in fp32.
+
+    hidden: [rows, width] and weight: [classes, width], in fp32 or bf16, rounded to bf16; bias: [classes]; targets: int64
+    [rows], classes or IGNORED. Raises IndexError for a target that is neither.
+    """
+    operator: Callable[..., list[Tensor]] = torch.ops.flatout.linear_loss
+    return operator(hidden, weight, bias, targets, smoothing, scale, list(wanted))
+
+
+@torch.library.impl(_DEFINITIONS, "linear_loss", "CPU")
+def _linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float,
+    scale: float,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    hidden, weight = (one if readable(one) else one.contiguous() for one in (hidden, weight))
+    (rows, width), classes = hidden.shape, weight.shape[0]
+    shapes = ((rows, width), (classes, width), (classes,))
+    losses = torch.empty(rows)
+    made = [torch.empty(shape) if one else None for shape, one in zip(shapes, wanted, strict=True)]
+    numbers = None if bias is None else bias.detach().float().contiguous()
+    places = targets.contiguous()
+    job = _LossStruct(
+        left_side(hidden),
+        right_side(weight.t()),
+        pointer(numbers),
+        pointer(places),
+        smoothing,
+        scale,
+        pointer(losses),
+        *map(pointer, made),
+        torch.get_num_threads(),
+    )
+    if not library("linear_loss").flatout_linear_loss(ctypes.byref(job)):
+        raise IndexError("a target is no class")
+    return [losses, *(one for one in made if one is not None)]
+
+
+@torch.library.register_fake("flatout::linear_loss", lib=_DEFINITIONS)
+def _fake_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float,
+    scale: float,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    sizes = [hidden.shape[:1], *(shape for shape, one in zip(shapes, wanted, strict=True) if one)]
+    return [hidden.new_empty(size, dtype=torch.float32) for size in sizes]
+
+
+@register_flop_formula(torch.ops.flatout.linear_loss)
+def _flops(
+    hidden: Sequence[int],
+    weight: Sequence[int],
+    bias: object,
+    targets: object,
+    smoothing: object,
+    scale: object,
+    wanted: Sequence[bool],
+    **_: object,
+) -> int:
+    """As torch's own operations would count; that the scores are computed twice is left out."""
+    return 2 * hidden[0] * weight[0] * weight[1] * (1 + sum(wanted[:2]))

@@ -1,0 +1,107 @@
+"""Matrix products in bf16 on a processor's matrix units (Intel AMX), by the C++ of native_sources/linear.cpp.
+
+torch's own reach 20 to 40 % of what these units do in the shapes of training: weights are cast to bf16 first, and each
+product is laid out anew. Here fp32 is cast while it is laid out, and gradients of weights are written in fp32.
+
+On other processors the same code runs without matrix units: right, and slow. `obstacle` says what a caller should know
+before it chooses these products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from flatout.errors import MachineError
+from flatout.kernels.native import native
+from flatout.machine.detect import detect
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+"""What the kernels read and write, as they number it."""
+
+
+class SideStruct(ctypes.Structure):
+    """`Side` of native_sources/matrix_units.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("element", "side", "inner", "sides", "inners")),
+    )
+
+
+class _ProductStruct(ctypes.Structure):
+    """`Product` of native_sources/linear.cpp."""
+
+    _fields_ = (
+        ("left", SideStruct),
+        ("right", SideStruct),
+        ("out", ctypes.c_void_p),
+        ("out_element", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )
+
+
+@functools.cache
+def obstacle() -> str | None:
+    """Why products on matrix units are not available here; None where they are."""
+    if "amx_bf16" not in detect().cpu.features:
+        return "this processor has no matrix units for bf16 (AMX)"
+    found = native("linear")
+    if found.library is None:
+        return f"the kernel is not available: {found.reason}"
+    if not found.library.flatout_has_matrix_units():
+        return "the system does not let programs use the processor's matrix units"
+    return None
+
+
+def readable(tensor: Tensor) -> bool:
+    """Can the kernels read this matrix where it lies? fp32 or bf16 on the CPU, rows or columns contiguous."""
+    return tensor.dtype in ELEMENTS and tensor.ndim == 2 and tensor.device.type == "cpu" and 1 in tensor.stride()
+
+
+def left_side(matrix: Tensor) -> SideStruct:
+    """[rows, inner] as the left side of a product; valid as long as the tensor lives."""
+    return SideStruct(matrix.data_ptr(), ELEMENTS[matrix.dtype], *matrix.stride(), *matrix.shape)
+
+
+def right_side(matrix: Tensor) -> SideStruct:
+    """[inner, columns] as the right side of a product."""
+    return left_side(matrix.T)
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """left [rows, inner] @ right [inner, columns] + bias fp32 [columns] -> [rows, columns] in fp32 or bf16.
+
+    Both sides, fp32 or bf16, are rounded to bf16; products are summed up in fp32. A result does not depend on the
+    number of threads. MachineError where the kernel could not be built.
+    """
+    left, right = (one if readable(one) else one.contiguous() for one in (left, right))
+    out = torch.empty(left.shape[0], right.shape[1], dtype=dtype)
+    if not left.shape[1]:
+        return out.zero_() if bias is None else out.copy_(bias)
+    if out.numel():
+        job = _ProductStruct(
+            left_side(left),
+            right_side(right),
+            out.data_ptr(),
+            ELEMENTS[dtype],
+            out.stride(0),
+            None if bias is None else bias.data_ptr(),
+            torch.get_num_threads(),
+        )
+        library("linear").flatout_matrix_product(ctypes.byref(job))
+    return out
+
+
+def library(name: str) -> ctypes.CDLL:
+    """The native library; MachineError with the reason where there is none."""
+    found = native(name)
+    if found.library is None:
+        remedy = "install a C++ compiler (g++, or set CXX)"
+        raise MachineError(f"the native kernels are not available: {found.reason}", remedy=remedy)
+    return found.library
