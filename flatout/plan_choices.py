@@ -230,8 +230,8 @@ class Choices:
         levers=("attention:FusedAttention",),
         in_forecasts=False,
     )
-    linear: Literal["amx"] | None = choice(
-        "linear layers on the CPU: amx = products in bf16 by Flatout's kernel for the processor's matrix units",
+    kernels: Literal["amx"] | None = choice(
+        "linear layers, attention and GELU on the CPU: amx = Flatout's kernels for its matrix units, products in bf16",
         scopes=("script", "step"),
         exactness="reduced",
         levers=("matrix_units:MatrixUnits",),

@@ -44,13 +44,15 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     chunk_bytes: int | None = None,
+    classes: int | None = None,
 ) -> Tensor:
     """cross_entropy(hidden @ weight^T + bias, targets) without holding the scores; a scalar in fp32 (fp64 for fp64).
 
     hidden: [..., features], what the last layer reads; weight: [classes, features] and bias: [classes], of that layer;
     targets: int64 [...], class indices. `ignore_index`, `label_smoothing` and `reduction` are those of
     `torch.nn.functional.cross_entropy`: ignored targets count neither in the sum nor in the mean, and a mean over none
-    is NaN, with gradients of zero.
+    is NaN, with gradients of zero. `classes`: only so many rows of the weight, the first, are classes; the others, which
+    pad it to a convenient size, get gradients of zero.
 
     Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 64 MiB), and forgotten. For
     the backward pass only the gradients are kept, which are computed with the loss: as large as hidden, weight and
@@ -65,13 +67,14 @@ def linear_cross_entropy(
     where looking would wait for the device, that is torch's assertion.
     """
     _check(hidden, weight, targets, bias, reduction)
+    _check_classes(classes, len(weight))
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES_ON_GPU if hidden.is_cuda else CHUNK_BYTES
     _check_numbers(label_smoothing, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
-    return apply(rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes)
+    return apply(rows, weight, bias, flat, ignore_index, label_smoothing, reduction, chunk_bytes, classes)
 
 
 class _Context(Protocol):
@@ -96,11 +99,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_smoothing: float,
         reduction: Reduction,
         chunk_bytes: int,
+        classes: int | None,
     ) -> Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         with torch.autocast(device, enabled=False):
-            terms = _Terms(hidden.to(dtype), weight, bias, targets, ignore_index, label_smoothing)
+            terms = _Terms(hidden.to(dtype), weight, bias, targets, ignore_index, label_smoothing, classes)
             needs = context.needs_input_grad
             count = terms.valid.sum() if reduction == "mean" else terms.valid.new_ones((), dtype=terms.exact)
             try:
@@ -126,15 +130,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if parts[0] is not None:
             parts[0].masked_fill_(~valid[:, None], 0)
         typed = [None if one is None else one.to(dtype) for one, dtype in zip(parts, context.dtypes, strict=True)]
-        return (*typed, None, None, None, None, None)
+        return (*typed, None, None, None, None, None, None)
 
 
 class _Terms:
     """The terms' losses, and the gradients of their sum, row chunk by row chunk."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignored: int, smoothing: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ignored: int,
+        smoothing: float,
+        classes: int | None,
     ) -> None:
+        self.rows = len(weight)
+        """Of the weight, including those that are no classes."""
+        weight, bias = weight[:classes], None if bias is None else bias[:classes]
         self.on_matrix_units = _on_matrix_units(hidden, weight)
         self.hidden, self.weight, self.bias = hidden, weight, bias
         if not self.on_matrix_units:
@@ -152,20 +166,21 @@ class _Terms:
         if self.on_matrix_units:
             return self._run_on_matrix_units(scale, [hidden, weight, bias])
         of_hidden = torch.empty_like(self.hidden) if hidden else None
-        of_weight = torch.zeros(self.weight.shape, dtype=self.exact, device=self.weight.device) if weight else None
-        of_bias = torch.zeros(self.weight.shape[0], dtype=self.exact, device=self.weight.device) if bias else None
+        classes, width = self.weight.shape
+        of_weight = torch.zeros(self.rows, width, dtype=self.exact, device=self.weight.device) if weight else None
+        of_bias = torch.zeros(self.rows, dtype=self.exact, device=self.weight.device) if bias else None
         gradient = hidden or weight or bias
         chunks = self._chunks_in_one_launch if self.one_launch else self._chunks
         for part, by_score in chunks(chunk_bytes, scale, gradient=gradient):
             if not gradient:
                 continue
             if of_bias is not None:
-                of_bias += by_score.sum(0, dtype=self.exact)
+                of_bias[:classes] += by_score.sum(0, dtype=self.exact)
             by_score = by_score.to(self.hidden.dtype)
             if of_hidden is not None:
                 torch.mm(by_score, self.weight, out=of_hidden[part])
             if of_weight is not None:
-                _add_product(of_weight, by_score.T, self.hidden[part])
+                _add_product(of_weight[:classes], by_score.T, self.hidden[part])
         return of_hidden, of_weight, of_bias
 
     def _run_on_matrix_units(
@@ -176,7 +191,7 @@ class _Terms:
 
         targets = torch.where(self.valid, self.targets, IGNORED)
         self.losses, *found = linear_loss(
-            self.hidden, self.weight, self.bias, targets, self.smoothing, scale.item(), wanted
+            self.hidden, self.weight, self.bias, targets, self.smoothing, scale.item(), wanted, self.rows
         )
         made = iter(found)
         of_hidden, of_weight, of_bias = (next(made) if one else None for one in wanted)
@@ -301,6 +316,13 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
         raise UsageError(f"bias is {list(bias.shape)}", limit=f"it is [classes], here [{weight.shape[0]}]")
     if reduction not in ("mean", "sum"):
         raise UsageError(f"reduction is {reduction!r}", limit="it is 'mean' or 'sum'")
+
+
+def _check_classes(classes: int | None, rows: int) -> None:
+    if classes is None:
+        return
+    if isinstance(classes, bool) or not isinstance(classes, int) or not 1 <= classes <= rows:
+        raise UsageError(f"classes is {classes!r}", limit=f"it is a whole number from 1 to the {rows} rows of weight")
 
 
 def _check_numbers(label_smoothing: float, chunk_bytes: int) -> None:

@@ -22,7 +22,7 @@ IGNORED = torch.iinfo(torch.int64).min
 _DEFINITIONS = torch.library.Library("flatout", "FRAGMENT")
 _DEFINITIONS.define(
     "linear_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float smoothing, float scale,"
-    " bool[3] wanted) -> Tensor[]"
+    " bool[3] wanted, int rows) -> Tensor[]"
 )
 
 
@@ -49,14 +49,16 @@ def linear_loss(
     smoothing: float,
     scale: float,
     wanted: Sequence[bool],
+    rows: int,
 ) -> list[Tensor]:
     """Losses fp32 [rows]; then those of the gradients of hidden, weight and bias that are wanted, times `scale`, in fp32.
 
     hidden: [rows, width] and weight: [classes, width], in fp32 or bf16, rounded to bf16; bias: [classes]; targets: int64
-    [rows], classes or IGNORED. Raises IndexError for a target that is neither.
+    [rows], classes or IGNORED. Gradients of weight and bias have `rows` rows, at least the classes, and zeros in the rest.
+    Raises IndexError for a target that is neither.
     """
     operator: Callable[..., list[Tensor]] = torch.ops.flatout.linear_loss
-    return operator(hidden, weight, bias, targets, smoothing, scale, list(wanted))
+    return operator(hidden, weight, bias, targets, smoothing, scale, list(wanted), rows)
 
 
 @torch.library.impl(_DEFINITIONS, "linear_loss", "CPU")
@@ -68,12 +70,15 @@ def _linear_loss(
     smoothing: float,
     scale: float,
     wanted: Sequence[bool],
+    rows: int,
 ) -> list[Tensor]:
     hidden, weight = (one if readable(one) else one.contiguous() for one in (hidden, weight))
-    (rows, width), classes = hidden.shape, weight.shape[0]
-    shapes = ((rows, width), (classes, width), (classes,))
-    losses = torch.empty(rows)
+    losses = torch.empty(hidden.shape[0])
+    shapes = (hidden.shape, (rows, weight.shape[1]), (rows,))
     made = [torch.empty(shape) if one else None for shape, one in zip(shapes, wanted, strict=True)]
+    for one in made[1:]:
+        if one is not None:
+            one[len(weight) :].zero_()
     numbers = None if bias is None else bias.detach().float().contiguous()
     places = targets.contiguous()
     job = _LossStruct(
@@ -101,8 +106,9 @@ def _fake_linear_loss(
     smoothing: float,
     scale: float,
     wanted: Sequence[bool],
+    rows: int,
 ) -> list[Tensor]:
-    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    shapes = (hidden.shape, (rows, weight.shape[1]), (rows,))
     sizes = [hidden.shape[:1], *(shape for shape, one in zip(shapes, wanted, strict=True) if one)]
     return [hidden.new_empty(size, dtype=torch.float32) for size in sizes]
 
@@ -116,7 +122,8 @@ def _flops(
     smoothing: object,
     scale: object,
     wanted: Sequence[bool],
-    **_: object,
+    *_: object,
+    **__: object,
 ) -> int:
     """As torch's own operations would count; that the scores are computed twice is left out."""
     return 2 * hidden[0] * weight[0] * weight[1] * (1 + sum(wanted[:2]))

@@ -98,6 +98,15 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None
     return out
 
 
+def sums_of_columns(matrix: Tensor) -> Tensor:
+    """fp32 or bf16 [rows, columns] -> fp32 [columns], summed up in fp32."""
+    matrix = matrix if readable(matrix) and matrix.stride(1) == 1 else matrix.contiguous()
+    out = torch.empty(matrix.shape[1], dtype=torch.float32)
+    side, threads = left_side(matrix), ctypes.c_int64(torch.get_num_threads())
+    library("linear").flatout_add_rows(ctypes.byref(side), ctypes.c_void_p(out.data_ptr()), threads)
+    return out
+
+
 def library(name: str) -> ctypes.CDLL:
     """The native library; MachineError with the reason where there is none."""
     found = native(name)

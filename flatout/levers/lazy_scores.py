@@ -213,8 +213,6 @@ class Place:
         found.classes = self.classes
         if like.shape[axis] < self.classes:  # the first of them
             found.classes = like.shape[axis]
-            found.weight = found.weight[: found.classes]
-            found.bias = None if found.bias is None else found.bias[: found.classes]
         found.is_normalised = self.is_normalised or MOVING[func] is log_softmax
         return found.tensor(own)
 
@@ -388,7 +386,7 @@ class _Twice(torch.autograd.Function):
         if not twice:
             return gradient, *[None] * (3 + len(layer))
         with scores.place.source.precision():
-            plain = LINEAR(rows, weight, bias)
+            plain = LINEAR(rows, weight, bias)[:, : scores.place.classes]
         loss = functional.cross_entropy(plain, targets.reshape(-1), **context.how)
         wanted = [one for one in layer if one is not None and one.requires_grad]
         found = iter(torch.autograd.grad(loss, wanted, gradient.to(loss.dtype), create_graph=True))
@@ -489,7 +487,7 @@ def _loss(
         features, weights, bias = features.detach(), weights.detach(), _detached(bias)
     try:
         with source.precision():
-            loss = linear_cross_entropy(features, weights, target, bias, **how)
+            loss = linear_cross_entropy(features, weights, target, bias, classes=place.classes, **how)
     except (UsageError, IndexError, RuntimeError):
         return None  # a mistake of the script: torch explains it, on the scores
     source.watcher.fused(source)

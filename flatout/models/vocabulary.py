@@ -35,9 +35,11 @@ class TokenEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Whole numbers [batch, tokens] -> the weight's dtype [batch, tokens, width]."""
-        # Looked up in the vocabulary alone, so that a token past its end is an error and not a row of padding.
-        padded = self.vocab_size < self.num_embeddings
-        return F.embedding(tokens, self.weight[: self.vocab_size] if padded else self.weight)
+        if self.vocab_size < self.num_embeddings:
+            # A token past the vocabulary's end is an error, and not a row of padding. (The gradient of a part of the
+            # weight would be copied into one of the whole: as slow as the rest of a small step.)
+            tokens = torch.where(tokens < self.vocab_size, tokens, tokens + self.num_embeddings)
+        return F.embedding(tokens, self.weight)
 
     def zero_padding(self) -> None:
         """Call it after initialising the weight."""

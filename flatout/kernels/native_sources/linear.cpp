@@ -100,11 +100,33 @@ void run(const Product& job) {
   }
 }
 
+// Sums of each column of [left's sides, left's inner] into `out`: the gradient of a bias. Rows are read whole.
+void add_rows(const Side& rows, float* out, int64_t threads) {
+  std::fill_n(out, rows.inners, 0.0f);
+  const int64_t strips = steps_of(rows.inners), share = (strips + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    const int64_t first = thread * share * kSide, end = std::min((thread + 1) * share * kSide, rows.inners);
+    for (int64_t row = 0; row < rows.sides; ++row) {
+      const int64_t place = row * rows.side;
+      const float* wide = reinterpret_cast<const float*>(rows.data) + place;
+      const uint16_t* narrow = reinterpret_cast<const uint16_t*>(rows.data) + place;
+      int64_t c = first;
+      for (; c + kSide <= end; c += kSide)
+        (Line::load(out + c) + (rows.element == kFloat ? Line::load(wide + c) : Line::load(narrow + c))).store(out + c);
+      for (; c < end; ++c) out[c] += rows.element == kFloat ? wide[c] : from_bf16(narrow[c]);
+    }
+  }
+}
+
 }  // namespace flatout
 
 extern "C" {
 
 int64_t flatout_has_matrix_units() { return flatout::has_matrix_units() ? 1 : 0; }
+
+// A matrix whose rows are contiguous.
+void flatout_add_rows(const flatout::Side* rows, float* out, int64_t threads) { flatout::add_rows(*rows, out, threads); }
 
 void flatout_matrix_product(const flatout::Product* job) {
   flatout::has_matrix_units();

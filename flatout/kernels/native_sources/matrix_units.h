@@ -55,6 +55,9 @@ inline bool has_matrix_units() {
 #endif
 }
 
+// The intrinsics for tiles do not say what memory they read: without this, a compiler may drop or delay writes to it.
+inline void seen_by_compiler(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
+
 // While it lives, this thread's tile registers are set up for `multiply`.
 class Tiles {
  public:
@@ -69,6 +72,7 @@ class Tiles {
       config.column_bytes[tile] = 64;
       config.rows[tile] = 16;
     }
+    seen_by_compiler(&config);
     _tile_loadconfig(&config);
 #endif
   }
@@ -85,6 +89,9 @@ class Tiles {
 inline void multiply(const uint16_t* left, const uint16_t* right, int64_t steps, float* sums, bool add) {
 #if defined(FLATOUT_AMX)
   constexpr int kRow = kSide * sizeof(float);
+  seen_by_compiler(left);
+  seen_by_compiler(right);
+  seen_by_compiler(sums);
   if (add) {
     _tile_loadd(0, sums, kRow);
     _tile_loadd(1, sums + 16, kRow);
@@ -110,6 +117,7 @@ inline void multiply(const uint16_t* left, const uint16_t* right, int64_t steps,
   _tile_stored(1, sums + 16, kRow);
   _tile_stored(2, sums + 16 * kSide, kRow);
   _tile_stored(3, sums + 16 * kSide + 16, kRow);
+  seen_by_compiler(sums);
 #else
   for (int64_t row = 0; row < kSide; ++row) {
     float* out = sums + row * kSide;
@@ -261,6 +269,7 @@ struct Line {
 
   static Line all(float value) { return {_mm512_set1_ps(value), _mm512_set1_ps(value)}; }
   static Line load(const float* from) { return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)}; }
+  static Line load(const uint16_t* from) { return {widened(from), widened(from + 16)}; }
   void store(float* to) const {
     _mm512_storeu_ps(to, low);
     _mm512_storeu_ps(to + 16, high);
@@ -278,10 +287,21 @@ struct Line {
   friend Line operator+(Line a, Line b) { return {_mm512_add_ps(a.low, b.low), _mm512_add_ps(a.high, b.high)}; }
   friend Line operator-(Line a, Line b) { return {_mm512_sub_ps(a.low, b.low), _mm512_sub_ps(a.high, b.high)}; }
   friend Line operator*(Line a, Line b) { return {_mm512_mul_ps(a.low, b.low), _mm512_mul_ps(a.high, b.high)}; }
+  friend Line operator/(Line a, Line b) { return {_mm512_div_ps(a.low, b.low), _mm512_div_ps(a.high, b.high)}; }
   friend Line max(Line a, Line b) { return {_mm512_max_ps(a.low, b.low), _mm512_max_ps(a.high, b.high)}; }
+  // `a` where x < 0, `b` elsewhere
+  friend Line choose_negative(Line x, Line a, Line b) {
+    const __m512 zero = _mm512_setzero_ps();
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.low, zero, _CMP_LT_OQ), b.low, a.low),
+            _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.high, zero, _CMP_LT_OQ), b.high, a.high)};
+  }
 
  private:
-  static __m512 exponential(__m512 x) {  // as in exponential.h, and 0 for what is far below
+  static __m512 widened(const uint16_t* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(from)), 16));
+  }
+  static __m512 exponential(__m512 x) {  // as in exponential.h, and 0 for what is far below; NaN stays NaN
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
     const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f),
                                       _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x));
@@ -304,6 +324,11 @@ struct Line {
     std::copy_n(from, kSide, line.values);
     return line;
   }
+  static Line load(const uint16_t* from) {
+    Line line;
+    std::transform(from, from + kSide, line.values, from_bf16);
+    return line;
+  }
   void store(float* to) const { std::copy_n(values, kSide, to); }
   void store_past_caches(float* to) const { store(to); }
   void store(uint16_t* to) const { std::transform(values, values + kSide, to, to_bf16); }
@@ -315,7 +340,13 @@ struct Line {
   friend Line operator+(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x + y; }); }
   friend Line operator-(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x - y; }); }
   friend Line operator*(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x * y; }); }
+  friend Line operator/(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x / y; }); }
   friend Line max(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x < y ? y : x; }); }
+  friend Line choose_negative(const Line& x, const Line& a, const Line& b) {
+    Line line;
+    for (int64_t i = 0; i < kSide; ++i) line.values[i] = x.values[i] < 0.0f ? a.values[i] : b.values[i];
+    return line;
+  }
 
  private:
   template <typename Use>
