@@ -21,7 +21,7 @@ IGNORED = torch.iinfo(torch.int64).min
 
 _DEFINITIONS = torch.library.Library("flatout", "FRAGMENT")
 _DEFINITIONS.define(
-    "linear_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float smoothing, float scale,"
+    "linear_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float smoothing, Tensor scale,"
     " bool[3] wanted, int rows) -> Tensor[]"
 )
 
@@ -47,11 +47,11 @@ def linear_loss(
     bias: Tensor | None,
     targets: Tensor,
     smoothing: float,
-    scale: float,
+    scale: Tensor,
     wanted: Sequence[bool],
     rows: int,
 ) -> list[Tensor]:
-    """Losses fp32 [rows]; then those of the gradients of hidden, weight and bias that are wanted, times `scale`, in fp32.
+    """Losses fp32 [rows]; then those of the gradients of hidden, weight and bias that are wanted, times `scale`, one number, in fp32.
 
     hidden: [rows, width] and weight: [classes, width], in fp32 or bf16, rounded to bf16; bias: [classes]; targets: int64
     [rows], classes or IGNORED. Gradients of weight and bias have `rows` rows, at least the classes, and zeros in the rest.
@@ -68,7 +68,7 @@ def _linear_loss(
     bias: Tensor | None,
     targets: Tensor,
     smoothing: float,
-    scale: float,
+    scale: Tensor,
     wanted: Sequence[bool],
     rows: int,
 ) -> list[Tensor]:
@@ -87,7 +87,7 @@ def _linear_loss(
         pointer(numbers),
         pointer(places),
         smoothing,
-        scale,
+        scale.item(),
         pointer(losses),
         *map(pointer, made),
         torch.get_num_threads(),
@@ -104,7 +104,7 @@ def _fake_linear_loss(
     bias: Tensor | None,
     targets: Tensor,
     smoothing: float,
-    scale: float,
+    scale: Tensor,
     wanted: Sequence[bool],
     rows: int,
 ) -> list[Tensor]:

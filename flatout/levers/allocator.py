@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from flatout.environment import preloaded_libraries
+from flatout.errors import MachineError
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
@@ -96,6 +97,9 @@ class PreloadedAllocator(Lever):
         return offer(*found, reason="it is installed")
 
     def apply(self, subject: Subject, value: Value) -> AbstractContextManager[None]:
+        if str(value) not in preloaded_libraries():
+            remedy = "set allocator = 'retain', or start Python with LD_PRELOAD"
+            raise MachineError(f"{value} takes the place of malloc only in a new process", remedy=remedy)
         return contextlib.nullcontext()
 
     def takes(self, value: Value) -> bool:

@@ -51,7 +51,7 @@ def tune_step(
     """See `flatout.tune`."""
     deadline = Deadline(budget_seconds)
     _check(step)
-    levers = [lever for lever in LEVERS if "step" in lever.declared.scopes]
+    levers = [lever for lever in LEVERS if "step" in lever.declared.scopes and lever.switch != "process"]
     with (
         generators_kept(),
         warnings.catch_warnings(),

@@ -1,0 +1,332 @@
+"""Kernels for matrix units against float64, in every layout, type and odd shape; on processors without such units too,
+where the same code runs without them."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Iterator
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatout.environment import cpp_compiler
+from flatout.kernels import linear_cross_entropy as loss_module
+from flatout.kernels import matrix_units, training_operators
+from flatout.kernels.linear_cross_entropy import linear_cross_entropy
+from flatout.kernels.native import SOURCES, native
+from flatout.kernels.training_operators import attention, gelu, linear
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LIBRARIES = ("linear", "linear_loss", "training_attention", "activation")
+OPERATORS: Any = torch.ops.flatout
+
+pytestmark = pytest.mark.skipif(native("linear").library is None, reason=native("linear").reason)
+
+
+@pytest.fixture(params=["this processor", "any processor"], scope="module")
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernels as they are built here, and in plain C++, as for a processor without vectors of bf16."""
+    if request.param == "this processor":
+        yield
+        return
+    folder = tmp_path_factory.mktemp("plain")
+
+    def built(name: str) -> CDLL:
+        made = folder / f"{name}.so"
+        if not made.exists():
+            flags = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
+            command = [*cpp_compiler().split(), *flags, str(SOURCES / f"{name}.cpp"), "-o", str(made)]
+            subprocess.run(command, check=True, timeout=180)
+        return CDLL(str(made))
+
+    kept = {name: built(name) for name in LIBRARIES}
+    patch = pytest.MonkeyPatch()
+    for module in (matrix_units, training_operators):
+        patch.setattr(module, "library", kept.__getitem__)
+    yield
+    patch.undo()
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """Rounded to bf16, as the kernels do; float64."""
+    return tensor.detach().to(BF16).double().requires_grad_(tensor.is_floating_point())
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype, name: str) -> None:
+    """Within rounding of `dtype`, relative to the largest."""
+    assert found is not None and expected is not None, name
+    assert found.shape == expected.shape, name
+    if not expected.numel():
+        return
+    largest = expected.abs().max().item()
+    error = (found.double() - expected).abs().max().item()
+    assert error <= (2e-2 if dtype == BF16 else 3e-3) * largest + 1e-5, (name, error, largest)
+
+
+SHAPES = [(1, 1, 1), (32, 32, 32), (33, 65, 31), (5, 200, 7), (64, 3, 96), (100, 70, 130), (0, 8, 8), (2, 300, 40)]
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("types", list(itertools.product([FP32, BF16], repeat=2)))
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_a_linear_layer(
+    rows: int, inputs: int, outputs: int, types: tuple[torch.dtype, torch.dtype], columns_first: bool
+) -> None:
+    torch.manual_seed(rows + inputs)
+    x_type, weight_type = types
+    x = torch.randn(inputs, rows).t() if columns_first else torch.randn(rows, inputs)
+    weight = torch.randn(inputs, outputs).t() if columns_first else torch.randn(outputs, inputs)
+    x, weight = x.to(x_type).requires_grad_(), weight.to(weight_type).requires_grad_()
+    bias = torch.randn(outputs, requires_grad=True) if rows % 2 else None
+    found = linear(x, weight, bias)
+    assert found.dtype == x_type
+    x64, weight64 = exact(x), exact(weight)
+    bias64 = None if bias is None else bias.detach().double().requires_grad_()
+    expected = functional.linear(x64, weight64, bias64)
+    assert_close(found, expected, x_type, "output")
+    gradient = torch.randn(found.shape).to(x_type)
+    found.backward(gradient)
+    expected.backward(exact(gradient).detach())
+    assert_close(x.grad, x64.grad, x_type, "gradient of x")
+    assert_close(weight.grad, weight64.grad, weight_type, "gradient of the weight")
+    if bias is not None and bias64 is not None:
+        assert_close(bias.grad, bias64.grad, FP32, "gradient of the bias")
+
+
+def test_threads_change_no_bit() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, 500), torch.randn(300, 500)
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            found.append(linear(x, weight))
+        finally:
+            torch.set_num_threads(before)
+    assert all(torch.equal(found[0], one) for one in found)
+
+
+def test_inf_and_nan_stay() -> None:
+    x = torch.ones(4, 64)
+    x[1, 3], x[2, 5] = torch.inf, torch.nan
+    found = linear(x, torch.ones(40, 64))
+    assert torch.isinf(found[1]).all()
+    assert torch.isnan(found[2]).all()
+    assert torch.isfinite(found[[0, 3]]).all()
+
+
+ATTENTIONS = [
+    # batch, heads, queries, keys, features, features of values, causal, mask
+    (1, 1, 1, 1, 1, 1, False, None),
+    (1, 1, 5, 5, 8, 8, True, None),
+    (2, 3, 40, 40, 64, 64, True, None),
+    (1, 2, 300, 300, 32, 32, True, None),
+    (1, 2, 70, 70, 64, 64, False, None),
+    (1, 2, 33, 70, 24, 40, False, None),
+    (1, 1, 20, 50, 16, 16, True, None),
+    (1, 1, 50, 20, 16, 16, True, None),
+    (2, 3, 50, 50, 32, 32, False, "padding"),
+    (2, 3, 50, 50, 32, 32, False, "added"),
+]
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("case", ATTENTIONS, ids=str)
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_attention(case: tuple[Any, ...], tokens_first: bool) -> None:
+    batch, heads, queries, keys, features, value_features, causal, kind = case
+    torch.manual_seed(queries)
+
+    def made(tokens: int, width: int) -> Tensor:
+        if tokens_first:
+            return torch.randn(batch, tokens, heads, width).to(BF16).transpose(1, 2).requires_grad_()
+        return torch.randn(batch, heads, tokens, width).to(BF16).requires_grad_()
+
+    q, k, v = made(queries, features), made(keys, features), made(keys, value_features)
+    mask = None
+    if kind == "padding":
+        mask = torch.rand(batch, 1, 1, keys) > 0.3
+        mask[..., 0] = True
+    elif kind == "added":
+        mask = torch.randn(1, heads, queries, keys)
+    q64, k64, v64 = exact(q), exact(k), exact(v)
+    added = mask.double() if mask is not None and mask.dtype == FP32 else mask
+    expected = functional.scaled_dot_product_attention(q64, k64, v64, added, is_causal=causal)
+    found = attention(q, k, v, mask, causal=causal)
+    assert_close(found, expected, BF16, "output")
+    gradient = torch.randn(found.shape).to(BF16)
+    found.backward(gradient)
+    expected.backward(gradient.double())
+    if keys > 1:  # of one key, the weights are all 1
+        assert_close(q.grad, q64.grad, BF16, "gradient of the queries")
+        assert_close(k.grad, k64.grad, BF16, "gradient of the keys")
+    assert_close(v.grad, v64.grad, BF16, "gradient of the values")
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zeros() -> None:
+    q, k, v = (torch.randn(1, 1, 40, 16).to(BF16).requires_grad_() for _ in range(3))
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    mask[..., 7, :] = False
+    found = attention(q, k, v, mask)
+    found.backward(torch.ones_like(found))
+    assert not found[..., 7, :].any()
+    for one in (q, k, v):
+        assert one.grad is not None and torch.isfinite(one.grad).all()
+    assert q.grad is not None and not q.grad[..., 7, :].any()
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("shape", [(0,), (1,), (31,), (5, 7, 33), (4096,), (9001,)])
+def test_gelu(dtype: torch.dtype, approximate: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 4).to(dtype).requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    found, expected = gelu(x, by_tanh=approximate == "tanh"), functional.gelu(x64, approximate=approximate)
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if dtype == BF16 else {"rtol": 1e-5, "atol": 3e-6}
+    torch.testing.assert_close(found.double(), expected, **tolerance)
+    found.sum().backward()
+    expected.sum().backward()
+    assert x.grad is not None and x64.grad is not None
+    torch.testing.assert_close(x.grad.double(), x64.grad, **tolerance)
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("by_tanh", [False, True])
+def test_gelu_of_extremes(by_tanh: bool) -> None:
+    x = torch.tensor([1e4, -1e4, 3e38, -100.0, 0.0, -0.0, torch.nan]).requires_grad_()
+    found = gelu(x, by_tanh=by_tanh)
+    found.backward(torch.ones_like(x))
+    assert found[:6].tolist() == pytest.approx([1e4, 0, 3e38, 0, 0, 0], rel=1e-6, abs=1e-30)
+    assert torch.isnan(found[6])
+    assert x.grad is not None and x.grad[:6].tolist() == pytest.approx([1, 0, 1, 0, 0.5, 0.5], abs=1e-30)
+
+
+@pytest.fixture
+def on_matrix_units(build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunked loss takes this way, whether or not the processor has matrix units."""
+    monkeypatch.setattr(matrix_units, "obstacle", lambda: None)
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.parametrize(("rows", "width", "classes"), [(1, 1, 2), (3, 5, 7), (40, 70, 100), (70, 33, 1333)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weight_type", [FP32, BF16])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_loss(
+    rows: int, width: int, classes: int, smoothing: float, weight_type: torch.dtype, padding: int
+) -> None:
+    torch.manual_seed(rows)
+    hidden = torch.randn(rows, width).to(BF16).requires_grad_()
+    weight = torch.randn(classes + padding, width).to(weight_type).requires_grad_()
+    bias = torch.randn(classes + padding, requires_grad=True) if rows % 2 else None
+    targets = torch.randint(0, classes, (rows,))
+    targets[1::3] = -100
+    how: Any = {"label_smoothing": smoothing, "reduction": "mean" if padding else "sum"}
+    found = linear_cross_entropy(hidden, weight, targets, bias, classes=classes, **how)
+    assert "LinearCrossEntropy" in type(found.grad_fn).__name__
+    hidden64, weight64 = exact(hidden), exact(weight)
+    bias64 = None if bias is None else bias.detach().double().requires_grad_()
+    scores = functional.linear(hidden64, weight64, bias64)[:, :classes]
+    expected = functional.cross_entropy(scores, targets, **how)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    found.backward()
+    expected.backward()
+    assert_close(hidden.grad, hidden64.grad, BF16, "gradient of the inputs")
+    assert_close(weight.grad, weight64.grad, BF16, "gradient of the weights")
+    if bias is not None and bias64 is not None:
+        assert_close(bias.grad, bias64.grad, BF16, "gradient of the bias")
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.parametrize("target", [-1, 7, 2**40])
+def test_a_target_that_is_no_class(target: int) -> None:
+    from flatout.errors import UsageError
+
+    hidden, weight = torch.randn(4, 8).to(BF16), torch.randn(7, 8)
+    with pytest.raises(UsageError, match=rf"a target is class {target}"):
+        linear_cross_entropy(hidden, weight.to(BF16), torch.tensor([0, 1, target, 2]))
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+def test_the_loss_without_targets_and_with_frozen_weights() -> None:
+    hidden = torch.randn(40, 16).to(BF16).requires_grad_()
+    weight = torch.randn(50, 16).to(BF16)
+    targets = torch.full((40,), -100)
+    loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    assert torch.isnan(loss)
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert linear_cross_entropy(hidden, weight, targets, reduction="sum").item() == 0
+
+
+def test_classes_of_the_loss_are_checked() -> None:
+    from flatout.errors import UsageError
+
+    for classes in (0, 8, True, 2.0):
+        with pytest.raises(UsageError, match="classes is"):
+            linear_cross_entropy(torch.randn(4, 8), torch.randn(7, 8), torch.zeros(4, dtype=torch.int64), classes=classes)  # type: ignore[arg-type]
+
+
+def test_torch_finds_the_operators_sound() -> None:
+    x, weight, bias = torch.randn(9, 16), torch.randn(12, 16), torch.randn(12)
+    q, k, v = (torch.randn(1, 2, 9, 16).to(BF16) for _ in range(3))
+    for operator, arguments in (
+        (OPERATORS.linear.default, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())),
+        (OPERATORS.linear.default, (x, weight, None)),
+        (OPERATORS.gelu.default, (torch.randn(40, requires_grad=True), True)),
+        (OPERATORS.attention.default, (*(one.requires_grad_() for one in (q, k, v)), None, True, 0.25)),
+    ):
+        torch.library.opcheck(operator, arguments, atol=2e-2, rtol=2e-2)
+
+
+def test_compiled_code_contains_them_without_a_break() -> None:
+    weight, bias = torch.randn(64, 32, requires_grad=True), torch.randn(64, requires_grad=True)
+
+    def model(x: Tensor) -> Tensor:
+        y = gelu(linear(x, weight, bias), by_tanh=True)
+        heads = y.to(BF16).view(1, 2, -1, 32)
+        return attention(heads, heads, heads, causal=True).float().sum()
+
+    x = torch.randn(20, 32, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    (found,) = torch.autograd.grad(compiled(x), [weight])
+    (expected,) = torch.autograd.grad(model(x), [weight])
+    torch.testing.assert_close(found, expected)
+
+
+def test_operations_are_counted_as_of_torchs_own() -> None:
+    x, weight = torch.randn(20, 32, requires_grad=True), torch.randn(64, 32, requires_grad=True)
+    heads = torch.randn(1, 2, 20, 16).to(BF16).requires_grad_()
+
+    def count(layer: Any, mix: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            layer(x, weight).sum().backward()
+            mix(heads, heads, heads)
+        return counter.get_total_flops()
+
+    theirs = count(functional.linear, lambda q, k, v: (q @ k.transpose(-1, -2)) @ v)
+    assert count(linear, attention) == theirs
+
+
+def test_the_loss_keeps_torchs_way_where_there_are_no_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_units, "obstacle", lambda: "none here")
+    called: list[object] = []
+    monkeypatch.setattr(loss_module._Terms, "_run_on_matrix_units", lambda *_: called.append(1))
+    linear_cross_entropy(torch.randn(4, 8).to(BF16), torch.randn(7, 8).to(BF16), torch.zeros(4, dtype=torch.int64))
+    assert not called
+
+
+def test_every_source_is_in_the_wheel() -> None:
+    assert {Path(f"{name}.cpp") for name in LIBRARIES} <= {Path(one.name) for one in SOURCES.iterdir()}
