@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout import Plan, TrainStep, tune
+from flatout import TrainStep, tune
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.models import GPT2, BertConfig, BertMaskedLM, GPT2Config, ResNet, ResNetConfig
 from flatout.statistics import compare_paired, median
 from flatout.train.flops import count_step
 
-TUNE_SECONDS = 240.0
+TUNE_SECONDS = 600.0
 WARM_STEPS = 3
 TRIED_STEPS = 3
 """Of a peer in each of its settings, after as many to warm up."""
@@ -74,9 +74,7 @@ def _bert() -> nn.Module:
 
 
 WORKLOADS = {
-    "resnet": Workload(
-        name="ResNet-50, batch 16", model=lambda: ResNet(ResNetConfig()), batch=_images, images=True
-    ),
+    "resnet": Workload(name="ResNet-50, batch 16", model=lambda: ResNet(ResNetConfig()), batch=_images, images=True),
     "gpt": Workload(name="GPT-2 124M, 4 x 256 tokens", model=_gpt, batch=_text),
     "bert": Workload(name="BERT-base, 8 x 128 tokens", model=_bert, batch=_masked),
 }
@@ -318,7 +316,9 @@ def measure(key: str, rounds: int, ceiling: Any) -> dict[str, Any]:
     if fastest is not None:
         ratio = compare_paired(seconds[fastest], seconds["flatout, tuned"])
         against_peer = {"peer": fastest, **asdict(ratio)}
-        print(f"  flatout, tuned against {fastest}: x{ratio.ratio:.2f} ({ratio.low:.2f} to {ratio.high:.2f})", flush=True)
+        print(
+            f"  flatout, tuned against {fastest}: x{ratio.ratio:.2f} ({ratio.low:.2f} to {ratio.high:.2f})", flush=True
+        )
     return {"name": workload.name, "flops_per_step": flops, "rows": rows, "against_fastest_peer": against_peer}
 
 

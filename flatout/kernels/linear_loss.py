@@ -97,7 +97,6 @@ def _linear_loss(
     return [losses, *(one for one in made if one is not None)]
 
 
-@torch.library.register_fake("flatout::linear_loss", lib=_DEFINITIONS)
 def _fake_linear_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -111,6 +110,9 @@ def _fake_linear_loss(
     shapes = (hidden.shape, (rows, weight.shape[1]), (rows,))
     sizes = [hidden.shape[:1], *(shape for shape, one in zip(shapes, wanted, strict=True) if one)]
     return [hidden.new_empty(size, dtype=torch.float32) for size in sizes]
+
+
+torch.library.register_fake("flatout::linear_loss", _fake_linear_loss, lib=_DEFINITIONS)
 
 
 @register_flop_formula(torch.ops.flatout.linear_loss)

@@ -84,17 +84,21 @@ def _linear_gradients(gradient: Tensor, x: Tensor, weight: Tensor, wanted: Seque
     return found
 
 
-@torch.library.register_fake("flatout::linear", lib=_DEFINITIONS)
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.register_fake("flatout::linear_gradients", lib=_DEFINITIONS)
+torch.library.register_fake("flatout::linear", _fake_linear, lib=_DEFINITIONS)
+
+
 def _fake_linear_gradients(gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
     columns = weight.stride(0) == 1 and weight.shape[1] > 1
     of_weight = weight.new_empty(weight.shape[::-1]).t() if columns else weight.new_empty(weight.shape)
     made = (x.new_empty(x.shape), of_weight, gradient.new_empty(gradient.shape[1], dtype=torch.float32))
     return [one for one, is_wanted in zip(made, wanted, strict=True) if is_wanted]
+
+
+torch.library.register_fake("flatout::linear_gradients", _fake_linear_gradients, lib=_DEFINITIONS)
 
 
 def _keep_for_linear(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
@@ -223,18 +227,22 @@ def _attention_gradients(
     return made
 
 
-@torch.library.register_fake("flatout::attention", lib=_DEFINITIONS)
 def _fake_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     return _tokens_first(queries, values.shape[-1]), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
-@torch.library.register_fake("flatout::attention_gradients", lib=_DEFINITIONS)
+torch.library.register_fake("flatout::attention", _fake_attention, lib=_DEFINITIONS)
+
+
 def _fake_attention_gradients(
     gradient: Tensor, out: Tensor, log_sums: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *_: object
 ) -> list[Tensor]:
     return [_tokens_first(one, one.shape[-1]) for one in (queries, keys, values)]
+
+
+torch.library.register_fake("flatout::attention_gradients", _fake_attention_gradients, lib=_DEFINITIONS)
 
 
 def _tokens_first(like: Tensor, features: int) -> Tensor:
@@ -298,7 +306,9 @@ torch.library.register_autograd(
 
 
 @register_flop_formula(torch.ops.flatout.attention)
-def _attention_flops(queries: Sequence[int], keys: Sequence[int], values: Sequence[int], *_: object, **__: object) -> int:
+def _attention_flops(
+    queries: Sequence[int], keys: Sequence[int], values: Sequence[int], *_: object, **__: object
+) -> int:
     batch, heads, tokens, features = queries
     return 2 * batch * heads * tokens * keys[2] * (features + values[3])
 
@@ -354,14 +364,18 @@ def _by_element(x: Tensor, gradient: Tensor | None, by_tanh: bool) -> Tensor:
     return out
 
 
-@torch.library.register_fake("flatout::gelu", lib=_DEFINITIONS)
 def _fake_gelu(x: Tensor, by_tanh: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("flatout::gelu_gradient", lib=_DEFINITIONS)
+torch.library.register_fake("flatout::gelu", _fake_gelu, lib=_DEFINITIONS)
+
+
 def _fake_gelu_gradient(gradient: Tensor, x: Tensor, by_tanh: bool) -> Tensor:
     return x.new_empty(x.shape)
+
+
+torch.library.register_fake("flatout::gelu_gradient", _fake_gelu_gradient, lib=_DEFINITIONS)
 
 
 def _keep_for_gelu(ctx: _Context, inputs: tuple[Tensor, bool], output: Tensor) -> None:

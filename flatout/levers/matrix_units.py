@@ -19,6 +19,7 @@ from flatout.machine.description import Machine
 from flatout.replaced import replaced
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 LEAST_PRODUCTS = 1 << 24
@@ -100,7 +101,7 @@ def _linear(original: Linear) -> Linear:
 class Addmm(Protocol):
     """torch.addmm"""
 
-    def __call__(self, input: Tensor, mat1: Tensor, mat2: Tensor, /, **options: object) -> Tensor: ...
+    def __call__(self, input: Tensor, mat1: Tensor, mat2: Tensor, **options: object) -> Tensor: ...
 
 
 def _addmm(original: Addmm) -> Addmm:
@@ -181,27 +182,24 @@ def _attention(original: Attention) -> Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        fitting: list[Tensor] = []
+        cast: tuple[Tensor | None, ...] = (None,)
         heads = (query, key, value)
         same = all(_is_plain(one) and one.device.type == "cpu" and one.ndim == 4 for one in heads)
         if same and dropout_p == 0 and key.shape[:3] == value.shape[:3] and query.shape[:2] == key.shape[:2]:
-            cast = [_as_autocast(one, torch.bfloat16) for one in heads]
-            fitting = [one for one in cast if one is not None]
-        masked = attn_mask is not None
-        if masked and (
-            is_causal
-            or not _is_plain(attn_mask)
-            or attn_mask.requires_grad
-            or attn_mask.dtype not in MASK_KINDS
-            or attn_mask.ndim != 4
-        ):
-            fitting = []
-        fits = len(fitting) == len(heads) and query.shape[-1] == key.shape[-1]
+            cast = tuple(_as_autocast(one, torch.bfloat16) for one in heads)
+        fits = attn_mask is None or (
+            not is_causal
+            and _is_plain(attn_mask)
+            and not attn_mask.requires_grad
+            and attn_mask.dtype in MASK_KINDS
+            and attn_mask.ndim == 4
+        )
+        fitting = [one for one in cast if one is not None]
+        fits = fits and len(fitting) == len(heads) and query.shape[-1] == key.shape[-1]
         if not fits or query.numel() * key.shape[2] < LEAST_PRODUCTS:
-            return original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        return on_matrix_units(*fitting, attn_mask, causal=is_causal, scale=scale)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        query, key, value = fitting
+        return on_matrix_units(query, key, value, attn_mask, causal=is_causal, scale=scale)
 
     return attention
 

@@ -14,7 +14,9 @@ That is why the gradients are replaced: 16-bit products change gradients by a pe
 decay, a skipped parameter or a lost momentum.
 
 For models beyond `LARGEST_STATE_BYTES` the state is too large to be loaded; a sample of each tensor is compared
-instead, and the optimizer gets the run's own gradients.
+instead, and the optimizer gets the run's own gradients. Its updates are then compared only where a gradient is clear
+of its noise: Adam makes a whole step of noise alone (of the gradients of biases of keys in attention, say, which are
+zero but for rounding).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from flatout.generators import generator_states
 from flatout.levers.low_bit import is_in_codes, write_codes
@@ -45,6 +47,8 @@ SAMPLED_ELEMENTS = 1 << 14
 """Per tensor of a model whose state is too large."""
 CUDA_SEED_BYTES = 8
 """A CUDA generator's state is its seed, followed by the count of numbers drawn."""
+CLEAR_OF_NOISE = 10.0
+"""Times the noise of a tensor's gradient: an element as large as that has a direction."""
 MOST_CALLS = 8
 """Optimizer steps per training step whose gradients are kept (the critic of a GAN makes several)."""
 
@@ -120,6 +124,14 @@ class _Entry(TypedDict):
     closure: bool
     """Were the gradients computed inside the optimizer step? Then they are those after it."""
     after: dict[str, Tensor]
+
+
+class _Clear(NamedTuple):
+    """Which of a gradient's sampled elements are clear of its noise."""
+
+    drawn_by: int
+    """The number with which they were drawn."""
+    elements: Tensor
 
 
 class CheckFound(TypedDict):
@@ -204,6 +216,7 @@ class ReferenceReader:
         self._entry: _Entry | None = None
         self._last_after: dict[str, Tensor] = {}
         self._call = 0
+        self._clear: dict[str, _Clear] = {}
 
     def before_step(self, step: int) -> None:
         if step not in self.checks:
@@ -224,7 +237,7 @@ class ReferenceReader:
             "updates": [],
         }
         self.found.append(found)
-        self._call = 0
+        self._call, self._clear = 0, {}
         if found["unlike"]:
             self._entry = None
             return
@@ -292,7 +305,8 @@ class ReferenceReader:
             )
         weights = named_weights(self._subject)
         if not _unlike(entry["after"], weights, entry["whole"]):
-            self.found[-1]["updates"] = list(_differences(entry["after"], weights, entry["before"], entry["whole"]))
+            rows = _differences(entry["after"], weights, entry["before"], entry["whole"], self._clear)
+            self.found[-1]["updates"] = list(rows)
         self._last_after = entry["after"]
         self._entry = None
 
@@ -309,6 +323,8 @@ class ReferenceReader:
             mine = _gradient(parameter, whole, index, early)
             if mine is not None and reference is not None:
                 found["gradients"].append((name, *_error(reference, mine)))
+                if not whole and mine.shape == reference.shape:
+                    self._clear[name] = _Clear(index, _clear_of_noise(reference, mine))
             elif mine is not reference:
                 found["unlike"] = f"{name} has {'no' if mine is None else 'a'} gradient, unlike the plain run"
 
@@ -377,9 +393,14 @@ def _unlike(theirs: dict[str, Tensor], mine: dict[str, Tensor], whole: bool) -> 
 
 
 def _differences(
-    theirs: dict[str, Tensor], mine: dict[str, Tensor], since: dict[str, Tensor], whole: bool
+    theirs: dict[str, Tensor],
+    mine: dict[str, Tensor],
+    since: dict[str, Tensor],
+    whole: bool,
+    clear: Mapping[str, _Clear] = MappingProxyType({}),
 ) -> Iterator[TensorRow]:
-    """(name, |mine - theirs|, |theirs - since|, one rounding error of theirs) of each tensor."""
+    """(name, |mine - theirs|, |theirs - since|, one rounding error of theirs) of each tensor; of the elements in `clear`
+    alone, where they are the same as the sampled ones."""
     import torch
 
     for index, (name, tensor) in enumerate(mine.items()):
@@ -389,8 +410,21 @@ def _differences(
         own = tensor.detach().to("cpu") if whole else sample(tensor, index)
         a, b = reference.float(), own.float()
         moved = a - since[name].float() if name in since else a
+        chosen = clear.get(name)
+        if (
+            chosen is not None
+            and (chosen.drawn_by == index or len(a) < SAMPLED_ELEMENTS)
+            and len(chosen.elements) == len(a)
+        ):
+            a, b, moved = (one[chosen.elements] for one in (a, b, moved))
         rounding = torch.finfo(reference.dtype).eps * float(a.norm())
         yield name, float((b - a).norm()), float(moved.norm()), rounding
+
+
+def _clear_of_noise(reference: Tensor, mine: Tensor) -> Tensor:
+    """bool, like the gradients: where they are much larger than their difference is on average."""
+    a, noise = reference.float(), mine.float() - reference.float()
+    return a.abs() > CLEAR_OF_NOISE * noise.square().mean().sqrt()
 
 
 def _error(reference: Tensor, mine: Tensor) -> tuple[float, float, float]:

@@ -180,8 +180,10 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros() -> None:
     found.backward(torch.ones_like(found))
     assert not found[..., 7, :].any()
     for one in (q, k, v):
-        assert one.grad is not None and torch.isfinite(one.grad).all()
-    assert q.grad is not None and not q.grad[..., 7, :].any()
+        assert one.grad is not None
+        assert torch.isfinite(one.grad).all()
+    assert q.grad is not None
+    assert not q.grad[..., 7, :].any()
 
 
 @pytest.mark.usefixtures("build")
@@ -197,7 +199,8 @@ def test_gelu(dtype: torch.dtype, approximate: str, shape: tuple[int, ...]) -> N
     torch.testing.assert_close(found.double(), expected, **tolerance)
     found.sum().backward()
     expected.sum().backward()
-    assert x.grad is not None and x64.grad is not None
+    assert x.grad is not None
+    assert x64.grad is not None
     torch.testing.assert_close(x.grad.double(), x64.grad, **tolerance)
 
 
@@ -209,7 +212,8 @@ def test_gelu_of_extremes(by_tanh: bool) -> None:
     found.backward(torch.ones_like(x))
     assert found[:6].tolist() == pytest.approx([1e4, 0, 3e38, 0, 0, 0], rel=1e-6, abs=1e-30)
     assert torch.isnan(found[6])
-    assert x.grad is not None and x.grad[:6].tolist() == pytest.approx([1, 0, 1, 0, 0.5, 0.5], abs=1e-30)
+    assert x.grad is not None
+    assert x.grad[:6].tolist() == pytest.approx([1, 0, 1, 0, 0.5, 0.5], abs=1e-30)
 
 
 @pytest.fixture
@@ -266,7 +270,8 @@ def test_the_loss_without_targets_and_with_frozen_weights() -> None:
     loss = linear_cross_entropy(hidden, weight, targets)
     loss.backward()
     assert torch.isnan(loss)
-    assert hidden.grad is not None and not hidden.grad.any()
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
     assert linear_cross_entropy(hidden, weight, targets, reduction="sum").item() == 0
 
 
@@ -275,7 +280,9 @@ def test_classes_of_the_loss_are_checked() -> None:
 
     for classes in (0, 8, True, 2.0):
         with pytest.raises(UsageError, match="classes is"):
-            linear_cross_entropy(torch.randn(4, 8), torch.randn(7, 8), torch.zeros(4, dtype=torch.int64), classes=classes)  # type: ignore[arg-type]
+            linear_cross_entropy(
+                torch.randn(4, 8), torch.randn(7, 8), torch.zeros(4, dtype=torch.int64), classes=classes
+            )  # type: ignore[arg-type]
 
 
 def test_torch_finds_the_operators_sound() -> None:

@@ -118,8 +118,10 @@ def test_under_autocast_inputs_and_outputs_are_bf16_and_gradients_fp32() -> None
         assert functional.scaled_dot_product_attention(heads, heads, heads).dtype == torch.bfloat16
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
-    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
-    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
 
 
 @needs_kernels
@@ -209,7 +211,8 @@ def test_where_it_is_not_tried(seen: dict[str, Any], features: tuple[str, ...], 
     machine = detect()
     machine = replace(machine, cpu=replace(machine.cpu, features=features))
     verdict = MatrixUnits().applies(machine, observed)
-    assert not verdict and reason in verdict.reason
+    assert not verdict
+    assert reason in verdict.reason
 
 
 def test_where_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,21 @@ def test_of_a_model_too_large_samples_are_compared(tmp_path: Path, monkeypatch: 
     assert {gradient.error for gradient in numerics.checks[0].gradients} == {0.0}
 
 
+def test_where_a_gradient_is_noise_an_update_of_it_says_nothing() -> None:
+    """Adam makes whole steps of noise: those of a bias of keys, whose gradient is zero but for rounding."""
+    gradient, noisy = torch.tensor([1.0, -1.0, 1e-9, 0.0]), torch.tensor([1.01, -0.99, 0.01, -0.01])
+    clear = reference._clear_of_noise(gradient, noisy)
+    assert clear.tolist() == [True, True, False, False]
+    after = {"bias": torch.tensor([-0.1, 0.1, 0.0, 0.0])}
+    mine = {"bias": torch.tensor([-0.1, 0.1, -0.1, 0.1])}
+    before = {"bias": torch.zeros(4)}
+    (plain,) = reference._differences(after, mine, before, False)
+    (found,) = reference._differences(after, mine, before, False, {"bias": reference._Clear(0, clear)})
+    assert plain[1] / plain[2] == pytest.approx(1.0)
+    assert found[1] == 0
+    assert found[2] == plain[2]
+
+
 def test_samples_are_the_same_elements_in_any_layout() -> None:
     tensor = torch.arange(60_000.0).reshape(300, 200)
     assert torch.equal(reference.sample(tensor, 3), reference.sample(tensor.t().contiguous().t(), 3))

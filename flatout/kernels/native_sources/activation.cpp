@@ -34,10 +34,11 @@ inline void store(const Line& values, void* to, int64_t element, int64_t place) 
 template <bool Slope>
 inline Line by_tanh(const Line& x) {
   constexpr float kA = 1.5957691216f, kB = 0.044715f;  // 2 sqrt(2/pi)
-  const Line one = Line::all(1.0f), square = x * x;
-  const Line share = one / (one + (Line::all(-kA) * x * (one + Line::all(kB) * square)).exponential());
+  const Line one = Line::all(1.0f), zero = Line::all(0.0f), far = Line::all(-20.0f);  // beyond, all is 0 or 1
+  const Line y = max(far, zero - max(far, zero - x)), square = y * y;
+  const Line share = one / (one + (Line::all(-kA) * y * (one + Line::all(kB) * square)).exponential());
   if (!Slope) return x * share;
-  return share + x * share * (one - share) * Line::all(kA) * (one + Line::all(3 * kB) * square);
+  return share + y * share * (one - share) * Line::all(kA) * (one + Line::all(3 * kB) * square);
 }
 
 template <bool Slope>

@@ -341,7 +341,7 @@ struct Line {
   friend Line operator-(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x - y; }); }
   friend Line operator*(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x * y; }); }
   friend Line operator/(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x / y; }); }
-  friend Line max(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x < y ? y : x; }); }
+  friend Line max(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x >= y ? x : y; }); }  // y if one is NaN
   friend Line choose_negative(const Line& x, const Line& a, const Line& b) {
     Line line;
     for (int64_t i = 0; i < kSide; ++i) line.values[i] = x.values[i] < 0.0f ? a.values[i] : b.values[i];
