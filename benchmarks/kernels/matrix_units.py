@@ -1,8 +1,8 @@
-"""`python -m benchmarks.kernels.matrix_units`: the training kernels for a CPU's matrix units beside torch's operations.
+"""`python -m benchmarks.kernels.matrix_units`: training kernels for a CPU's matrix units beside torch's operations.
 
-Forward and backward of linear layers, attention and GELU as training under autocast to bf16 calls them, weights in fp32;
-ways take turns, a few calls each, in another order every round. Rates are of counted operations; errors are norms of
-differences from float64, relative to its norm, the largest of output and gradients.
+Forward and backward of linear layers, attention and GELU as training under autocast to bf16 calls them, weights in
+fp32; ways take turns, a few calls each, in another order every round. Rates are of counted operations; errors are norms
+of differences from float64, relative to its norm, the largest of output and gradients.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.train.large`: a training step of ResNet-50, GPT-2 124M and BERT-base, beside the peers at their best.
+"""`python -m benchmarks.train.large`: a step of ResNet-50, GPT-2 124M and BERT-base, beside peers at their best.
 
-Each contender has a process of its own, so that none profits from another's allocator or compiled code; they take turns,
-a few steps each. A peer is tried in every setting of a published grid first (`PEER_SETTINGS`), and the fastest takes
+Each contender has a process of its own, so that none profits from another's allocator or compiled code; they take
+turns, a step each. A peer is tried in every setting of a published grid first (`peer_settings`), and the fastest takes
 part. *flatout, tuned* runs the plan that `flatout.tune(step, batches)` finds in its process.
 
-The share of the ceiling is the counted operations of the plain step over the contender's time and this machine's fastest
-measured matrix product.
+The share of the ceiling is the counted operations of the plain step over the contender's time and this machine's
+fastest measured matrix product.
 """
 
 from __future__ import annotations

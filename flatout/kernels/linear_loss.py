@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's scores on the CPU's matrix units, with all gradients: `torch.ops.flatout.linear_loss`.
+"""Cross-entropy of a linear layer's scores on the CPU's matrix units, with all gradients.
 
 The scores are computed twice, once for the losses and once for the gradients, and are never in memory
 (native_sources/linear_loss.cpp). `flatout.linear_cross_entropy` is the public way to it.
@@ -51,10 +51,10 @@ def linear_loss(
     wanted: Sequence[bool],
     rows: int,
 ) -> list[Tensor]:
-    """Losses fp32 [rows]; then those of the gradients of hidden, weight and bias that are wanted, times `scale`, one number, in fp32.
+    """Losses [rows]; then the gradients of hidden, weight and bias that are wanted, times `scale`, one number; in fp32.
 
-    hidden: [rows, width] and weight: [classes, width], in fp32 or bf16, rounded to bf16; bias: [classes]; targets: int64
-    [rows], classes or IGNORED. Gradients of weight and bias have `rows` rows, at least the classes, and zeros in the rest.
+    hidden: [rows, width] and weight: [classes, width], in fp32 or bf16, rounded to bf16; bias: [classes]; targets:
+    int64 [rows], classes or IGNORED. Gradients of weight and bias have `rows` rows, zeros beyond the classes.
     Raises IndexError for a target that is neither.
     """
     operator: Callable[..., list[Tensor]] = torch.ops.flatout.linear_loss

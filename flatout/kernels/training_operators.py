@@ -56,8 +56,8 @@ class _Context(Protocol):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias: [..., inputs] -> [..., outputs] in x's dtype, fp32 or bf16.
 
-    weight: [outputs, inputs] and bias: [outputs], in fp32 or bf16. Products are of numbers rounded to bf16 and summed up
-    in fp32; gradients come in the dtypes of x, weight and bias.
+    weight: [outputs, inputs] and bias: [outputs], in fp32 or bf16. Products are of numbers rounded to bf16 and summed
+    up in fp32; gradients come in the dtypes of x, weight and bias.
     """
     operator: Callable[..., Tensor] = torch.ops.flatout.linear
     rows = operator(x.reshape(-1, x.shape[-1]), weight, bias)
@@ -185,8 +185,8 @@ def attention(
     """softmax(queries keys^T scale + mask) values: bf16 [batch, heads, tokens, features], like torch's
     scaled_dot_product_attention without dropout.
 
-    keys and values: bf16 [batch, heads, keys, features]. mask: bool (True: may attend), fp32 or bf16 (added), broadcast to
-    [batch, heads, tokens, keys]; it gets no gradient. A query that may attend to nothing gets zeros.
+    keys and values: bf16 [batch, heads, keys, features]. mask: bool (True: may attend), fp32 or bf16 (added),
+    broadcast to [batch, heads, tokens, keys]; it gets no gradient. A query that may attend to nothing gets zeros.
     """
     operator: Callable[..., tuple[Tensor, Tensor]] = torch.ops.flatout.attention
     factor = 1 / math.sqrt(queries.shape[-1]) if scale is None else scale

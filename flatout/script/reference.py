@@ -399,8 +399,8 @@ def _differences(
     whole: bool,
     clear: Mapping[str, _Clear] = MappingProxyType({}),
 ) -> Iterator[TensorRow]:
-    """(name, |mine - theirs|, |theirs - since|, one rounding error of theirs) of each tensor; of the elements in `clear`
-    alone, where they are the same as the sampled ones."""
+    """(name, |mine - theirs|, |theirs - since|, one rounding error of theirs) of each tensor; of the elements in
+    `clear` alone, where they are the same as the sampled ones."""
     import torch
 
     for index, (name, tensor) in enumerate(mine.items()):

@@ -61,7 +61,8 @@ def exact(tensor: Tensor) -> Tensor:
 
 def assert_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype, name: str) -> None:
     """Within rounding of `dtype`, relative to the largest."""
-    assert found is not None and expected is not None, name
+    assert found is not None, name
+    assert expected is not None, name
     assert found.shape == expected.shape, name
     if not expected.numel():
         return
