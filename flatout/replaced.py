@@ -1,6 +1,7 @@
 """Temporary changes to torch: functions, attributes and settings that are restored when a context ends.
 
     replaced            a function; a reference that a script keeps to ours calls the original afterwards
+    replaced_in_torch   several of torch's, except while torch.jit.script compiles
     overlaid            an attribute that is not a function, such as a property of a class
     settings_changed    values in a module of settings
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flatout.tracebacks import leave_no_frame
 
@@ -56,6 +57,35 @@ def replaced(owner: object, name: str, make: Callable[[F], Callable[..., object]
             delattr(owner, name)
         else:
             setattr(owner, name, _still_on(original))
+
+
+Replacement = tuple[object, str, Callable[[Any], Callable[..., object]]]
+"""Arguments of `replaced`."""
+
+
+@contextlib.contextmanager
+def replaced_in_torch(*replacements: Replacement) -> Iterator[None]:
+    """Functions of torch, as by `replaced`; the originals while torch.jit.script compiles, which recognizes them by
+    identity."""
+    import torch
+
+    def put_in() -> None:
+        for owner, name, make in replacements:
+            stack.enter_context(replaced(owner, name, make))
+
+    def without(original: Callable[..., object]) -> Callable[..., object]:
+        def script(*args: object, **kwargs: object) -> object:
+            stack.close()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                put_in()
+
+        return script
+
+    with contextlib.ExitStack() as stack, replaced(torch.jit, "script", without):
+        put_in()
+        yield
 
 
 @contextlib.contextmanager

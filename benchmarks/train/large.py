@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import itertools
 import json
 import logging
@@ -22,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -89,21 +89,12 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 # contenders: made in their own process; each returns a step, and what it is
 
 
-def plain(workload: Workload, **_: Any) -> tuple[Step, str]:
-    model, batch = workload.model(), workload.batch()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step, "fp32"
+def plain(workload: Workload) -> tuple[Step, str]:
+    model = workload.model()
+    return _loop(model, torch.optim.AdamW(model.parameters(), 1e-4), workload.batch()), "fp32"
 
 
-def tuned(workload: Workload, **_: Any) -> tuple[Step, str]:
+def tuned(workload: Workload) -> tuple[Step, str]:
     model, batch = workload.model(), workload.batch()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     found = tune(TrainStep(model, optimizer, loss_of), [batch], seconds=TUNE_SECONDS, exactness="reduced")
@@ -114,62 +105,53 @@ def tuned(workload: Workload, **_: Any) -> tuple[Step, str]:
 
 def by_hand(workload: Workload, *, compiled: bool, channels_last: bool) -> tuple[Step, str]:
     """Autocast to bf16 and the fused optimizer, written into the loop."""
-    model, batch = _laid_out(workload, channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    called = torch.compile(model) if compiled else model
-
-    def step() -> float:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(called, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step, _said(compiled, channels_last)
+    model, optimizer, batch = _at_its_best(workload, channels_last)
+    cast = torch.autocast("cpu", torch.bfloat16)
+    return _loop(torch.compile(model) if compiled else model, optimizer, batch, cast), _said(compiled, channels_last)
 
 
 def fabric(workload: Workload, *, compiled: bool, channels_last: bool) -> tuple[Step, str]:
     from lightning.fabric import Fabric
 
     engine = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    raw, batch = _laid_out(workload, channels_last)
-    optimizer = torch.optim.AdamW(raw.parameters(), 1e-4, fused=True)
+    raw, optimizer, batch = _at_its_best(workload, channels_last)
     model, wrapped = engine.setup(torch.compile(raw) if compiled else raw, optimizer)
-
-    def step() -> float:
-        wrapped.zero_grad()
-        loss = loss_of(model, batch)
-        engine.backward(loss)
-        wrapped.step()
-        return float(loss.item())
-
-    return step, _said(compiled, channels_last)
+    return _loop(model, wrapped, batch, backward=engine.backward), _said(compiled, channels_last)
 
 
 def accelerate(workload: Workload, *, compiled: bool, channels_last: bool) -> tuple[Step, str]:
     from accelerate import Accelerator
 
     engine = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="inductor" if compiled else "no")
-    raw, batch = _laid_out(workload, channels_last)
-    model, optimizer = engine.prepare(raw, torch.optim.AdamW(raw.parameters(), 1e-4, fused=True))
+    raw, plain_optimizer, batch = _at_its_best(workload, channels_last)
+    model, optimizer = engine.prepare(raw, plain_optimizer)
+    return _loop(model, optimizer, batch, backward=engine.backward), _said(compiled, channels_last)
 
+
+def _loop(
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    cast: AbstractContextManager[object] | None = None,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> Step:
     def step() -> float:
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        engine.backward(loss)
+        with cast or contextlib.nullcontext():
+            loss = loss_of(model, batch)
+        backward(loss)
         optimizer.step()
         return float(loss.item())
 
-    return step, _said(compiled, channels_last)
+    return step
 
 
-def _laid_out(workload: Workload, channels_last: bool) -> tuple[nn.Module, Any]:
+def _at_its_best(workload: Workload, channels_last: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model, (inputs, targets) = workload.model(), workload.batch()
-    if not channels_last:
-        return model, (inputs, targets)
-    layout = torch.channels_last
-    return model.to(memory_format=layout), (inputs.contiguous(memory_format=layout), targets)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True), (inputs, targets)
 
 
 def _said(compiled: bool, channels_last: bool) -> str:
@@ -322,14 +304,6 @@ def measure(key: str, rounds: int, ceiling: Any) -> dict[str, Any]:
     return {"name": workload.name, "flops_per_step": flops, "rows": rows, "against_fastest_peer": against_peer}
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("accelerate", "lightning"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train.large", description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
@@ -344,7 +318,11 @@ def main(words: Sequence[str] | None = None) -> int:
     for key in arguments.only or WORKLOADS:
         results.append(measure(key, arguments.rounds, ceiling))
         if arguments.out:
-            document = {"benchmark": "train.large", "machine": machine.to_json(), "peers": _versions()}
+            document = {
+                "benchmark": "train.large",
+                "machine": machine.to_json(),
+                "peers": versions("accelerate", "lightning"),
+            }
             arguments.out.write_text(json.dumps({**document, "results": results}, indent=1) + "\n")
     return 0
 

@@ -10,7 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from flatout.kernels.panels import WeightStruct, library_or_error, pointer
+from flatout.kernels.native import library_or_error
+from flatout.kernels.panels import WeightStruct, pointer
 
 NORMS = {"layer": 0, "rms": 1}
 ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}

@@ -51,12 +51,13 @@ def linear_cross_entropy(
     targets: int64 [...], class indices. `ignore_index`, `label_smoothing` and `reduction` are those of
     `torch.nn.functional.cross_entropy`: ignored targets count neither in the sum nor in the mean, and a mean over none
     is NaN, with gradients of zero. `classes`: only so many rows of the weight, the first, are classes; the others pad
-    it to a convenient size, get gradients of zero.
+    it to a convenient size and get gradients of zero.
 
     Scores are held for `chunk_bytes` at a time (at least one row; None: 32 MiB, on a GPU 64 MiB), and forgotten. For
     the backward pass only the gradients are kept, which are computed with the loss: as large as hidden, weight and
-    bias. The result is torch's but for the order of summation. Under autocast the products are in its dtype, the rest
-    is in fp32. It cannot be differentiated twice.
+    bias. Where a CPU with matrix units (AMX) computes scores in bf16, none are held; copies of hidden and sums of its
+    gradient are, for each thread, and stay for the next call. The result is torch's but for the order of summation.
+    Under autocast the products are in its dtype, the rest is in fp32. It cannot be differentiated twice.
 
         loss = flatout.linear_cross_entropy(hidden, model.head.weight, targets, model.head.bias)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flatout.kernels.matrix_units import SideStruct, left_side, library, readable, right_side
+from flatout.kernels.matrix_units import SideStruct, left_side, readable, right_side
+from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
 
 IGNORED = torch.iinfo(torch.int64).min
@@ -41,24 +43,14 @@ class _LossStruct(ctypes.Structure):
     )
 
 
-def linear_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    smoothing: float,
-    scale: Tensor,
-    wanted: Sequence[bool],
-    rows: int,
-) -> list[Tensor]:
-    """Losses [rows]; then the gradients of hidden, weight and bias that are wanted, times `scale`, one number; in fp32.
+linear_loss: Callable[..., list[Tensor]] = torch.ops.flatout.linear_loss
+"""(hidden, weight, bias, targets, smoothing, scale, wanted, rows) -> losses [rows], then the gradients of hidden,
+weight and bias that are wanted, times `scale`, one number; all in fp32.
 
-    hidden: [rows, width] and weight: [classes, width], in fp32 or bf16, rounded to bf16; bias: [classes]; targets:
-    int64 [rows], classes or IGNORED. Gradients of weight and bias have `rows` rows, zeros beyond the classes.
-    Raises IndexError for a target that is neither.
-    """
-    operator: Callable[..., list[Tensor]] = torch.ops.flatout.linear_loss
-    return operator(hidden, weight, bias, targets, smoothing, scale, list(wanted), rows)
+hidden: [rows, width] and weight: [classes, width], in fp32 or bf16, rounded to bf16; bias: [classes]; targets: int64
+[rows], classes or IGNORED. Gradients of weight and bias have `rows` rows, zeros beyond the classes. Raises IndexError
+for a target that is neither.
+"""
 
 
 @torch.library.impl(_DEFINITIONS, "linear_loss", "CPU")
@@ -73,9 +65,9 @@ def _linear_loss(
     rows: int,
 ) -> list[Tensor]:
     hidden, weight = (one if readable(one) else one.contiguous() for one in (hidden, weight))
-    losses = torch.empty(hidden.shape[0])
-    shapes = (hidden.shape, (rows, weight.shape[1]), (rows,))
-    made = [torch.empty(shape) if one else None for shape, one in zip(shapes, wanted, strict=True)]
+    losses, *found = _empty(hidden, weight.shape[1], rows, wanted)
+    each = iter(found)
+    made = [next(each) if one else None for one in wanted]
     for one in made[1:]:
         if one is not None:
             one[len(weight) :].zero_()
@@ -92,40 +84,27 @@ def _linear_loss(
         *map(pointer, made),
         torch.get_num_threads(),
     )
-    if not library("linear_loss").flatout_linear_loss(ctypes.byref(job)):
+    if not library_or_error("linear_loss").flatout_linear_loss(ctypes.byref(job)):
         raise IndexError("a target is no class")
-    return [losses, *(one for one in made if one is not None)]
+    return [losses, *found]
 
 
-def _fake_linear_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    smoothing: float,
-    scale: Tensor,
-    wanted: Sequence[bool],
-    rows: int,
-) -> list[Tensor]:
-    shapes = (hidden.shape, (rows, weight.shape[1]), (rows,))
+def _empty(hidden: Tensor, width: int, rows: int, wanted: Sequence[bool]) -> list[Tensor]:
+    """Tensors for the results."""
+    shapes: tuple[Sequence[int], ...] = (hidden.shape, (rows, width), (rows,))
     sizes = [hidden.shape[:1], *(shape for shape, one in zip(shapes, wanted, strict=True) if one)]
     return [hidden.new_empty(size, dtype=torch.float32) for size in sizes]
 
 
-torch.library.register_fake("flatout::linear_loss", _fake_linear_loss, lib=_DEFINITIONS)
+torch.library.register_fake(
+    "flatout::linear_loss",
+    lambda hidden, weight, bias, targets, smoothing, scale, wanted, rows: _empty(hidden, weight.shape[1], rows, wanted),
+    lib=_DEFINITIONS,
+)
 
 
 @register_flop_formula(torch.ops.flatout.linear_loss)
-def _flops(
-    hidden: Sequence[int],
-    weight: Sequence[int],
-    bias: object,
-    targets: object,
-    smoothing: object,
-    scale: object,
-    wanted: Sequence[bool],
-    *_: object,
-    **__: object,
-) -> int:
+def _flops(hidden: Sequence[int], weight: Sequence[int], *others: Any, **_: object) -> int:  # as the operator has them
     """As torch's own operations would count; that the scores are computed twice is left out."""
-    return 2 * hidden[0] * weight[0] * weight[1] * (1 + sum(wanted[:2]))
+    *_others, wanted, _rows = others
+    return int(2 * hidden[0] * weight[0] * weight[1] * (1 + sum(wanted[:2])))

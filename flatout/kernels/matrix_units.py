@@ -1,7 +1,7 @@
 """Matrix products in bf16 on a processor's matrix units (Intel AMX), by the C++ of native_sources/linear.cpp.
 
-torch's own reach 20 to 40 % of what these units do in the shapes of training: weights are cast to bf16 first, and each
-product is laid out anew. Here fp32 is cast while it is laid out, and gradients of weights are written in fp32.
+Under autocast torch casts the weights to bf16 in every step, lays them out once more for each product, and casts the
+gradients back. Here fp32 is cast while it is laid out, and gradients of weights are written in fp32.
 
 On other processors the same code runs without matrix units: right, and slow. `obstacle` says what a caller should know
 before it chooses these products.
@@ -15,8 +15,8 @@ import functools
 import torch
 from torch import Tensor
 
-from flatout.errors import MachineError
-from flatout.kernels.native import native
+from flatout.kernels.native import library_or_error, native
+from flatout.kernels.panels import pointer
 from flatout.machine.detect import detect
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -75,12 +75,13 @@ def right_side(matrix: Tensor) -> SideStruct:
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """left [rows, inner] @ right [inner, columns] + bias fp32 [columns] -> [rows, columns] in fp32 or bf16.
+    """left [rows, inner] @ right [inner, columns] + bias [columns] -> [rows, columns] in fp32 or bf16.
 
     Both sides, fp32 or bf16, are rounded to bf16; products are summed up in fp32. A result does not depend on the
     number of threads. MachineError where the kernel could not be built.
     """
     left, right = (one if readable(one) else one.contiguous() for one in (left, right))
+    bias = None if bias is None else bias.float().contiguous()  # it may be expanded, or a column
     out = torch.empty(left.shape[0], right.shape[1], dtype=dtype)
     if not left.shape[1]:
         return out.zero_() if bias is None else out.copy_(bias)
@@ -91,10 +92,10 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype, bias: Tensor | None
             out.data_ptr(),
             ELEMENTS[dtype],
             out.stride(0),
-            None if bias is None else bias.data_ptr(),
+            pointer(bias),
             torch.get_num_threads(),
         )
-        library("linear").flatout_matrix_product(ctypes.byref(job))
+        library_or_error("linear").flatout_matrix_product(ctypes.byref(job))
     return out
 
 
@@ -103,14 +104,5 @@ def sums_of_columns(matrix: Tensor) -> Tensor:
     matrix = matrix if readable(matrix) and matrix.stride(1) == 1 else matrix.contiguous()
     out = torch.empty(matrix.shape[1], dtype=torch.float32)
     side, threads = left_side(matrix), ctypes.c_int64(torch.get_num_threads())
-    library("linear").flatout_add_rows(ctypes.byref(side), ctypes.c_void_p(out.data_ptr()), threads)
+    library_or_error("linear").flatout_add_rows(ctypes.byref(side), ctypes.c_void_p(pointer(out)), threads)
     return out
-
-
-def library(name: str) -> ctypes.CDLL:
-    """The native library; MachineError with the reason where there is none."""
-    found = native(name)
-    if found.library is None:
-        remedy = "install a C++ compiler (g++, or set CXX)"
-        raise MachineError(f"the native kernels are not available: {found.reason}", remedy=remedy)
-    return found.library

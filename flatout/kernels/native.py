@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.environment import cache_dir, cpp_compiler
+from flatout.errors import MachineError
 
 SOURCES = Path(__file__).parent / "native_sources"
 _FLAGS = (
@@ -68,6 +69,15 @@ def native(name: str = "decoder") -> Native:
     except OSError:  # whole, but the system cannot load it (another C library, say): build it again
         pass
     return _fresh(name)
+
+
+def library_or_error(name: str = "decoder") -> ctypes.CDLL:
+    """The native library; MachineError with the reason where there is none."""
+    found = native(name)
+    if found.library is None:
+        remedy = "install a C++ compiler (g++, or set CXX)"
+        raise MachineError(f"the native kernels are not available: {found.reason}", remedy=remedy)
+    return found.library
 
 
 def _fresh(name: str) -> Native:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flatout.errors import MachineError
-from flatout.kernels.native import native
+from flatout.kernels.native import library_or_error
 from flatout.precision.quantize import not_finite
 
 PANEL_ROWS = 16
@@ -160,12 +159,3 @@ def product(panels: Panels, x: Tensor, threads: int | None = None) -> Tensor:
         ctypes.c_int64(count),
     )
     return y
-
-
-def library_or_error() -> ctypes.CDLL:
-    """The native library; MachineError with the reason where there is none."""
-    found = native()
-    if found.library is None:
-        remedy = "install a C++ compiler (g++, or set CXX)"
-        raise MachineError(f"the native kernels are not available: {found.reason}", remedy=remedy)
-    return found.library

@@ -2,7 +2,7 @@
 
     torch.ops.flatout.linear       x weight^T + bias
     torch.ops.flatout.attention    softmax(q k^T scale + mask) v
-    torch.ops.flatout.gelu
+    torch.ops.flatout.gelu_tanh    x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2
 
 Registered with their shapes, gradients and numbers of operations, so torch.compile, autograd, forecasts and FLOP
 counters see them like torch's own. None can be differentiated twice.
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flatout.kernels.matrix_units import ELEMENTS, library, product, sums_of_columns
+from flatout.kernels.matrix_units import ELEMENTS, product, sums_of_columns
+from flatout.kernels.native import library_or_error
 from flatout.kernels.panels import pointer
 
 _DEFINITIONS = torch.library.Library("flatout", "FRAGMENT")
@@ -28,8 +29,8 @@ _DEFINITIONS.define("linear_gradients(Tensor gradient, Tensor x, Tensor weight, 
 _ATTENTION = "Tensor queries, Tensor keys, Tensor values, Tensor? mask, bool causal, float scale"
 _DEFINITIONS.define(f"attention({_ATTENTION}) -> (Tensor, Tensor)")
 _DEFINITIONS.define(f"attention_gradients(Tensor gradient, Tensor out, Tensor log_sums, {_ATTENTION}) -> Tensor[]")
-_DEFINITIONS.define("gelu(Tensor x, bool by_tanh) -> Tensor")
-_DEFINITIONS.define("gelu_gradient(Tensor gradient, Tensor x, bool by_tanh) -> Tensor")
+_DEFINITIONS.define("gelu_tanh(Tensor x) -> Tensor")
+_DEFINITIONS.define("gelu_tanh_gradient(Tensor gradient, Tensor x) -> Tensor")
 
 
 class _Context(Protocol):
@@ -38,12 +39,10 @@ class _Context(Protocol):
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
     bias_dtype: torch.dtype | None
-    mask: Tensor | None
     causal: bool
     scale: float
-    by_tanh: bool
 
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
@@ -66,7 +65,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.library.impl(_DEFINITIONS, "linear", "CPU")
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return product(x, weight.t(), x.dtype, None if bias is None else bias.float())
+    return product(x, weight.t(), x.dtype, bias)
 
 
 @torch.library.impl(_DEFINITIONS, "linear_gradients", "CPU")
@@ -201,7 +200,7 @@ def _attention(
     out, log_sums = _fake_attention(queries, keys, values, mask, causal, scale)
     if out.numel():
         job = _attention_job(queries, keys, values, out, log_sums, mask, causal, scale)
-        library("training_attention").flatout_attention(ctypes.byref(job))
+        library_or_error("training_attention").flatout_attention(ctypes.byref(job))
     return out, log_sums
 
 
@@ -223,7 +222,7 @@ def _attention_gradients(
         return [one.zero_() for one in made]
     job = _attention_job(queries, keys, values, out, log_sums, mask, causal, scale)
     job.of_out, job.of_queries, job.of_keys, job.of_values = map(_heads, (gradient, *made))
-    library("training_attention").flatout_attention_gradients(ctypes.byref(job))
+    library_or_error("training_attention").flatout_attention_gradients(ctypes.byref(job))
     return made
 
 
@@ -287,16 +286,16 @@ def _keep_for_attention(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    queries, keys, values, ctx.mask, ctx.causal, ctx.scale = inputs
+    queries, keys, values, mask, ctx.causal, ctx.scale = inputs
     out, log_sums = output
     ctx.mark_non_differentiable(log_sums)
-    ctx.save_for_backward(queries, keys, values, out, log_sums)
+    ctx.save_for_backward(queries, keys, values, out, log_sums, mask)
 
 
 def _attention_backward(ctx: _Context, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    queries, keys, values, out, log_sums = ctx.saved_tensors
+    queries, keys, values, out, log_sums, mask = ctx.saved_tensors
     operator: Callable[..., list[Tensor]] = torch.ops.flatout.attention_gradients
-    found = operator(gradient, out, log_sums, queries, keys, values, ctx.mask, ctx.causal, ctx.scale)
+    found = operator(gradient, out, log_sums, queries, keys, values, mask, ctx.causal, ctx.scale)
     return (*found, None, None, None)
 
 
@@ -336,56 +335,43 @@ class _ElementsStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "gradient", "out")),
-        *((name, ctypes.c_int64) for name in ("element", "count", "by_tanh", "threads")),
+        *((name, ctypes.c_int64) for name in ("element", "count", "threads")),
     )
 
 
-def gelu(x: Tensor, *, by_tanh: bool) -> Tensor:
-    """torch.nn.functional.gelu of fp32 or bf16, of any shape; `by_tanh`: its approximation of that name."""
-    operator: Callable[..., Tensor] = torch.ops.flatout.gelu
-    return operator(x, by_tanh)
+gelu_tanh: Callable[[Tensor], Tensor] = torch.ops.flatout.gelu_tanh
+"""torch.nn.functional.gelu(x, approximate="tanh") of fp32 or bf16, of any shape."""
 
 
-@torch.library.impl(_DEFINITIONS, "gelu", "CPU")
-def _gelu(x: Tensor, by_tanh: bool) -> Tensor:
-    return _by_element(x.contiguous(), None, by_tanh)
+@torch.library.impl(_DEFINITIONS, "gelu_tanh", "CPU")
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return _by_element(x.contiguous(), None)
 
 
-@torch.library.impl(_DEFINITIONS, "gelu_gradient", "CPU")
-def _gelu_gradient(gradient: Tensor, x: Tensor, by_tanh: bool) -> Tensor:
-    return _by_element(x.contiguous(), gradient.contiguous(), by_tanh)
+@torch.library.impl(_DEFINITIONS, "gelu_tanh_gradient", "CPU")
+def _gelu_tanh_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    return _by_element(x.contiguous(), gradient.contiguous())
 
 
-def _by_element(x: Tensor, gradient: Tensor | None, by_tanh: bool) -> Tensor:
+def _by_element(x: Tensor, gradient: Tensor | None) -> Tensor:
     out = torch.empty_like(x)
-    numbers = (ELEMENTS[x.dtype], x.numel(), by_tanh, torch.get_num_threads())
+    numbers = (ELEMENTS[x.dtype], x.numel(), torch.get_num_threads())
     job = _ElementsStruct(pointer(x), pointer(gradient), pointer(out), *numbers)
-    library("activation").flatout_gelu(ctypes.byref(job))
+    library_or_error("activation").flatout_gelu_tanh(ctypes.byref(job))
     return out
 
 
-def _fake_gelu(x: Tensor, by_tanh: bool) -> Tensor:
-    return x.new_empty(x.shape)
+torch.library.register_fake("flatout::gelu_tanh", lambda x: x.new_empty(x.shape), lib=_DEFINITIONS)
+torch.library.register_fake("flatout::gelu_tanh_gradient", lambda _, x: x.new_empty(x.shape), lib=_DEFINITIONS)
 
 
-torch.library.register_fake("flatout::gelu", _fake_gelu, lib=_DEFINITIONS)
+def _keep_for_gelu(ctx: _Context, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-def _fake_gelu_gradient(gradient: Tensor, x: Tensor, by_tanh: bool) -> Tensor:
-    return x.new_empty(x.shape)
+def _gelu_backward(ctx: _Context, gradient: Tensor) -> Tensor:
+    operator: Callable[..., Tensor] = torch.ops.flatout.gelu_tanh_gradient
+    return operator(gradient, *ctx.saved_tensors)
 
 
-torch.library.register_fake("flatout::gelu_gradient", _fake_gelu_gradient, lib=_DEFINITIONS)
-
-
-def _keep_for_gelu(ctx: _Context, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-    x, ctx.by_tanh = inputs
-    ctx.save_for_backward(x)
-
-
-def _gelu_backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
-    operator: Callable[..., Tensor] = torch.ops.flatout.gelu_gradient
-    return operator(gradient, *ctx.saved_tensors, ctx.by_tanh), None
-
-
-torch.library.register_autograd("flatout::gelu", _gelu_backward, setup_context=_keep_for_gelu, lib=_DEFINITIONS)
+torch.library.register_autograd("flatout::gelu_tanh", _gelu_backward, setup_context=_keep_for_gelu, lib=_DEFINITIONS)

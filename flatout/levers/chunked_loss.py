@@ -17,14 +17,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject, Undo
 from flatout.levers.training_call import is_checkpointing
 from flatout.machine.description import Machine
-from flatout.replaced import replaced
+from flatout.replaced import replaced_in_torch
 from flatout.torch_private.late import dispatch
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from flatout.levers.lazy_scores import Source
-
-R = TypeVar("R")
 
 LEAST_CLASSES = 1024
 LEAST_SCORES_BYTES = 4 << 20
@@ -128,24 +126,11 @@ class _Layers:
 
         self._is_plain = lazy_scores.is_plain
 
-        def put_in() -> None:
-            stack.enter_context(replaced(functional, "linear", self._linear))
-            stack.enter_context(replaced(torch, "matmul", self._product))
-            for name in ("__matmul__", "matmul"):
-                stack.enter_context(replaced(torch.Tensor, name, self._product))
-
-        def without(original: Callable[..., R]) -> Callable[..., R]:
-            def script(*args: object, **kwargs: object) -> R:
-                stack.close()  # it recognizes torch's functions by identity
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    put_in()
-
-            return script
-
-        with contextlib.ExitStack() as stack, replaced(torch.jit, "script", without):
-            put_in()
+        with replaced_in_torch(
+            (functional, "linear", self._linear),
+            (torch, "matmul", self._product),
+            *((torch.Tensor, name, self._product) for name in ("__matmul__", "matmul")),
+        ):
             yield
 
     def watch_optimizer(self, optimizer: Optimizer) -> Undo[Optimizer]:

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from flatout.levers.lever import Lever, Saving, Value, Verdict, offer, refuse
 from flatout.levers.observed import Observed
 from flatout.levers.subject import Subject
 from flatout.machine.description import Machine
-from flatout.replaced import replaced
+from flatout.replaced import Replacement, replaced_in_torch
+from flatout.torch_private.late import dispatch
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LEAST_PRODUCTS = 1 << 24
-"""Multiplications of one call: below, the call itself takes longer than its products."""
+LEAST_IN_LINEAR, LEAST_IN_ATTENTION = 1 << 28, 1 << 24
+"""Multiplications of one forward pass: smaller ones gain nothing. Linear layers were slower than torch's at 2^26 and
+faster at 2^29 (benchmarks/kernels/matrix_units.py)."""
 LEAST_ELEMENTS = 1 << 15
 """Of one GELU."""
 
@@ -68,77 +70,138 @@ class MatrixUnits(Lever):
         why = obstacle()
         if why is not None:
             raise MachineError(f"kernels = {value!r} is not possible: {why}")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(functional, "linear", _linear))
-            stack.enter_context(replaced(torch, "addmm", _addmm))
-            stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attention))
-            stack.enter_context(replaced(functional, "gelu", _gelu))
-            transformers = sys.modules.get("transformers.activations")
-            if transformers is not None:
-                stack.enter_context(replaced(transformers.NewGELUActivation, "forward", _written_out_gelu))
+        from flatout.levers import lazy_scores  # before torch's functions are replaced: it keeps the originals
+
+        taken = _Taken(lazy_scores.is_plain)
+        replacements: list[Replacement] = [
+            (functional, "linear", taken.linear),
+            (torch, "addmm", taken.addmm),
+            (functional, "scaled_dot_product_attention", taken.attention),
+            (functional, "gelu", taken.gelu),
+        ]
+        transformers = sys.modules.get("transformers.activations")
+        if transformers is not None:
+            replacements.append((transformers.NewGELUActivation, "forward", taken.written_out_gelu))
+        with replaced_in_torch(*replacements):
             yield
 
     def label(self, value: Value) -> str:
         return self.name
 
 
-class Linear(Protocol):
-    """torch.nn.functional.linear"""
-
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
+Original = Callable[..., "Tensor"]
+"""What is replaced: a function of torch, with its arguments."""
 
 
-def _linear(original: Linear) -> Linear:
-    from flatout.kernels.training_operators import linear as on_matrix_units
+class _Taken:
+    """Calls of torch's functions that are worth taking over, and can be."""
 
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        fitting = _fitting(input, weight, bias)
-        return original(input, weight, bias) if fitting is None else on_matrix_units(fitting, weight, bias)
+    def __init__(self, is_plain: Callable[[object], bool]) -> None:
+        from flatout.kernels.matrix_units import ELEMENTS, readable
+        from flatout.kernels.training_operators import MASK_KINDS, attention, gelu_tanh, linear
 
-    return linear
+        self._is_plain, self._readable = is_plain, readable
+        self._elements, self._mask_kinds = ELEMENTS, MASK_KINDS
+        self._linear, self._attention, self._gelu_tanh = linear, attention, gelu_tanh
 
+    def linear(self, original: Original) -> Original:
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            fitting = self._input(input, weight, bias)
+            return original(input, weight, bias) if fitting is None else self._linear(fitting, weight, bias)
 
-class Addmm(Protocol):
-    """torch.addmm"""
+        return linear
 
-    def __call__(self, input: Tensor, mat1: Tensor, mat2: Tensor, **options: object) -> Tensor: ...
+    def addmm(self, original: Original) -> Original:
+        """A linear layer whose weights are [inputs, outputs], as transformers writes GPT-2's."""
 
+        def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: object) -> Tensor:
+            if not options and self._ours(mat1, mat2) and mat1.ndim == mat2.ndim == 2:
+                weight = mat2.t()
+                fitting = self._input(mat1, weight, input)
+                if fitting is not None:
+                    return self._linear(fitting, weight, input)
+            return original(input, mat1, mat2, **options)
 
-def _addmm(original: Addmm) -> Addmm:
-    """A linear layer whose weights are [inputs, outputs], as transformers writes GPT-2's."""
-    from flatout.kernels.training_operators import linear as on_matrix_units
+        return addmm
 
-    def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: object) -> Tensor:
-        if not options and _is_plain(mat2) and mat2.ndim == 2 and mat1.ndim == 2:
-            fitting = _fitting(mat1, mat2, input, transposed=True)
-            if fitting is not None:
-                return on_matrix_units(fitting, mat2.t(), input)
-        return original(input, mat1, mat2, **options)
+    def _input(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """A layer's input in the dtype that its products are to have; None where torch's own layer is to be called.
 
-    return addmm
+        Called for each linear layer: the cheapest checks come first.
+        """
+        if not self._ours(x, weight) or x.ndim < 1 or not self._readable(weight) or x.dtype not in self._elements:
+            return None
+        outputs, inputs = weight.shape
+        if x.shape[-1] != inputs or x.numel() * outputs < LEAST_IN_LINEAR:
+            return None
+        if bias is not None and (bias.shape != (outputs,) or bias.dtype not in self._elements):
+            return None
+        return _as_autocast(x, weight.dtype)
 
+    def attention(self, original: Original) -> Original:
+        import torch
 
-def _fitting(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor | None:
-    """A layer's input in the dtype that its products are to have; None where torch's own layer is to be called.
+        def attention(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            **options: object,
+        ) -> Tensor:
+            heads = (query, key, value)
+            if self._attends(heads, attn_mask, is_causal) and dropout_p == 0 and not options.get("enable_gqa"):
+                cast = [half for one in heads if (half := _as_autocast(one, torch.bfloat16)) is not None]
+                if len(cast) == len(heads):
+                    query, key, value = cast
+                    return self._attention(query, key, value, attn_mask, causal=is_causal, scale=scale)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
 
-    Called for each linear layer: the cheapest checks come first.
-    """
-    from flatout.kernels.matrix_units import ELEMENTS, readable
+        return attention
 
-    if not (_is_plain(x) and _is_plain(weight)) or x.device.type != "cpu" or x.ndim < 1 or not readable(weight):
-        return None
-    inputs, outputs = weight.shape if transposed else weight.shape[::-1]
-    if x.shape[-1] != inputs or x.numel() * outputs < LEAST_PRODUCTS or x.dtype not in ELEMENTS:
-        return None
-    if bias is not None and (bias.shape != (outputs,) or bias.dtype not in ELEMENTS):
-        return None
-    return _as_autocast(x, weight.dtype)
+    def _attends(self, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool) -> bool:
+        if not self._ours(*heads) or any(one.ndim != 4 for one in heads):
+            return False
+        query, key, value = heads
+        alike = key.shape[:3] == value.shape[:3] and query.shape[:2] == key.shape[:2]
+        if not alike or query.shape[-1] != key.shape[-1] or query.numel() * key.shape[2] < LEAST_IN_ATTENTION:
+            return False
+        return mask is None or (
+            not causal
+            and self._ours(mask)
+            and not mask.requires_grad
+            and mask.dtype in self._mask_kinds
+            and mask.ndim == 4
+        )
 
+    def gelu(self, original: Original) -> Original:
+        def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
+            if approximate == "tanh" and self._is_activation(input):  # for the exact form torch's own is as fast
+                return self._gelu_tanh(input)
+            return original(input, approximate=approximate)
 
-def _is_plain(tensor: object) -> bool:
-    import torch
+        return gelu
 
-    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    def written_out_gelu(self, original: Original) -> Original:
+        """Of a module of transformers, which computes the tanh form by itself."""
+
+        def forward(module: object, input: Tensor) -> Tensor:
+            return self._gelu_tanh(input) if self._is_activation(input) else original(module, input)
+
+        return forward
+
+    def _is_activation(self, x: Tensor) -> bool:
+        return self._ours(x) and x.dtype in self._elements and x.numel() >= LEAST_ELEMENTS
+
+    def _ours(self, *tensors: Tensor) -> bool:
+        """torch's own tensors on the CPU, outside of torch.func, whose transforms the operators have no rules for."""
+        import torch
+
+        if any(not self._is_plain(one) or one.device.type != "cpu" for one in tensors):
+            return False
+        return torch.compiler.is_compiling() or dispatch().transform_level() is None
 
 
 def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -148,95 +211,3 @@ def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor | None:
     if not torch.is_autocast_enabled("cpu"):
         return x if x.dtype == dtype else None
     return x.to(torch.bfloat16) if torch.get_autocast_dtype("cpu") == torch.bfloat16 else None
-
-
-class Attention(Protocol):
-    """torch.nn.functional.scaled_dot_product_attention"""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor: ...
-
-
-def _attention(original: Attention) -> Attention:
-    import torch
-
-    from flatout.kernels.training_operators import MASK_KINDS
-    from flatout.kernels.training_operators import attention as on_matrix_units
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        cast: tuple[Tensor | None, ...] = (None,)
-        heads = (query, key, value)
-        same = all(_is_plain(one) and one.device.type == "cpu" and one.ndim == 4 for one in heads)
-        if same and dropout_p == 0 and key.shape[:3] == value.shape[:3] and query.shape[:2] == key.shape[:2]:
-            cast = tuple(_as_autocast(one, torch.bfloat16) for one in heads)
-        fits = attn_mask is None or (
-            not is_causal
-            and _is_plain(attn_mask)
-            and not attn_mask.requires_grad
-            and attn_mask.dtype in MASK_KINDS
-            and attn_mask.ndim == 4
-        )
-        fitting = [one for one in cast if one is not None]
-        fits = fits and len(fitting) == len(heads) and query.shape[-1] == key.shape[-1]
-        if not fits or query.numel() * key.shape[2] < LEAST_PRODUCTS:
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        query, key, value = fitting
-        return on_matrix_units(query, key, value, attn_mask, causal=is_causal, scale=scale)
-
-    return attention
-
-
-class Gelu(Protocol):
-    """torch.nn.functional.gelu"""
-
-    def __call__(self, input: Tensor, *, approximate: str = "none") -> Tensor: ...
-
-
-def _gelu(original: Gelu) -> Gelu:
-    from flatout.kernels.training_operators import gelu as in_one_pass
-
-    def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
-        if approximate == "tanh" and _is_activation(input):  # torch's exact form takes no longer than ours
-            return in_one_pass(input, by_tanh=True)
-        return original(input, approximate=approximate)
-
-    return gelu
-
-
-class WrittenOutGelu(Protocol):
-    """The forward of a module of transformers that computes the tanh form by itself."""
-
-    def __call__(self, module: object, input: Tensor) -> Tensor: ...
-
-
-def _written_out_gelu(original: WrittenOutGelu) -> WrittenOutGelu:
-    from flatout.kernels.training_operators import gelu as in_one_pass
-
-    def forward(module: object, input: Tensor) -> Tensor:
-        return in_one_pass(input, by_tanh=True) if _is_activation(input) else original(module, input)
-
-    return forward
-
-
-def _is_activation(x: Tensor) -> bool:
-    from flatout.kernels.matrix_units import ELEMENTS
-
-    return _is_plain(x) and x.device.type == "cpu" and x.dtype in ELEMENTS and x.numel() >= LEAST_ELEMENTS

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flatout.errors import MachineError, UsageError
 from flatout.kernels import native as native_module
-from flatout.kernels import panels as panels_module
 from flatout.kernels.native import Native, native
 from flatout.kernels.panels import BFLOAT16, FLOAT, INT4, INT8, Panels, pack, product
 from flatout.precision.quantize import (
@@ -40,7 +39,7 @@ def _build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
         pytest.skip(native().reason)
     if request.param == "any processor":
         library = _portable(tmp_path_factory.getbasetemp())
-        monkeypatch.setattr(panels_module, "native", lambda: Native(library=library, reason=""))
+        monkeypatch.setattr(native_module, "native", lambda name: Native(library=library, reason=""))
 
 
 def _portable(folder: Path) -> ctypes.CDLL:

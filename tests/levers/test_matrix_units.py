@@ -32,8 +32,8 @@ needs_kernels = pytest.mark.skipif(native("linear").library is None, reason=nati
 @pytest.fixture
 def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "obstacle", lambda: None)
-    monkeypatch.setattr(matrix_units, "LEAST_PRODUCTS", 1)
-    monkeypatch.setattr(matrix_units, "LEAST_ELEMENTS", 1)
+    for least in ("LEAST_IN_LINEAR", "LEAST_IN_ATTENTION", "LEAST_ELEMENTS"):
+        monkeypatch.setattr(matrix_units, least, 1)
     monkeypatch.setattr(chunked_loss, "LEAST_SCORES_BYTES", 1)
 
 
@@ -72,7 +72,7 @@ def test_what_is_taken_over(called: list[str]) -> None:
         nn.GELU()(x)
         functional.gelu(x, approximate="tanh")
     assert [name for name in called if name.startswith("flatout.")] == ["flatout.linear.default"] * 3 + [
-        "flatout.gelu.default"
+        "flatout.gelu_tanh.default"
     ]
 
 
@@ -97,6 +97,15 @@ def test_what_is_left_alone(called: list[str]) -> None:
         with torch.autocast("cpu", torch.float16):
             functional.linear(x, torch.randn(6, 8))
     assert [name for name in called if name.startswith("flatout.")] == ["flatout.linear.default"]
+
+
+@needs_kernels
+@pytest.mark.usefixtures("on")
+def test_transforms_of_functions_are_torchs() -> None:
+    weight, x = torch.randn(6, 8), torch.randn(3, 4, 8)
+    torch.testing.assert_close(torch.func.vmap(lambda one: functional.linear(one, weight))(x), x @ weight.t())
+    slope = torch.func.grad(lambda one: functional.gelu(one, approximate="tanh").sum())(x)
+    assert slope.shape == x.shape
 
 
 @needs_kernels

@@ -58,85 +58,98 @@ class LossRun {
   void run() {
     std::vector<RowSums> sums(rows_ * job_.threads);
     std::vector<float> log_sums(turns_ * kSide, 0.0f);
-    const int64_t few = std::max<int64_t>(1, std::min<int64_t>(group_, kFew));
-    const bool gradients = job_.of_hidden != nullptr || job_.of_weight != nullptr || job_.of_bias != nullptr;
     static thread_local Scratch of_inputs;
-    const int64_t size = turns_ * kSide * steps_ * kSide;  // in blocks of 32 x 32: turn, step
-    float* inputs = job_.of_hidden != nullptr ? of_inputs.floats(size * job_.threads) : nullptr;
-    const Side by_row = {job_.hidden.data, job_.hidden.element, job_.hidden.inner, job_.hidden.side, width_, rows_};
+    const int64_t size = turns_ * steps_ * kStep;  // in blocks of 32 x 32: turn, step
+    float* const inputs = job_.of_hidden != nullptr ? of_inputs.floats(size * job_.threads) : nullptr;
+    const bool gradients = job_.of_hidden != nullptr || job_.of_weight != nullptr || job_.of_bias != nullptr;
 #pragma omp parallel num_threads(job_.threads)
     {
       Tiles tiles;
       const int64_t me = omp_get_thread_num();
-#pragma omp for schedule(static) nowait
-      for (int64_t turn = 0; turn < turns_; ++turn)
-        pack<false>(job_.hidden, turn, 1, 0, steps_, left_ + turn * steps_ * kStep);
-      if (job_.of_weight != nullptr) {
-#pragma omp for schedule(static) nowait
-        for (int64_t turn = 0; turn < turns_; ++turn)
-          pack<true>(by_row, 0, steps_, turn, turn + 1, right_ + turn * kStep, turns_ * kStep);
-      }
-#pragma omp barrier
-      static thread_local Scratch of_scores, of_strips;
-      float* scores = of_scores.floats(group_ * kStep);
-      uint16_t* packed = of_strips.halves(group_ * steps_ * kStep);
-#pragma omp for schedule(dynamic)
-      for (int64_t first = 0; first < strips_; first += group_) {
-        const int64_t count = std::min(group_, strips_ - first);
-        pack<true>(job_.weight, first, count, 0, steps_, packed, steps_ * kStep);
-        for (int64_t turn = 0; turn < turns_; ++turn) {
-          score(turn, packed, count, scores);
-          for (int64_t i = 0; i < rows_of(turn); ++i)
-            add_up(scores + i * kSide, first, count, turn * kSide + i, sums[me * rows_ + turn * kSide + i]);
-        }
-      }
+      pack_hidden();
+      add_up_all(sums.data() + me * rows_);
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < rows_; ++row) log_sums[row] = merge(sums, row);
-      if (gradients) {
-        if (inputs != nullptr) std::memset(inputs + me * size, 0, size * sizeof(float));
-        static thread_local Scratch of_gradients, of_columns, of_weights, of_rows;
-        uint16_t* const by_score = of_gradients.halves(group_ * kStep);
-        uint16_t* const by_class = of_columns.halves(group_ * turns_ * kStep);
-        uint16_t* const across = of_weights.halves(group_ * steps_ * kStep);
-#pragma omp for schedule(dynamic)
-        for (int64_t first = 0; first < strips_; first += few) {
-          const int64_t count = std::min(few, strips_ - first);
-          std::vector<float> of_bias(count * kSide, 0.0f);
-          pack<true>(job_.weight, first, count, 0, steps_, packed, steps_ * kStep);
-          if (inputs != nullptr) pack_across(first, count, across);
-          for (int64_t turn = 0; turn < turns_; ++turn) {
-            score(turn, packed, count, scores);
-            for (int64_t j = 0; j < count; ++j) {
-              float* block = scores + j * kStep;
-              for (int64_t i = 0; i < kSide; ++i)
-                differentiate(block + i * kSide, (first + j) * kSide, turn * kSide + i, log_sums.data(),
-                              by_score + j * kStep + i * kSide, of_bias.data() + j * kSide);
-              if (job_.of_weight != nullptr)
-                pack_step<false>(by_score + j * kStep, 1, kSide, by_class + (j * turns_ + turn) * kStep);
-            }
-            if (inputs != nullptr)
-              for (int64_t step = 0; step < steps_; ++step)
-              {
-                float* sum = inputs + me * size + (turn * steps_ + step) * kStep;
-                for (int64_t line = 0; line < kStep; line += 16) __builtin_prefetch(sum + kStep + line, 1, 3);
-                multiply(by_score, across + step * count * kStep, count, sum, true);
-              }
-          }
-          if (job_.of_weight != nullptr)
-            weigh(by_class, first, count, of_rows.floats(few * kWide * kStep));
-          if (job_.of_bias != nullptr)
-            std::memcpy(job_.of_bias + first * kSide, of_bias.data(),
-                        std::min(count * kSide, classes_ - first * kSide) * sizeof(float));
-        }
-        if (inputs != nullptr) {
+      if (gradients) differentiate_all(log_sums.data(), inputs == nullptr ? nullptr : inputs + me * size);
+      if (inputs != nullptr) {
 #pragma omp for schedule(static)
-          for (int64_t row = 0; row < rows_; ++row) gather(inputs, size, row);
-        }
+        for (int64_t row = 0; row < rows_; ++row) gather(inputs, size, row);
       }
     }
   }
 
  private:
+  // What follows, up to `score`, is called by all threads, which share the work.
+
+  void pack_hidden() const {
+    const Side& hidden = job_.hidden;
+    const Side by_row = {hidden.data, hidden.element, hidden.inner, hidden.side, width_, rows_};
+#pragma omp for schedule(static)
+    for (int64_t turn = 0; turn < turns_; ++turn) {
+      pack<false>(hidden, turn, 1, 0, steps_, left_ + turn * steps_ * kStep);
+      if (job_.of_weight != nullptr) pack<true>(by_row, 0, steps_, turn, turn + 1, right_ + turn * kStep, turns_ * kStep);
+    }
+  }
+
+  // The first pass. sums: [rows], of this thread
+  void add_up_all(RowSums* sums) const {
+    static thread_local Scratch of_scores, of_strips;
+    float* const scores = of_scores.floats(group_ * kStep);
+    uint16_t* const packed = of_strips.halves(group_ * steps_ * kStep);
+#pragma omp for schedule(dynamic)
+    for (int64_t first = 0; first < strips_; first += group_) {
+      const int64_t count = std::min(group_, strips_ - first);
+      pack<true>(job_.weight, first, count, 0, steps_, packed, steps_ * kStep);
+      for (int64_t turn = 0; turn < turns_; ++turn) {
+        score(turn, packed, count, scores);
+        for (int64_t i = 0; i < rows_of(turn); ++i)
+          add_up(scores + i * kSide, first, count, turn * kSide + i, sums[turn * kSide + i]);
+      }
+    }
+  }
+
+  // The second pass. inputs: sums of the gradient of `hidden`, of this thread; null where it is not wanted
+  void differentiate_all(const float* log_sums, float* inputs) const {
+    const int64_t group = std::min(group_, kFew);
+    static thread_local Scratch of_scores, of_strips, of_gradients, of_columns, of_weights, of_rows;
+    float* const scores = of_scores.floats(group * kStep);
+    float* const rows = of_rows.floats(group * kWide * kStep);
+    uint16_t* const packed = of_strips.halves(group * steps_ * kStep);
+    uint16_t* const by_score = of_gradients.halves(group * kStep);
+    uint16_t* const by_class = of_columns.halves(group * turns_ * kStep);
+    uint16_t* const across = of_weights.halves(group * steps_ * kStep);
+    if (inputs != nullptr) std::memset(inputs, 0, turns_ * steps_ * kStep * sizeof(float));
+#pragma omp for schedule(dynamic)
+    for (int64_t first = 0; first < strips_; first += group) {
+      const int64_t count = std::min(group, strips_ - first);
+      float of_bias[kFew * kSide] = {};
+      pack<true>(job_.weight, first, count, 0, steps_, packed, steps_ * kStep);
+      if (inputs != nullptr) pack_across(first, count, across);
+      for (int64_t turn = 0; turn < turns_; ++turn) {
+        score(turn, packed, count, scores);
+        for (int64_t j = 0; j < count; ++j) {
+          for (int64_t i = 0; i < kSide; ++i)
+            differentiate(scores + j * kStep + i * kSide, (first + j) * kSide, turn * kSide + i, log_sums,
+                          by_score + j * kStep + i * kSide, of_bias + j * kSide);
+          if (job_.of_weight != nullptr)
+            pack_step<false>(by_score + j * kStep, 1, kSide, by_class + (j * turns_ + turn) * kStep);
+        }
+        if (inputs != nullptr) add_to_inputs(by_score, across, count, inputs + turn * steps_ * kStep);
+      }
+      if (job_.of_weight != nullptr) weigh(by_class, first, count, rows);
+      if (job_.of_bias != nullptr)
+        std::copy_n(of_bias, std::min(count * kSide, classes_ - first * kSide), job_.of_bias + first * kSide);
+    }
+  }
+
+  // The share of some classes in the gradient of 32 rows of inputs.
+  void add_to_inputs(const uint16_t* by_score, const uint16_t* across, int64_t count, float* sums) const {
+    for (int64_t step = 0; step < steps_; ++step, sums += kStep) {
+      for (int64_t line = 0; line < kStep; line += 16) __builtin_prefetch(sums + kStep + line, 1, 3);
+      multiply(by_score, across + step * count * kStep, count, sums, true);
+    }
+  }
+
   int64_t rows_of(int64_t turn) const { return std::min(kSide, rows_ - turn * kSide); }
   bool counts(int64_t row) const { return row < rows_ && job_.targets[row] != kIgnored; }
 

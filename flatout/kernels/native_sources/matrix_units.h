@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <new>
 #include <numeric>
 
 #if defined(__linux__)
@@ -289,12 +290,6 @@ struct Line {
   friend Line operator*(Line a, Line b) { return {_mm512_mul_ps(a.low, b.low), _mm512_mul_ps(a.high, b.high)}; }
   friend Line operator/(Line a, Line b) { return {_mm512_div_ps(a.low, b.low), _mm512_div_ps(a.high, b.high)}; }
   friend Line max(Line a, Line b) { return {_mm512_max_ps(a.low, b.low), _mm512_max_ps(a.high, b.high)}; }
-  // `a` where x < 0, `b` elsewhere
-  friend Line choose_negative(Line x, Line a, Line b) {
-    const __m512 zero = _mm512_setzero_ps();
-    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.low, zero, _CMP_LT_OQ), b.low, a.low),
-            _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.high, zero, _CMP_LT_OQ), b.high, a.high)};
-  }
 
  private:
   static __m512 widened(const uint16_t* from) {
@@ -342,11 +337,6 @@ struct Line {
   friend Line operator*(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x * y; }); }
   friend Line operator/(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x / y; }); }
   friend Line max(const Line& a, const Line& b) { return each(a, b, [](float x, float y) { return x >= y ? x : y; }); }  // y if one is NaN
-  friend Line choose_negative(const Line& x, const Line& a, const Line& b) {
-    Line line;
-    for (int64_t i = 0; i < kSide; ++i) line.values[i] = x.values[i] < 0.0f ? a.values[i] : b.values[i];
-    return line;
-  }
 
  private:
   template <typename Use>
@@ -371,6 +361,7 @@ class Scratch {
       std::free(data_);
       size_ = (count + kPage - 1) / kPage * kPage;
       data_ = std::aligned_alloc(kPage, size_);
+      if (data_ == nullptr) throw std::bad_alloc();  // which ends the program, as no memory at all would
 #if defined(__linux__)
       madvise(data_, size_, MADV_HUGEPAGE);  // one entry of the address cache for all that a task packs
 #endif
