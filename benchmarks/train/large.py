@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.infer.turns import versions
 from flatout import TrainStep, tune
 from flatout.machine.with_ceilings import machine_with_ceilings
 from flatout.models import GPT2, BertConfig, BertMaskedLM, GPT2Config, ResNet, ResNetConfig
